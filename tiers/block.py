@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block noun: how a block is named (its key) and how its bytes lie (its layout).
+
+Knows nothing of where blocks are kept, of tensors or of requests. Everything here is part of the
+ABI described in `docs/abi.md`; golden vectors in `tests/tiers/test_block.py` keep it from drifting.
+
+    root   = SHA-256(canonical CBOR of the identity)
+    digest = SHA-256(parent digest | token ids as little-endian int32 | canonical CBOR of the extras, if any)
+    key    = digest (32 bytes) | group u16 | shard rank u16 | shard count u16 | zero u16     (40 bytes)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cbor2
+
+from .errors import InvalidBlock
+
+DIGEST_BYTES = 32
+KEY_BYTES = 40
+TOKEN_BYTES = 4
+LAYOUT_VERSION = 1
+# Memory, file offsets and lengths are multiples of this, so that O_DIRECT can be used everywhere.
+ALIGNMENT = 4096
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8_e4m3": 1,
+}
+
+_KEY_SUFFIX = struct.Struct("<HHHH")
+
+# One extra of a block: a kind ("salt", "lora", "mm", "embeds") followed by its values.
+Extra = tuple[str | bytes | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be equal for two engines to share a block: the root of every chain.
+
+    `model` is a fingerprint of weights and configuration, not a path; `revision` is free text an
+    operator may set to separate otherwise equal models.
+    """
+
+    model: str
+    revision: str
+    kv_dtype: str
+    block_size: int
+
+    def root(self) -> bytes:
+        """The 32-byte parent of every first block."""
+        fields = {
+            "model": self.model,
+            "revision": self.revision,
+            "kv_dtype": self.kv_dtype,
+            "layout_version": LAYOUT_VERSION,
+            "block_size": self.block_size,
+        }
+        return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
+
+
+def encode_extras(extras: Sequence[Extra]) -> bytes:
+    """Canonical CBOR of a block's extra keys, `b""` where there are none.
+
+    The order of the extras is part of the name; callers give them as salt, lora, mm, embeds.
+    """
+    if not extras:
+        return b""
+    return cbor2.dumps([list(extra) for extra in extras], canonical=True)
+
+
+def block_digest(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"") -> bytes:
+    """The 32-byte digest of one full block.
+
+    `token_bytes` holds the block's token ids as little-endian int32, `extras` the result of
+    `encode_extras`. Token bytes have a fixed length (the block size is in the root), so the
+    concatenation cannot be read in two ways.
+    """
+    hasher = hashlib.sha256(parent)
+    hasher.update(token_bytes)
+    if extras:
+        hasher.update(extras)
+    return hasher.digest()
+
+
+def chain_digests(
+    parent: bytes,
+    token_bytes: memoryview,
+    block_size: int,
+    extras: Mapping[int, bytes] | None = None,
+) -> list[bytes]:
+    """Digests of the consecutive full blocks in `token_bytes`, whose parent is `parent`.
+
+    `extras` maps an index within this run to encoded extras. A trailing partial block is ignored.
+    """
+    step = block_size * TOKEN_BYTES
+    digests: list[bytes] = []
+    sha256 = hashlib.sha256
+    for index, start in enumerate(range(0, len(token_bytes) - step + 1, step)):
+        hasher = sha256(parent)
+        hasher.update(token_bytes[start : start + step])
+        if extras and index in extras:
+            hasher.update(extras[index])
+        parent = hasher.digest()
+        digests.append(parent)
+    return digests
+
+
+def chain_digests_sha256_cbor(
+    parent: bytes,
+    blocks: Iterable[Sequence[int]],
+    extras: Mapping[int, Extra] | None = None,
+) -> list[bytes]:
+    """The chain as vLLM's `sha256_cbor` computes it, for routers that recompute it.
+
+    Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests
+    do not carry the identity, so a store that holds them is bound to one root (its namespace).
+    """
+    digests: list[bytes] = []
+    for index, tokens in enumerate(blocks):
+        extra = list(extras[index]) if extras and index in extras else None
+        payload = cbor2.dumps([parent, [int(t) for t in tokens], extra], canonical=True)
+        parent = hashlib.sha256(payload).digest()
+        digests.append(parent)
+    return digests
+
+
+def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
+    """The salt of a tenant's first blocks, or None where nothing separates tenants.
+
+    HMAC-SHA256 under the engine's secret, so no client can choose a salt that widens sharing.
+    """
+    if not (secret or tenant or cache_salt):
+        return None
+    message = cbor2.dumps([tenant, cache_salt], canonical=True)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+class KeyParts(NamedTuple):
+    """A key taken apart."""
+
+    digest: bytes
+    group: int
+    shard_rank: int
+    shard_count: int
+
+
+def key_suffix(group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> bytes:
+    """The 8 bytes that follow a digest in a key; constant for one worker and cache group."""
+    if not 0 <= shard_rank < shard_count:
+        raise InvalidBlock(f"shard rank {shard_rank} is not below the shard count {shard_count}")
+    return _KEY_SUFFIX.pack(group, shard_rank, shard_count, 0)
+
+
+def pack_key(digest: bytes, group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> bytes:
+    """A 40-byte key from a 32-byte digest."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidBlock(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+    return digest + key_suffix(group, shard_rank, shard_count)
+
+
+def unpack_key(key: bytes) -> KeyParts:
+    """Take a key apart; raises InvalidBlock for anything `pack_key` cannot have made."""
+    if len(key) != KEY_BYTES:
+        raise InvalidBlock(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    group, rank, count, zero = _KEY_SUFFIX.unpack_from(key, DIGEST_BYTES)
+    if zero != 0 or rank >= count:
+        raise InvalidBlock("the key's shard fields are not valid")
+    return KeyParts(bytes(key[:DIGEST_BYTES]), group, rank, count)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How one block's bytes lie, the same in the pool, the slab, the SSD slot and on the wire.
+
+    Row-major `[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]` of `kv_dtype`,
+    little-endian: one contiguous chunk over all layers.
+    """
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype: str
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise InvalidBlock(f"unknown KV dtype {self.kv_dtype!r}; known are {known}")
+        if min(self.num_layers, self.block_size, self.num_kv_heads, self.head_dim) < 1:
+            raise InvalidBlock(f"every dimension of a block layout is at least 1, got {self}")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block over all its layers, K and V."""
+        elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * DTYPE_BYTES[self.kv_dtype]
+
+    @property
+    def slot_bytes(self) -> int:
+        """`page_bytes` rounded up to the alignment: what one block occupies in a slab."""
+        return -(-self.page_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V over all layers."""
+        return self.page_bytes // self.block_size
+
+    def layout_id(self) -> bytes:
+        """A 16-byte fingerprint; blocks of different layouts never meet."""
+        fields = {
+            "layout_version": LAYOUT_VERSION,
+            "num_layers": self.num_layers,
+            "block_size": self.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "kv_dtype": self.kv_dtype,
+        }
+        return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()[:16]

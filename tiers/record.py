@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record: a block's bytes with the header that lets a reader refuse everything else.
+
+    offset bytes field
+         0     8 magic "STRKVBLK"
+         8     2 record version (1)
+        10     2 header bytes (128)
+        12     4 flags (0)
+        16     8 payload bytes
+        24     8 generation: counts the writes of the slot, so a reused slot is recognised
+        32    16 layout id
+        48    40 key
+        88    24 reserved, zero
+       112    16 xxh3-128 over bytes 0..111 and the payload
+All integers little-endian. Knows nothing of files or sockets; both write the same header.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import Enum
+
+import xxhash
+
+from .block import KEY_BYTES
+
+MAGIC = b"STRKVBLK"
+RECORD_VERSION = 1
+HEADER_BYTES = 128
+_CHECKED_BYTES = 112
+_FIELDS = struct.Struct("<8sHHIQQ16s40s24x")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Defect(Enum):
+    """Why a record was refused; the value is the label in metrics."""
+
+    SHORT = "short"
+    MAGIC = "magic"
+    VERSION = "version"
+    KEY = "key"
+    LAYOUT = "layout"
+    LENGTH = "length"
+    GENERATION = "generation"
+    CHECKSUM = "checksum"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The fields of a header that vary."""
+
+    key: bytes
+    layout_id: bytes
+    payload_bytes: int
+    generation: int
+
+
+def encode_header(header: RecordHeader, payload: Buffer) -> bytes:
+    """The 128 header bytes for `payload`, checksum included. Reads the payload once."""
+    if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
+        raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
+    checked = _FIELDS.pack(
+        MAGIC,
+        RECORD_VERSION,
+        HEADER_BYTES,
+        0,
+        header.payload_bytes,
+        header.generation,
+        header.layout_id,
+        header.key,
+    )
+    return checked + _checksum(checked, payload)
+
+
+def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
+    """None if the record is exactly the expected one, else the first defect found.
+
+    The payload is hashed last, so that a misdirected read costs no hashing.
+    """
+    if len(raw_header) < HEADER_BYTES:
+        return Defect.SHORT
+    checked = bytes(raw_header[:_CHECKED_BYTES])
+    magic, version, size, flags, length, generation, layout_id, key = _FIELDS.unpack(checked)
+    if magic != MAGIC:
+        return Defect.MAGIC
+    if version != RECORD_VERSION or size != HEADER_BYTES or flags != 0:
+        return Defect.VERSION
+    if key != expected.key:
+        return Defect.KEY
+    if layout_id != expected.layout_id:
+        return Defect.LAYOUT
+    if length != expected.payload_bytes or len(payload) != expected.payload_bytes:
+        return Defect.LENGTH
+    if generation != expected.generation:
+        return Defect.GENERATION
+    if bytes(raw_header[_CHECKED_BYTES:HEADER_BYTES]) != _checksum(checked, payload):
+        return Defect.CHECKSUM
+    return None
+
+
+def _checksum(checked: bytes, payload: Buffer) -> bytes:
+    hasher = xxhash.xxh3_128(checked)
+    hasher.update(payload)
+    return hasher.digest()
