@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of a KVConnector: the engine's only door to the tiers.
+
+A connector has two sides. The *scheduler side* decides in the engine's step loop and touches
+metadata only; the *worker side* moves bytes between the KV pool and the slab. What the first
+decides travels to the second in `ConnectorMetadata`, what became of it comes back in
+`ConnectorWorkerOutput`.
+
+One step, in order:
+    scheduler: get_matched_tokens → (blocks allocated) → update_after_alloc → build_meta
+    worker:    start_step(meta)   stores begin, then loads, in stream order
+               wait_before_forward()   blocks this step overwrites have left the pool
+               (forward pass)
+               poll()             what has finished since the last poll
+    scheduler: update_from_worker(output)
+
+The engine may rely on this:
+- no call of the scheduler side waits for a copy, a disk or a socket;
+- a parked request is reported exactly once, finished or failed, also when its load broke;
+- after a failed load the connector never offers the same request more tokens;
+- nothing raised inside the connector reaches the engine as more than a failed load.
+The engine must do this:
+- not reuse the blocks of a parked request before it was reported, even if it was aborted;
+- hand over evicted blocks in the step that evicts them, before anything is written to them.
+Knows nothing of schedulers or models: requests and pools are seen through small protocols.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RequestView(Protocol):
+    """What a connector sees of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Digests (32 bytes) of the full blocks so far."""
+
+
+class MatchKind(Enum):
+    """What the scheduler should do with a request after asking."""
+
+    NONE = "none"  # nothing to load: schedule it
+    LOAD = "load"  # allocate blocks, park the request until it is reported
+    RETRY = "retry"  # blocks are on their way in: ask again after the next wake-up
+
+
+class Match(NamedTuple):
+    """Tokens, beyond those computed in the pool, that the tiers hold (a multiple of the block
+    size, never the whole request: one token is always left to compute)."""
+
+    tokens: int
+    kind: MatchKind
+
+
+class EvictedBlock(NamedTuple):
+    """A pool block that lost its hash in this step and will be overwritten by it."""
+
+    block_id: int
+    key: bytes  # digest | group u16, as the block pool names it
+
+
+@dataclass(slots=True)
+class CopyJob:
+    """Blocks to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
+
+    job_id: int
+    block_ids: list[int]
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class ConnectorMetadata:
+    """One step's decisions, from the scheduler side to the worker side."""
+
+    stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
+    loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads)
+
+
+@dataclass(slots=True)
+class ConnectorWorkerOutput:
+    """What the worker side finished since it was last asked; job ids of ConnectorMetadata."""
+
+    finished_stores: list[int] = field(default_factory=list)
+    failed_stores: list[int] = field(default_factory=list)
+    finished_loads: list[int] = field(default_factory=list)
+    failed_loads: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.finished_stores or self.failed_stores or self.finished_loads or self.failed_loads
+        )
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """The end of one parked request's load."""
+
+    request_id: str
+    num_loaded_tokens: int  # leading tokens of the external part that are whole; 0 on failure
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
+    seconds: float = 0.0
+
+
+class KVConnectorScheduler(ABC):
+    """The side that decides. Called by the engine's step thread only."""
+
+    @abstractmethod
+    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned)."""
+
+    @abstractmethod
+    def update_after_alloc(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Blocks for the external tokens exist: `block_ids` are exactly those blocks, in order.
+        From here on the request counts as parked until a LoadReport names it."""
+
+    @abstractmethod
+    def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
+        """End of `schedule()`, also on empty steps: what the worker has to move."""
+
+    @abstractmethod
+    def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        """Take in what finished; the parked requests that may go on."""
+
+    @abstractmethod
+    def has_pending_work(self) -> bool:
+        """True while a step, even an empty one, has something to move or to report now.
+        False while only waiting for a disk: the wake-up callback ends that wait."""
+
+    @abstractmethod
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called from any thread when `has_pending_work` may have become True."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what all tiers hold (a prefix-cache reset)."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, object]:
+        """Counters for metrics: plain numbers, per tier."""
+
+    @abstractmethod
+    def shutdown(self, timeout_seconds: float) -> None:
+        """Write back what should survive, within the time; release everything. Idempotent."""
+
+
+class KVConnectorWorker(ABC):
+    """The side that moves bytes. Called by the worker's thread only."""
+
+    @abstractmethod
+    def register_pool(self, pool: torch.Tensor) -> None:
+        """The KV pool `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`,
+        contiguous; once, before the first step."""
+
+    @abstractmethod
+    def start_step(self, meta: ConnectorMetadata) -> None:
+        """Queue the step's copies: stores, then loads. Returns at once."""
+
+    @abstractmethod
+    def wait_before_forward(self) -> None:
+        """Return when every store of this step has read its block. Bounded by memory speed."""
+
+    @abstractmethod
+    def poll(self) -> ConnectorWorkerOutput:
+        """What finished since the last call. Never waits."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Wait for copies in flight, let go of the pool. Idempotent."""

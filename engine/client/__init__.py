@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a front reaches the engine core: over a process boundary, or in the same process."""

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of an engine client: what HTTP and the Python API may rely on.
+
+A caller may rely on this:
+- `generate` yields outputs in order and ends after the one with a finish reason, or raises
+  EngineDead; closing the iterator early aborts the request in the core;
+- every wait has a deadline or ends with the core;
+- a bad request fails alone: its last output carries `error` and finish reason "error".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..wire import AddRequest, Ready, TokenOutput
+
+
+class EngineDead(RuntimeError):
+    """The core is gone or cannot answer; nothing more will come of this client."""
+
+
+class EngineClient(ABC):
+    """One engine core."""
+
+    ready: Ready
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """False once the core is known to be gone."""
+
+    @abstractmethod
+    def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
+        """Run one request; see the promise above."""
+
+    @abstractmethod
+    async def abort(self, request_ids: list[str]) -> None:
+        """Stop requests; unknown ids are ignored."""
+
+    @abstractmethod
+    async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
+        """A `wire.Call`; its decoded JSON result. Raises TimeoutError, EngineDead or ValueError
+        (the core refused)."""
+
+    @abstractmethod
+    async def close(self, timeout_seconds: float = 30.0) -> None:
+        """Shut the core down in an orderly way (tiers written back). Idempotent."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of an engine: a few frozen value objects with units in their names.
+
+Knows nothing of command lines or HTTP; `cli/` builds these. Each object checks itself and raises
+ConfigError with what was expected, what came and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1024**2
+GIB = 1024**3
+
+_UNITS: Mapping[str, int] = {
+    "": 1, "b": 1,
+    "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+    "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4,
+    "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+OFFLOAD_TIERS = ("cpu", "ssd")
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+BLOCK_HASHES = ("sha256", "sha256_cbor")
+MAX_BLOCK_SIZE = 256
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message is one sentence with cause and cure."""
+
+
+def parse_size(text: str | int, name: str = "size") -> int:
+    """Bytes from `512MiB`, `20GiB`, `1.5GB`, `4096`; raises ConfigError naming `name`."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in _UNITS:
+        raise ConfigError(
+            f"{name} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
+            f"not {text!r}"
+        )
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is computed."""
+
+    path: Path  # a Hugging Face directory
+    served_name: str
+    revision: str = ""  # separates the cached blocks of otherwise equal models
+    dtype: str = "auto"  # on the CPU, auto is float32
+    max_model_len: int | None = None  # None: what the model allows
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _one_of("--dtype", self.dtype, DTYPES)
+        if self.device == "cuda":
+            raise ConfigError(
+                "--device cuda is not built yet in this version; use --device cpu"
+            )
+        _one_of("--device", self.device, ("cpu",))
+        if self.max_model_len is not None:
+            _at_least("--max-model-len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool. `num_blocks` wins over `memory_bytes` where both are given."""
+
+    block_size: int = 16  # tokens
+    memory_bytes: int = 1 * GIB
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    block_hash: str = "sha256"
+    watermark: float = 0.01  # fraction of blocks kept free when admitting requests
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+            raise ConfigError(
+                f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}"
+            )
+        if self.num_blocks is not None:
+            _at_least("--num-blocks", self.num_blocks, 2)
+        _at_least("--kv-cache-memory-bytes", self.memory_bytes, 1)
+        _one_of("--block-hash", self.block_hash, BLOCK_HASHES)
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much one step may do."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0  # 0: a prompt may take the whole budget
+    enable_chunked_prefill: bool = True
+    max_waiting_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("--max-num-seqs", self.max_num_seqs, 1)
+        _at_least("--long-prefill-token-threshold", self.long_prefill_token_threshold, 0)
+        _at_least("--max-waiting-requests", self.max_waiting_requests, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot give each of "
+                f"--max-num-seqs {self.max_num_seqs} requests one token; raise the first or "
+                "lower the second"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """The tiers below the pool."""
+
+    tiers: tuple[str, ...] = ()
+    cpu_bytes: int = 4 * GIB
+    ssd_path: Path | None = None
+    ssd_bytes: int = 20 * GIB
+    io_threads: int = 4
+    shutdown_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for tier in self.tiers:
+            _one_of("--kv-offload", tier, OFFLOAD_TIERS)
+        if len(set(self.tiers)) != len(self.tiers):
+            raise ConfigError(f"--kv-offload names a tier twice: {','.join(self.tiers)}")
+        if "ssd" in self.tiers and "cpu" not in self.tiers:
+            raise ConfigError(
+                "--kv-offload ssd needs the CPU tier that blocks pass through; use cpu,ssd"
+            )
+        if "ssd" in self.tiers and self.ssd_path is None:
+            raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
+        _at_least("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
+        _at_least("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
+        _at_least("the number of I/O threads", self.io_threads, 1)
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine core needs."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    tenant_secret: bytes = b""
+    num_threads: int | None = None  # None: the physical cores
+
+    def __post_init__(self) -> None:
+        if self.offload.enabled and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "--kv-offload finds blocks by their prefix hashes, so it cannot work with "
+                "--no-enable-prefix-caching; drop one of them"
+            )
+        if self.num_threads is not None:
+            _at_least("--num-threads", self.num_threads, 1)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} takes {' or '.join(known)}, not {value!r}")
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, not {value}")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request noun: its inputs, its progress counters, its place in life.
+
+Knows nothing of queues, blocks or models. Token ids are kept as int32 in one growing buffer, so
+that hashing and the worker take views of it instead of rebuilding lists.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .sampling.params import SamplingParams
+
+TokenArray = npt.NDArray[np.int32]
+# Computes the digests of the full blocks that `request` has and `request.block_hashes` lacks.
+BlockHasher = Callable[["Request"], list[bytes]]
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. Everything after PREEMPTED is finished."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    WAITING_FOR_STREAMING_INPUT = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+    FINISHED_REPETITION = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def is_blocked_waiting(self) -> bool:
+        return self in _BLOCKED_WAITING
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for the end, None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_BLOCKED_WAITING = frozenset(
+    {
+        RequestStatus.WAITING_FOR_GRAMMAR,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.WAITING_FOR_STREAMING_INPUT,
+    }
+)
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_IGNORED: "length",
+    RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_REPETITION: "repetition",
+}
+
+
+class EventKind(enum.Enum):
+    """Moments of a request that latency figures are made of."""
+
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """One moment, on the monotonic clock (seconds)."""
+
+    kind: EventKind
+    seconds: float
+
+
+class Request:
+    """One sequence being generated.
+
+    `num_computed_tokens` counts positions whose K and V are written (or promised by a load);
+    the scheduler only ever closes the gap between it and `num_tokens_with_spec`.
+    """
+
+    __slots__ = (
+        "_block_hasher",
+        "_num_tokens",
+        "_tokens",
+        "arrival_seconds",
+        "block_hashes",
+        "cache_salt",
+        "cached_tokens_by_tier",
+        "events",
+        "external_load_failed",
+        "lora_name",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_external_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "output_token_ids",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "skip_reading_prefix_cache",
+        "spec_token_ids",
+        "status",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | TokenArray,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_seconds: float | None = None,
+        cache_salt: bytes | None = None,
+        lora_name: str | None = None,
+        block_hasher: BlockHasher | None = None,
+        skip_reading_prefix_cache: bool = False,
+    ) -> None:
+        if len(prompt_token_ids) == 0:
+            raise ValueError("a request needs at least one prompt token")
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.priority = priority
+        self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
+        self.cache_salt = cache_salt
+        self.lora_name = lora_name
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = sampling_params.max_tokens
+        self._tokens: TokenArray = np.empty(self.num_prompt_tokens + self.max_tokens, np.int32)
+        self._tokens[: self.num_prompt_tokens] = prompt_token_ids
+        self._num_tokens = self.num_prompt_tokens
+        # A list as well, because samplers and stop checks read its newest entries by reference.
+        self.output_token_ids: list[int] = []
+        self.spec_token_ids: list[int] = []
+
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_external_computed_tokens = 0
+        self.num_cached_tokens = -1  # set once, when first scheduled
+        self.cached_tokens_by_tier: dict[str, int] = {}
+        self.num_preemptions = 0
+        # After one failed load the request computes; asking again could loop for ever.
+        self.external_load_failed = False
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.events: list[RequestEvent] = []
+
+        self._block_hasher = block_hasher
+        self.block_hashes: list[bytes] = []
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and verified output."""
+        return self._num_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self._num_tokens + len(self.spec_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._num_tokens - self.num_prompt_tokens
+
+    @property
+    def all_token_ids(self) -> TokenArray:
+        """A view of prompt and output, int32 `[num_tokens]`; valid until tokens are appended."""
+        return self._tokens[: self._num_tokens]
+
+    @property
+    def prompt_token_ids(self) -> TokenArray:
+        """A view of the prompt, int32 `[num_prompt_tokens]`."""
+        return self._tokens[: self.num_prompt_tokens]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    def append_output_tokens(self, token_ids: Sequence[int]) -> None:
+        """Add verified tokens and hash the blocks they complete."""
+        end = self._num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
+            grown[: self._num_tokens] = self.all_token_ids
+            self._tokens = grown
+        self._tokens[self._num_tokens : end] = token_ids
+        self._num_tokens = end
+        self.output_token_ids.extend(token_ids)
+        self._extend_hashes()
+
+    def record_event(self, kind: EventKind, seconds: float | None = None) -> None:
+        """Note a moment for latency figures."""
+        self.events.append(RequestEvent(kind, time.monotonic() if seconds is None else seconds))
+
+    def __lt__(self, other: Request) -> bool:
+        """Order of the priority queue; the request id breaks the last tie, so it is total."""
+        return self.order_key < other.order_key
+
+    @property
+    def order_key(self) -> tuple[int, float, str]:
+        return (self.priority, self.arrival_seconds, self.request_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens})"
+        )
+
+    def _extend_hashes(self) -> None:
+        if self._block_hasher is not None:
+            self.block_hashes.extend(self._block_hasher(self))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process boundary: messages between the front (HTTP, Python API) and the engine core.
+
+msgpack by msgspec over ZMQ, one message a frame; in-process mode passes the same objects without
+encoding them. Messages are arrays on the wire, so new fields go to the end and carry a default.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .sampling.params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True):
+    """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    sampling_params: SamplingParams
+    cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    skip_reading_prefix_cache: bool = False
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
+    """The client is gone; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """Ask the core for one of: "stats", "reset_prefix_cache", "shutdown"."""
+
+    call_id: int
+    name: str
+    argument: str = ""
+
+
+class TokenOutput(msgspec.Struct, array_like=True):
+    """What one step made of one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    # With the first token of a request:
+    num_cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = None  # "pool" | "cpu" | "ssd" → tokens
+    error: str | None = None
+    timings: dict[str, float] | None = None  # with the last one: queue, prefill, ... in seconds
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    """All of one step, in one message."""
+
+    outputs: list[TokenOutput]
+
+
+class Reply(msgspec.Struct, tag="reply", array_like=True):
+    """The answer to a Call; `error` is empty on success. `result` holds JSON."""
+
+    call_id: int
+    result: str = "null"
+    error: str = ""
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The core is up: what the front must know of it."""
+
+    protocol_version: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+
+
+class Fatal(msgspec.Struct, tag="fatal", array_like=True):
+    """The core cannot start or go on; the last message it sends."""
+
+    message: str
+    is_config_error: bool = False
+
+
+ToCore = AddRequest | AbortRequests | Call
+FromCore = Outputs | Reply | Ready | Fatal
+
+to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+from_core_decoder = msgspec.msgpack.Decoder(FromCore)
+encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of a tier: what a caller may rely on and what a tier must do.
+
+Two kinds of tier keep blocks. The *slab* (`SlabTier`) is memory the copy engine can reach; blocks
+pass through it on their way up and down. A *store* (`StoreTier`) lies below it and is asked in
+batches: the SSD, later the network. `tiers/memory.py` is the simplest store, and the test double.
+
+A caller may rely on this:
+- `lookup` reads memory only, never blocks and changes nothing.
+- A HIT from `load` means the buffer holds exactly the bytes stored under that key in that layout;
+  whatever was damaged, displaced or late is a MISS, counted in `stats`.
+- Answers stand in the order of the keys asked for.
+- Futures end, with a result or a TierError; no call waits for a disk or a socket.
+
+A tier must do this:
+- use the caller's buffers (no copies of payloads), touch them only until the future ends;
+- stay within its capacity in bytes at every moment;
+- bound its queue: refuse with TierBusy rather than grow;
+- accept calls from any one thread at a time; futures may complete on the tier's own threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .block import BlockLayout
+
+
+class Answer(Enum):
+    """What a tier says of one key."""
+
+    HIT = "hit"
+    MISS = "miss"
+    PENDING = "pending"  # on its way in; ask again when a completion was signalled
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters since start and present gauges of one tier; plain numbers, safe to copy."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    hits: int = 0
+    misses: int = 0
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    evicted_blocks: int = 0
+    dropped_stores: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+    rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
+    errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
+
+
+class StoreTier(ABC):
+    """A tier below the slab."""
+
+    name: str
+    layout: BlockLayout
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""
+
+    @abstractmethod
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Answer]]:
+        """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
+        `block.ALIGNMENT`). Each answer is HIT (verified) or MISS."""
+
+    @abstractmethod
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        """Keep blocks. The buffers must not change until the future ends. True: kept (now or
+        before). Raises TierBusy where the queue is full."""
+
+    @abstractmethod
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget blocks; the number that was known."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything. Blocks under way may be forgotten when they arrive."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """A copy of the counters."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float) -> None:
+        """Finish what is queued within the time, release everything. Idempotent."""
+
+
+class SlabTier(ABC):
+    """Fixed slots of memory, one block each. Verbs come in pairs:
+
+    reserve → (copy bytes in) → commit            a block comes in
+    pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused
+    """
+
+    name: str
+    layout: BlockLayout
+    num_slots: int
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        """HIT: committed. PENDING: reserved, not yet committed."""
+
+    @abstractmethod
+    def reserve(self, keys: Sequence[bytes]) -> list[int | None]:
+        """A slot for each key, evicting by policy; None where the key is already known or no slot
+        can be freed."""
+
+    @abstractmethod
+    def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
+        """End reservations: publish (True) or give the slot back (False)."""
+
+    @abstractmethod
+    def pin(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The slots of committed keys, each pinned once more; None for a miss."""
+
+    @abstractmethod
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Take back one pin each."""
+
+    @abstractmethod
+    def buffer(self, slot: int) -> memoryview:
+        """The writable bytes of a slot, `layout.slot_bytes` long, aligned to `block.ALIGNMENT`."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """A copy of the counters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory. Views handed out must be gone. Idempotent."""
+
+
