@@ -141,12 +141,20 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """True while a step, even an empty one, has something to move or to report now.
-        False while only waiting for a disk: the wake-up callback ends that wait."""
+        """True while a step, even an empty one, has something to move or to report now, or a
+        request that was told RETRY should ask again. False while only waiting for a disk or a
+        copy: the wake-up callback ends that wait."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called from any thread when `has_pending_work` may have become True."""
+
+    def build_final_meta(self, resident: Sequence[EvictedBlock]) -> ConnectorMetadata:
+        """At an orderly shutdown: `resident` are the computed, hashed blocks still in the pool,
+        the least recently used first, as they would be evicted. What the worker has to move so
+        that they survive; as many as the tiers have room for. Run it like the metadata of a step,
+        without a forward pass, then call `shutdown`. Optional: by default nothing is kept."""
+        return ConnectorMetadata()
 
     @abstractmethod
     def reset(self) -> None:

@@ -70,9 +70,7 @@ class StoreTier(ABC):
         """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""
 
     @abstractmethod
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
-    ) -> Future[list[Answer]]:
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
         `block.ALIGNMENT`). Each answer is HIT (verified) or MISS."""
 
@@ -123,8 +121,9 @@ class SlabTier(ABC):
         """End reservations: publish (True) or give the slot back (False)."""
 
     @abstractmethod
-    def pin(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The slots of committed keys, each pinned once more; None for a miss."""
+    def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
+        """The slots of committed keys, each pinned once more; None for a miss. With `touch` false
+        the policy and the hit counters do not see it: a block written down is not a block used."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
@@ -135,11 +134,30 @@ class SlabTier(ABC):
         """The writable bytes of a slot, `layout.slot_bytes` long, aligned to `block.ALIGNMENT`."""
 
     @abstractmethod
+    def memory(self) -> memoryview:
+        """The whole slab, `num_slots * layout.slot_bytes` writable bytes, slot after slot: what a
+        device registers and copies in runs."""
+
+    @abstractmethod
+    def free_slots(self) -> int:
+        """Slots that hold nothing."""
+
+    @abstractmethod
+    def coldest(self, count: int) -> list[bytes]:
+        """Up to `count` keys that the policy would evict next, the first one first."""
+
+    @abstractmethod
+    def keys(self) -> list[bytes]:
+        """The committed keys, the coldest first."""
+
+    @abstractmethod
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget committed blocks, except those that are pinned; the number forgotten."""
+
+    @abstractmethod
     def stats(self) -> TierStats:
         """A copy of the counters."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the memory. Views handed out must be gone. Idempotent."""
-
-

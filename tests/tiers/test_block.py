@@ -15,6 +15,7 @@ import sys
 from array import array
 
 import pytest
+
 from stratakv.tiers.block import (
     ALIGNMENT,
     BlockLayout,

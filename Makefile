@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# The words a person and CI share. `make help` lists them. Every target that runs something first
+# makes .venv and installs what is missing, so `make demo` and `make test` work in a fresh clone.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+BENCH ?= offload
+BENCH_ARGS ?=
+
+# The stamp's name holds a checksum of what decides the environment's content. A time stamp would
+# not do: checking out another branch and back would ask for a new installation, and for a network.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+
+# No build isolation: an isolated build downloads setuptools again, even when nothing else is
+# missing. No compilation: Python compiles what is imported, a small part of what is installed.
+PIP_INSTALL := $(BIN)/pip install --prefer-binary --no-compile -c constraints.txt $(if $(CI),--quiet)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+PACKAGES := benchmarks connector engine kernels proto tiers
+
+.PHONY: help demo test check lint format names proto bench clean
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+
+demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
+	$(BIN)/stratakv bench offload --quick --out build/demo
+
+test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: lint ## lint, then the quick tests: run it before every commit
+	$(BIN)/pytest -q -m "not slow" $(PYTEST_ARGS)
+
+lint: $(STAMP) names ## ruff, its formatter, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=build/names $(BIN)/mypy -p stratakv
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Type checkers and editors look for a folder named stratakv. The repository root has another name
+# and holds tests too, so this makes a folder of links to the packages and nothing else.
+names: ## links in build/names, for type checkers and editors
+	@mkdir -p build/names/stratakv
+	@ln -sfn $(foreach name,__init__.py py.typed $(PACKAGES),../../../$(name)) build/names/stratakv/
+
+proto: $(STAMP) ## generate the code of proto/v1/*.proto again
+	$(BIN)/python tools/generate_proto.py
+
+bench: $(STAMP) ## a benchmark in its full form; BENCH=name, BENCH_ARGS=options
+	$(BIN)/stratakv bench $(BENCH) --out build/bench/$(BENCH) $(BENCH_ARGS)
+
+clean: ## remove what was built; .venv stays
+	rm -rf build stratakv.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "StrataKV needs Python 3.11 or newer and $(PYTHON) is not; name one: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) setuptools
+	$(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@

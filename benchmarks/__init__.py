@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the benchmarks behind `stratakv bench`; only the command line imports it."""

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench offload`: what keeping blocks in tiers saves, seen from the client.
+
+Documents far longer than the questions about them are asked of a real server whose KV pool holds
+little more than one of them. The same questions are asked
+    cold      with every cache reset before each request,
+    pool      with the document still in the pool,
+    cpu       after other documents have pushed it out of the pool,
+    ssd       after the server was stopped and started again,
+one request at a time. Every phase must give the tokens of the cold one; a phase that was not
+answered from where it should have been is an error, not a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..engine.models.spec import load_model_spec
+from ..engine.tokenizer import Tokenizer
+from . import limits
+from .documents import documents, question
+from .plots import plot_phases
+from .report import Report, median, percentile, print_table
+from .served import Answer, ServedModel, ServerFailed
+
+PHASES = ("cold", "pool", "cpu", "ssd")
+WARM_PHASES = PHASES[1:]
+# What a warm phase must find of the document in its tier; the rest is block rounding.
+_EXPECTED_HIT = 0.95
+_PAID_METRIC = "stratakv:load_seconds_paid_total"
+
+Ask = Callable[[str, int, str], Answer]
+
+
+class BenchmarkFailed(RuntimeError):
+    """A phase gave other tokens, or was not answered from its tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked, of what."""
+
+    model: Path
+    num_documents: int
+    prefix_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    block_size: int
+    cpu_bytes: int
+    ssd_bytes: int
+
+    @property
+    def pool_blocks(self) -> int:
+        """Room for one whole request and a quarter of the next document, and the null block."""
+        longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
+        return 1 + int(1.25 * -(-longest // self.block_size))
+
+    def serve_arguments(self, ssd_path: Path) -> list[str]:
+        """The command line of the server under test."""
+        return [
+            str(self.model), "--kv-offload", "cpu,ssd",
+            "--num-blocks", str(self.pool_blocks),
+            "--block-size", str(self.block_size),
+            "--kv-offload-cpu-bytes", str(self.cpu_bytes),
+            "--kv-offload-ssd-path", str(ssd_path),
+            "--kv-offload-ssd-bytes", str(self.ssd_bytes),
+            "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
+        ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Phase:
+    """The answers of one phase and what it cost to load them."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds_loading: float = 0.0
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        return [answer.first_token_seconds for answer in self.answers]
+
+    def cached_by_tier(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for answer in self.answers:
+            for tier, tokens in answer.cached_by_tier.items():
+                totals[tier] = totals.get(tier, 0) + tokens
+        return totals
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    parser.add_argument("--model", type=Path, help="a model directory (the embedded model)")
+    parser.add_argument("--documents", type=int, help="documents asked about (5, quick 3)")
+    parser.add_argument("--prefix-tokens", type=int, help="tokens of each document (3,600)")
+    parser.add_argument("--output-tokens", type=int, default=16, help="tokens generated (16)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run all phases; 0, or 1 with the reason on the terminal."""
+    console = Console(stderr=True)
+    try:
+        plan = make_plan(arguments)
+        report = measure(plan, console)
+    except (BenchmarkFailed, ServerFailed, ValueError, OSError) as error:
+        console.print(f"bench offload: {error}", style="red", markup=False)
+        return 1
+    path = report.write(arguments.out)
+    plot = plot_phases(report.figures["phases"], arguments.out / "offload.png")
+    print_phases(report)
+    print(f"written: {path} {plot}")
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan for this model; raises ValueError where the model's context is too short."""
+    model = arguments.model or embedded_model()
+    spec = load_model_spec(model)
+    suffix, output = 32, arguments.output_tokens
+    room = spec.max_position_embeddings - suffix - output
+    prefix = arguments.prefix_tokens or min(3600, room)
+    if not 0 < prefix <= room:
+        raise ValueError(
+            f"--prefix-tokens {prefix} does not fit: with {suffix} tokens of question and {output} "
+            f"of output the model has room for {room}"
+        )
+    return Plan(
+        model=model,
+        num_documents=arguments.documents or (3 if arguments.quick else 5),
+        prefix_tokens=prefix,
+        suffix_tokens=suffix,
+        output_tokens=output,
+        block_size=arguments.block_size,
+        cpu_bytes=512 * 2**20,
+        ssd_bytes=2 * 2**30,
+    )
+
+
+def embedded_model() -> Path:
+    """The directory of the model that ships with the package."""
+    return Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
+
+
+def measure(plan: Plan, console: Console) -> Report:
+    """Run the server through all phases."""
+    report = Report("offload", "stratakv bench offload")
+    encode = Tokenizer(plan.model).encode
+    texts = documents(encode, plan.num_documents, plan.prefix_tokens)
+    questions = {
+        name: question(encode, index, plan.suffix_tokens)
+        for index, name in enumerate((*WARM_PHASES, "prime"))
+    }
+    phases = {name: Phase() for name in PHASES}
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
+        _progress(console) as bar,
+    ):
+        steps = bar.add_task("starting", total=len(texts) * (2 * len(WARM_PHASES) + 1) + 2)
+        server_log = Path(scratch) / "serve.log"
+        ssd_path = Path(scratch) / "ssd"
+
+        def serve() -> ServedModel:
+            bar.update(steps, description="starting the server")
+            return ServedModel(plan.serve_arguments(ssd_path), server_log)
+
+        def asker(server: ServedModel) -> Ask:
+            def ask(phase: str, document: int, name: str) -> Answer:
+                bar.update(steps, description=phase, advance=1)
+                return server.ask(texts[document] + questions[name], plan.output_tokens)
+
+            return ask
+
+        report.limits = measure_limits(Path(scratch))
+        with serve() as server:
+            bar.advance(steps)
+            expected = ask_cold(server, asker(server), len(texts), phases["cold"])
+            ask_pool(server, asker(server), len(texts), phases["pool"])
+            ask_tier(server, asker(server), len(texts), "cpu", phases["cpu"])
+        with serve() as server:
+            bar.advance(steps)
+            ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
+    check_phases(plan, phases, expected)
+    fill_report(report, plan, phases)
+    return report
+
+
+def measure_limits(directory: Path) -> dict[str, float]:
+    """Ceilings of this machine, before anything else runs on it."""
+    return {
+        "memory_copy_gb_per_second": limits.memory_copy_gb_per_second(),
+        "disk_read_gb_per_second": limits.disk_read_gb_per_second(directory),
+    }
+
+
+def ask_cold(
+    server: ServedModel, ask: Ask, count: int, phase: Phase
+) -> dict[tuple[str, int], list[int]]:
+    """Every question of every warm phase with empty caches; the tokens all must agree on."""
+    server.ask([1, 2, 3], 2)  # the first request ever pays for lazy initialisation
+    expected = {}
+    for document in range(count):
+        for name in WARM_PHASES:
+            server.reset("all")
+            answer = ask("cold", document, name)
+            phase.answers.append(answer)
+            expected[name, document] = answer.token_ids
+    server.reset("all")
+    return expected
+
+
+def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
+    """Each document right after another question about it."""
+    for document in range(count):
+        ask("pool: first question", document, "prime")
+        phase.answers.append(ask("pool", document, "pool"))
+
+
+def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
+    """Each document in turn, so that the ones before it have taken its place in the pool."""
+    paid = server.metric(_PAID_METRIC)
+    for document in range(count):
+        phase.answers.append(ask(tier, document, tier))
+    phase.seconds_loading = server.metric(_PAID_METRIC) - paid
+
+
+def check_phases(
+    plan: Plan, phases: dict[str, Phase], expected: dict[tuple[str, int], list[int]]
+) -> None:
+    """Raise BenchmarkFailed unless tokens agree and each phase was answered from its tier."""
+    for answer in phases["cold"].answers:
+        if answer.cached_tokens:
+            raise BenchmarkFailed(f"a cold request found {answer.cached_tokens} cached tokens")
+    for name in WARM_PHASES:
+        for document, answer in enumerate(phases[name].answers):
+            if answer.token_ids != expected[name, document]:
+                raise BenchmarkFailed(
+                    f"phase {name}, document {document + 1}: tokens {answer.token_ids} differ from "
+                    f"the cold ones {expected[name, document]}"
+                )
+            found = answer.cached_by_tier.get(name, 0)
+            if found < _EXPECTED_HIT * plan.prefix_tokens:
+                raise BenchmarkFailed(
+                    f"phase {name}, document {document + 1}: {found} of {plan.prefix_tokens} "
+                    f"tokens came from there, the others from {answer.cached_by_tier}"
+                )
+
+
+def fill_report(report: Report, plan: Plan, phases: dict[str, Phase]) -> None:
+    """Turn answers into figures and ratios."""
+    cold = median(phases["cold"].first_token_seconds)
+    cold_per_token = cold / (plan.prefix_tokens + plan.suffix_tokens)
+    report.figures["plan"] = {
+        **asdict(plan),
+        "model": plan.model.name,
+        "pool_blocks": plan.pool_blocks,
+    }
+    report.figures["phases"] = {
+        name: phase_figures(phase, cold_per_token) for name, phase in phases.items()
+    }
+    for name in WARM_PHASES:
+        warm = median(phases[name].first_token_seconds)
+        report.ratios[f"ttft_cold_over_{name}"] = cold / warm
+
+
+def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
+    """One row of the table; seconds saved are cached tokens at the cold phase's rate."""
+    first = phase.first_token_seconds
+    cached = sum(answer.cached_tokens for answer in phase.answers)
+    generated = sum(len(answer.token_ids) for answer in phase.answers)
+    return {
+        "requests": len(phase.answers),
+        "ttft_p50_seconds": median(first),
+        "ttft_p99_seconds": percentile(first, 99),
+        "tokens_per_second": generated / sum(answer.total_seconds for answer in phase.answers),
+        "cached_tokens_by_tier": phase.cached_by_tier(),
+        "prefill_seconds_saved": cached * cold_seconds_per_token,
+        "load_seconds_paid": phase.seconds_loading,
+    }
+
+
+def print_phases(report: Report) -> None:
+    """The table a person reads."""
+    rows = []
+    for name, figures in report.figures["phases"].items():
+        tiers = figures["cached_tokens_by_tier"]
+        rows.append(
+            [
+                name,
+                str(figures["requests"]),
+                f"{1e3 * figures['ttft_p50_seconds']:.1f}",
+                f"{1e3 * figures['ttft_p99_seconds']:.1f}",
+                f"{report.ratios.get(f'ttft_cold_over_{name}', 1.0):.1f}x",
+                f"{figures['tokens_per_second']:.0f}",
+                " ".join(f"{tier} {tokens}" for tier, tokens in tiers.items() if tokens) or "-",
+                f"{figures['prefill_seconds_saved']:.2f}",
+                f"{figures['load_seconds_paid']:.3f}",
+            ]
+        )
+    plan = report.figures["plan"]
+    title = (
+        f"{plan['num_documents']} documents of {plan['prefix_tokens']} tokens, a pool of "
+        f"{plan['pool_blocks']} blocks of {plan['block_size']}, one request at a time"
+    )
+    columns = ["phase", "requests", "TTFT p50 ms", "p99 ms", "cold / this", "tokens/s",
+               "cached tokens", "prefill s saved", "load s paid"]  # fmt: skip
+    print_table(title, columns, rows)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    return Progress(*columns, console=console)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of a copy device: what moves bytes between the KV pool and the slab, in which order.
+
+A device has two streams, one for each direction, and marks points in them with events. On CUDA
+these are real streams and events; on the CPU they are threads, with the same rules, so that every
+ordering rule can be tested without a GPU.
+
+A caller may rely on this:
+- copies in one stream run in the order in which they were queued;
+- a copy starts only after every event in its `after` has ended, whether it ended well or not;
+- an event that has ended well means that all its bytes are in place and visible to everyone; one
+  that ended with an error means that they may be partly there, and that nothing more is written;
+- queueing never waits: a full queue is an error at once;
+- `notify` is called from any thread after each copy that has ended.
+
+A caller must do this:
+- store a block only after the event of its last writer (`writer_event`), and overwrite it only
+  after the event of its store;
+- read a block only after the event of its load;
+- leave slots alone between `copy` and the end of its event.
+Knows nothing of keys, requests or tiers below the slab.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...tiers.base import SlabTier
+
+
+class DeviceError(Exception):
+    """A copy that could not be queued or did not finish; the blocks of that copy are not valid."""
+
+
+class Stream(Enum):
+    """The two directions; each has its own order."""
+
+    STORE = "store"  # pool → slab
+    LOAD = "load"  # slab → pool
+
+
+class Event(Protocol):
+    """A point in a stream that work can wait for."""
+
+    def done(self) -> bool:
+        """Whether everything before this point has ended, well or not."""
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for the end, at most so long; the same as `done` afterwards."""
+
+    def error(self) -> Exception | None:
+        """Why the work of this event failed. None if it ended well or has not ended."""
+
+
+class CopyDevice(ABC):
+    """Copies whole blocks between one pool and one slab."""
+
+    @abstractmethod
+    def set_notify(self, notify: Callable[[], None]) -> None:
+        """What to call after each copy that has ended. It must return at once."""
+
+    @abstractmethod
+    def register_slab(self, slab: SlabTier) -> None:
+        """Make the slab's memory reachable (page-locked, on CUDA). Once, before the pool."""
+
+    @abstractmethod
+    def register_pool(self, pool: torch.Tensor) -> None:
+        """The contiguous KV pool `[num_blocks, ...]`, `page_bytes` a block; InvalidBlock where it
+        does not fit the slab's layout."""
+
+    @abstractmethod
+    def writer_event(self) -> Event:
+        """Ends when everything that computes on the pool and was queued before has run."""
+
+    @abstractmethod
+    def copy(
+        self,
+        stream: Stream,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Queue a copy of `block_ids[i]` ↔ `slots[i]`. Raises DeviceError where the queue is full
+        or the device closed, InvalidBlock for ids outside the pool or the slab."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float) -> bool:
+        """Let queued copies end, at most so long, and let go of pool and slab. False if copies
+        are still running: the memory must then stay. Idempotent."""

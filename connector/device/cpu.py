@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as a copy device: one thread for each stream, events that threads can wait for.
+
+The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
+a block has always finished when a copy is queued. Everything else is as on CUDA. Knows nothing of
+keys or requests.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...tiers.base import SlabTier
+from ...tiers.errors import InvalidBlock
+from ..transfer import merge_runs
+from .base import CopyDevice, DeviceError, Event, Stream
+
+# One job holds all blocks of one request or one step, so a queue this long means a stuck stream.
+QUEUE_JOBS = 1024
+# Longest wait for an event of the other stream; copies take milliseconds.
+DEPENDENCY_SECONDS = 60.0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CpuEvent:
+    """An event that its maker ends by hand."""
+
+    __slots__ = ("_ended", "_error")
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        """Reach the point, well or with an error; wakes all who wait."""
+        self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self._ended.wait(timeout_seconds)
+
+    def error(self) -> Exception | None:
+        return self._error
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Callable[[], None]
+    after: Sequence[Event]
+    event: CpuEvent
+
+
+class _StreamThread:
+    """Runs jobs one after the other. Sleeps in its queue while there is nothing to do."""
+
+    def __init__(self, name: str, dependency_seconds: float) -> None:
+        self._dependency_seconds = dependency_seconds
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=QUEUE_JOBS)
+        self.notify: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], after: Sequence[Event]) -> CpuEvent:
+        event = CpuEvent()
+        try:
+            self._jobs.put_nowait(_Job(work, after, event))
+        except queue.Full:
+            raise DeviceError(f"{QUEUE_JOBS} copies wait already in one stream") from None
+        return event
+
+    def close(self, timeout_seconds: float) -> bool:
+        if not self._thread.is_alive():
+            return True
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._jobs.put(None, timeout=timeout_seconds)
+        except queue.Full:
+            return False
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.event.end(self._failure_of(job))
+            del job  # an idle stream holds on to no views of the pool or the slab
+            self.notify()
+
+    def _failure_of(self, job: _Job) -> Exception | None:
+        deadline = time.monotonic() + self._dependency_seconds
+        try:
+            for event in job.after:
+                if not event.wait(max(0.0, deadline - time.monotonic())):
+                    raise DeviceError(
+                        f"a copy waited {self._dependency_seconds} s for another stream"
+                    )
+            job.work()
+        except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+            # Without its frames, which would keep views of the pool and the slab alive.
+            return error.with_traceback(None)
+        return None
+
+
+class CpuCopyDevice(CopyDevice):
+    """See the promise in `base.py`. `dependency_seconds` bounds the wait for `after` events."""
+
+    def __init__(self, dependency_seconds: float = DEPENDENCY_SECONDS) -> None:
+        self._streams = {
+            stream: _StreamThread(f"stratakv-copy-{stream.value}", dependency_seconds)
+            for stream in Stream
+        }
+        self._pool: Bytes | None = None
+        self._slab: Bytes | None = None
+        self._page_bytes = 0
+        self._closed = False
+        self._computed = CpuEvent()
+        self._computed.end()
+
+    def set_notify(self, notify: Callable[[], None]) -> None:
+        for stream in self._streams.values():
+            stream.notify = notify
+
+    def register_slab(self, slab: SlabTier) -> None:
+        self._page_bytes = slab.layout.page_bytes
+        self._slab = slab_pages(slab)
+
+    def register_pool(self, pool: torch.Tensor) -> None:
+        if self._slab is None:
+            raise DeviceError("the slab must be registered before the pool")
+        self._pool = pool_pages(pool, self._page_bytes)
+
+    def writer_event(self) -> Event:
+        return self._computed
+
+    def copy(
+        self,
+        stream: Stream,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        pool, slab = self._pool, self._slab
+        if self._closed or pool is None or slab is None:
+            raise DeviceError("the device is closed or has no pool and slab yet")
+        if len(block_ids) != len(slots):
+            raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
+        _check_range("block", block_ids, len(pool))
+        _check_range("slot", slots, len(slab))
+        source, target = (pool, slab) if stream is Stream.STORE else (slab, pool)
+        runs = [
+            (run.block_id, run.slot, run.length)
+            if stream is Stream.STORE
+            else (run.slot, run.block_id, run.length)
+            for run in merge_runs(block_ids, slots)
+        ]
+        return self._streams[stream].submit(lambda: _copy_runs(source, target, runs), after)
+
+    def close(self, timeout_seconds: float) -> bool:
+        self._closed = True
+        deadline = time.monotonic() + timeout_seconds
+        ended = [
+            stream.close(max(0.0, deadline - time.monotonic())) for stream in self._streams.values()
+        ]
+        if not all(ended):
+            return False
+        self._pool = self._slab = None
+        return True
+
+
+def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
+    """The pool as bytes `[num_blocks, page_bytes]`, sharing its memory."""
+    if not pool.is_contiguous() or pool.device.type != "cpu":
+        raise InvalidBlock(
+            f"the CPU device needs a contiguous pool in CPU memory, not one on {pool.device}"
+        )
+    actual = pool.nbytes // max(1, len(pool))
+    if actual != page_bytes:
+        raise InvalidBlock(f"a pool block has {actual} bytes, the slab's layout has {page_bytes}")
+    pages: Bytes = pool.detach().view(torch.uint8).reshape(len(pool), page_bytes).numpy()
+    return pages
+
+
+def slab_pages(slab: SlabTier) -> Bytes:
+    """The slab as bytes `[num_slots, page_bytes]`, sharing its memory; slots may be longer."""
+    memory: Bytes = np.frombuffer(slab.memory(), dtype=np.uint8)
+    return memory.reshape(slab.num_slots, slab.layout.slot_bytes)[:, : slab.layout.page_bytes]
+
+
+def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy `count` pages from each first index to each second one, without the GIL."""
+    for start, end, count in runs:
+        np.copyto(target[end : end + count], source[start : start + count])
+
+
+def _check_range(what: str, ids: Sequence[int], count: int) -> None:
+    # Negative ids would count from the end, in silence.
+    if ids and (min(ids) < 0 or max(ids) >= count):
+        raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of offloading: turns one step's jobs into copies with the right order.
+
+    store job   after the last writer of the pool
+    load job    after the last writer, and after every store queued before it: its blocks may be
+                the ones that are being stored
+    forward     after every store of the step
+
+Knows nothing of keys or requests: blocks and slots are numbers here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob, KVConnectorWorker
+from .device.base import CopyDevice, Event, Stream
+from .transfer import CopySignal
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+# Copies take milliseconds; more than this means a stuck stream.
+STORE_WAIT_SECONDS = 30.0
+CLOSE_SECONDS = 30.0
+
+
+class OffloadWorker(KVConnectorWorker):
+    """Runs copy jobs on a device whose slab is registered already."""
+
+    def __init__(
+        self,
+        device: CopyDevice,
+        signal: CopySignal,
+        *,
+        store_wait_seconds: float = STORE_WAIT_SECONDS,
+    ) -> None:
+        self._device = device
+        self._signal = signal
+        self._store_wait_seconds = store_wait_seconds
+        self._stores: dict[int, Event] = {}
+        self._loads: dict[int, Event] = {}
+        self._torn: set[int] = set()  # stores whose blocks were written to while they were read
+        self._unreported = ConnectorWorkerOutput()
+        device.set_notify(signal.job_ended)
+
+    def register_pool(self, pool: torch.Tensor) -> None:
+        self._device.register_pool(pool)
+
+    def start_step(self, meta: ConnectorMetadata) -> None:
+        if not meta:
+            return
+        written = self._device.writer_event()
+        for job in meta.stores:
+            self._start(Stream.STORE, job, [written])
+        # One stream runs in order, so the newest store stands for all of them.
+        stored = list(self._stores.values())[-1:]
+        for job in meta.loads:
+            self._start(Stream.LOAD, job, [written, *stored])
+
+    def wait_before_forward(self) -> None:
+        if not self._stores:
+            return
+        deadline = time.monotonic() + self._store_wait_seconds
+        for job_id, event in self._stores.items():
+            if not event.wait(max(0.0, deadline - time.monotonic())):
+                # The pass must go on, so the block is overwritten under the copy: what arrives
+                # in the slab is no block, and it is reported so once the copy has ended.
+                self._torn.add(job_id)
+                log.error("a store has not left the pool within %s s", self._store_wait_seconds)
+
+    def poll(self) -> ConnectorWorkerOutput:
+        output, self._unreported = self._unreported, ConnectorWorkerOutput()
+        if self._stores:
+            for job_id in self._collect(self._stores, output.finished_stores, output.failed_stores):
+                self._torn.discard(job_id)
+        if self._loads:
+            self._collect(self._loads, output.finished_loads, output.failed_loads)
+        return output
+
+    def shutdown(self) -> None:
+        if not self._device.close(CLOSE_SECONDS):
+            log.error("copies are still running %s s after the shutdown began", CLOSE_SECONDS)
+
+    def _start(self, stream: Stream, job: CopyJob, after: list[Event]) -> None:
+        running = self._stores if stream is Stream.STORE else self._loads
+        try:
+            running[job.job_id] = self._device.copy(stream, job.block_ids, job.slots, after)
+        except Exception:
+            log.exception("a %s of %d blocks could not begin", stream.value, len(job.slots))
+            output = self._unreported
+            failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
+            failed.append(job.job_id)
+            self._signal.job_ended()
+
+    def _collect(
+        self, running: dict[int, Event], finished: list[int], failed: list[int]
+    ) -> list[int]:
+        """Move the jobs that have ended out of `running`; their ids."""
+        ended = [job_id for job_id, event in running.items() if event.done()]
+        for job_id in ended:
+            error = running.pop(job_id).error()
+            if error is not None:
+                log.error("a copy failed: %s", error)
+            good = error is None and job_id not in self._torn
+            (finished if good else failed).append(job_id)
+        return ended

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides what runs: requests, schedule, model, sampling, front; only cli imports benchmarks.
+
+`LLM` and `SamplingParams` are the Python API. They are imported when first asked for, so that
+importing a small part of this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .llm import LLM, RequestOutput
+    from .sampling.params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+_HOMES = {"LLM": ".llm", "RequestOutput": ".llm", "SamplingParams": ".sampling.params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

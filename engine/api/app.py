@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP application: every route, what guards it, and how its errors are answered.
+
+Knows nothing of sockets; server.py runs it. Handlers are plain ASGI underneath FastAPI, because
+its validation and its response classes cost more per request than decoding a prompt does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from ... import __version__
+from ..client.base import EngineClient, EngineDead
+from ..nearest import did_you_mean
+from ..tokenizer import Tokenizer
+from .auth import ApiKeyMiddleware
+from .chat import create_chat_completion
+from .chat_template import ChatTemplate
+from .completions import create_completion
+from .errors import ApiError, ClientGone, error_response, to_api_error
+from .front import Front
+from .metrics import Metrics
+from .protocol import ModelCard, ModelList, now
+from .settings import ApiSettings
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
+
+RESETS = ("pool", "all")
+CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
+
+
+def create_app(
+    client: EngineClient,
+    *,
+    model_name: str,
+    model_path: Path,
+    tokenizer: Tokenizer | None,
+    settings: ApiSettings | None = None,
+) -> FastAPI:
+    """The application over one engine. The caller keeps the client and closes it afterwards.
+
+    Raises ConfigError for a chat template that cannot be used.
+    """
+    settings = settings or ApiSettings()
+    template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
+    front = Front(client, model_name, tokenizer, template, settings, Metrics(model_name))
+    routes: list[BaseRoute] = [
+        _route("/v1/completions", "POST", front, create_completion),
+        _route("/v1/chat/completions", "POST", front, create_chat_completion),
+        _route("/v1/models", "GET", front, partial(_list_models, created=now())),
+        _route("/health", "GET", front, _health),
+        _route("/ping", "GET", front, _health),
+        _route("/metrics", "GET", front, _metrics),
+        _route("/version", "GET", front, _version),
+    ]
+    if settings.enable_dev_routes:
+        routes.append(_route("/reset_prefix_cache", "POST", front, _reset_prefix_cache))
+    # No generated documentation: handlers check their input themselves, so it would be empty.
+    app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=routes)
+    app.router.redirect_slashes = False
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    if settings.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    return app
+
+
+def _route(path: str, method: str, front: Front, handler: Handler) -> Route:
+    async def endpoint(request: Request) -> ASGIApp:
+        try:
+            return await handler(front, request)
+        except ClientGone:
+            logger.debug("a client left before its answer was ready")
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+            return error_response(to_api_error(error))
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """What the router raises: no such route, or not for this method."""
+    response = error_response(to_api_error(error))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
+
+
+async def _list_models(front: Front, request: Request, *, created: int) -> ASGIApp:
+    name = front.model_name
+    card = ModelCard(name, "model", created, "stratakv", name, front.client.ready.max_model_len)
+    return _json(ModelList("list", [card]))
+
+
+async def _health(front: Front, request: Request) -> ASGIApp:
+    if not front.client.is_alive:
+        raise EngineDead("its core is gone; restart the server")
+    return _json({"status": "ok"})
+
+
+async def _version(front: Front, request: Request) -> ASGIApp:
+    return _json({"version": __version__})
+
+
+async def _metrics(front: Front, request: Request) -> ASGIApp:
+    await front.metrics.core.refresh(front.client, front.settings.stats_timeout_seconds)
+    return Response(front.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
+    """Forget cached blocks: of the pool, or of every tier."""
+    tiers = request.query_params.get("tiers", "pool")
+    if tiers not in RESETS:
+        message = f"`tiers` takes pool or all, not {tiers[:64]!r}{did_you_mean(tiers, RESETS)}"
+        raise ApiError(message, param="tiers", code="invalid_value")
+    try:
+        await front.client.call("reset_prefix_cache", tiers)
+    except ValueError as error:
+        message = f"the engine did not reset its cache: {error}"
+        raise ApiError(message, status=409, code="reset_refused") from None
+    return _json({"reset": tiers})
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error a client can see, in OpenAI's form, and the one table that maps exceptions to it.
+
+Knows nothing of routes. `ApiError` is raised anywhere below a route; everything else that can
+reach the border is turned into one by `to_api_error`, so that no traceback leaves the process.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ..client.base import EngineDead
+
+logger = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+ENGINE = "engine_error"
+
+
+class ApiError(Exception):
+    """An answer of its own: HTTP status and the fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class ErrorDetail(msgspec.Struct):
+    """OpenAI's error fields."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The error object as it is sent."""
+
+    error: ErrorDetail
+
+
+_BY_STATUS: dict[int, tuple[str, str]] = {
+    404: ("not_found", "there is no such route: the API lies under /v1"),
+    405: ("method_not_allowed", "the route exists but not for this method"),
+}
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The answer for anything that was raised. Logs what is a fault of ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDead):
+        message = f"the engine is not running: {error}"
+        return ApiError(message, status=503, kind=ENGINE, code="engine_dead")
+    if isinstance(error, TimeoutError):
+        message = "the request took longer than the server allows and was aborted"
+        return ApiError(message, status=504, kind="timeout_error", code="timeout")
+    if isinstance(error, HTTPException):
+        code, text = _BY_STATUS.get(error.status_code, (None, str(error.detail)))
+        return ApiError(text, status=error.status_code, code=code)
+    logger.error("unhandled error in a request", exc_info=error)
+    return ApiError(
+        "the server failed on this request; its log has the reason",
+        status=500,
+        kind="server_error",
+        code="internal_error",
+    )
+
+
+def encode_error(error: ApiError) -> bytes:
+    """The JSON body of an error."""
+    detail = ErrorDetail(error.message, error.kind, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole answer. 413 closes the connection, since the rest of its body is not read."""
+    headers = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        headers["Connection"] = "close"
+    body = encode_error(error)
+    return Response(body, error.status, headers=headers, media_type="application/json")

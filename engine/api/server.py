@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server: uvicorn, with the limits and time-outs of this project.
+
+It is run on sockets that are already bound, so that whoever binds them can say that a port is in
+use before a model has been loaded. Knows nothing of routes or engines.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+# Of the request line and all headers together, before they are complete.
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
+BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """`serve(sockets)` runs it; setting `should_exit` ends it in an orderly way."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on bound sockets until a signal or `should_exit`."""
+        for sock in sockets or ():
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                # Accepted sockets inherit it. asyncio sets it itself only for sockets that were
+                # made with the protocol named; without it tokens wait 40 ms for a delayed ACK.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().serve(sockets)
+
+
+def make_server(app: ASGIApp, *, log_level: str, shutdown_seconds: float) -> HttpServer:
+    """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`;
+    requests that run when the end is asked for have `shutdown_seconds` to finish."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level=log_level,
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(1, math.ceil(shutdown_seconds)),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        server_header=False,
+    )
+    return HttpServer(config)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the HTTP front: switches and the limits on what comes from outside.
+
+Knows nothing of engines, sockets or command lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import MIB, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """What the routes obey. Raises ConfigError for values that cannot work."""
+
+    api_key: str | None = None  # None: no key is asked for
+    max_body_bytes: int = 16 * MIB
+    max_prompts_per_request: int = 128
+    max_messages_per_request: int = 4096
+    # From the whole body being read to the last token. A request that takes longer is aborted.
+    request_timeout_seconds: float = 3600.0
+    # How long a client may take to send its body.
+    body_timeout_seconds: float = 60.0
+    # One rendering of the chat template: time, and characters of its result.
+    template_timeout_seconds: float = 2.0
+    max_rendered_characters: int = 4 * MIB
+    # How long a scrape waits for the core's figures before it shows the last known ones.
+    stats_timeout_seconds: float = 1.0
+    enable_dev_routes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("--api-key is empty; give a key, or leave the option out")
+        for name in (
+            "max_body_bytes", "max_prompts_per_request", "max_messages_per_request",
+            "request_timeout_seconds", "body_timeout_seconds", "template_timeout_seconds",
+            "max_rendered_characters", "stats_timeout_seconds",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block hasher: names the full blocks of a request as its tokens arrive.
+
+Knows nothing of pools, tables or tiers. How a digest is made stands in `tiers/block.py`; here it is
+only decided which bytes and which extras of a request go into which block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import cbor2
+
+from ..tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
+from .request import BlockHasher, Request
+
+
+def make_block_hasher(
+    root: bytes, block_size: int, algorithm: str = "sha256", cbor_seed: str = "0"
+) -> BlockHasher:
+    """A hasher that returns the digests (32 bytes each) of the full blocks a request has and its
+    `block_hashes` lack; the chain goes on from the last digest it has.
+
+    `sha256` starts from `root` (`Identity.root()`). `sha256_cbor` is the form that routers
+    recompute: it starts from the CBOR of `cbor_seed`, so a store of such digests must be bound to
+    one root by other means. Raises ValueError for another algorithm or a block size below 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"a block has at least 1 token, not {block_size}")
+    if algorithm == "sha256":
+        return _sha256_hasher(root, block_size)
+    if algorithm == "sha256_cbor":
+        return _sha256_cbor_hasher(block_size, cbor_seed)
+    raise ValueError(f"the block hash is sha256 or sha256_cbor, not {algorithm!r}")
+
+
+def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
+    def hash_new_blocks(request: Request) -> list[bytes]:
+        known = request.block_hashes
+        first = len(known)
+        end = request.num_tokens // block_size
+        if end <= first:
+            return []
+        extras = _encoded_extras(request, first, end)
+        # The order of bytes is part of the name; on little-endian hosts this is no copy.
+        tokens = request.all_token_ids[first * block_size : end * block_size]
+        raw = memoryview(tokens.astype("<i4", copy=False)).cast("B")
+        return chain_digests(known[-1] if known else root, raw, block_size, extras)
+
+    return hash_new_blocks
+
+
+def _encoded_extras(request: Request, first: int, end: int) -> dict[int, bytes] | None:
+    """Extras by index within the run of blocks `first`..`end`: the salt names the first block of a
+    request (the chain carries it on), the adapter names every block."""
+    lora: list[Extra] = []
+    if request.lora_name is not None:
+        lora.append(("lora", request.lora_name))
+    extras: dict[int, bytes] = {}
+    if lora:
+        encoded = encode_extras(lora)
+        extras = dict.fromkeys(range(end - first), encoded)
+    if first == 0 and request.cache_salt is not None:
+        extras[0] = encode_extras([("salt", request.cache_salt), *lora])
+    return extras or None
+
+
+def _sha256_cbor_hasher(block_size: int, seed: str) -> BlockHasher:
+    start = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
+
+    def hash_new_blocks(request: Request) -> list[bytes]:
+        known = request.block_hashes
+        first = len(known)
+        end = request.num_tokens // block_size
+        if end <= first:
+            return []
+        tokens = request.all_token_ids[first * block_size : end * block_size]
+        blocks = tokens.reshape(-1, block_size).tolist()
+        extras = _plain_extras(request, first, end)
+        return chain_digests_sha256_cbor(known[-1] if known else start, blocks, extras)
+
+    return hash_new_blocks
+
+
+def _plain_extras(request: Request, first: int, end: int) -> dict[int, Extra] | None:
+    """The same extras as bare values, adapter before salt: the order of the form routers know."""
+    lora: Extra = () if request.lora_name is None else (request.lora_name,)
+    extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}
+    if first == 0 and request.cache_salt is not None:
+        extras[0] = (*lora, request.cache_salt)
+    return extras or None

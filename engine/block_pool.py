@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool: which block is free, which is shared, and under which names blocks are found.
+
+Knows nothing of requests or tokens, and never touches the bytes. One pool serves all cache groups;
+the group stands in the key: digest (32 bytes) | group u16, little-endian.
+
+A block is in one of these states:
+
+    free, unnamed     in the queue, bytes worth nothing
+    free, named       in the queue, still found by its key; reusing it is an eviction
+    held              `ref_cnt` > 0, not in the queue, named once it is full
+
+*When a name may be trusted.* A full block gets its name when it is allocated, that is before the
+step that writes it has run. Until `commit_step` it counts as not computed:
+
+- it may be hit by other requests of the same step, because a step is one forward pass in which
+  every layer writes the K and V of the whole batch before any row of it is read;
+- it may not be hit by a request that would only read it in a later step (a parked one), because
+  the step may yet fail: `all_computed` tells;
+- if it is reused before the commit, its name is dropped and not reported as evicted, so what was
+  never written can never reach a tier;
+- `drop_uncomputed` takes the names away after a step that failed.
+
+There is one step in flight at a time: everything named since the last commit belongs to it. Names
+from a finished load are trusted at once.
+
+Several blocks may carry one name: block tables only ever grow at their end, so a request that
+computed what another one has keeps its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..connector.base import EvictedBlock
+from .kv_block import FreeBlockQueue, KVCacheBlock
+
+NULL_BLOCK_ID = 0
+
+
+class BlockPool:
+    """`num_blocks` blocks, the null block (id 0, never handed out, never named) among them.
+
+    Called by one thread. Nothing here waits.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"a pool needs the null block and at least one more, not {num_blocks} in all"
+            )
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.null_block.is_null = True
+        self.free_queue = FreeBlockQueue(self.blocks[1:])
+        self.num_evicted = 0
+        # Nearly every key has one block; a dict of its own only where there are several.
+        self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self._uncomputed: set[int] = set()
+        self._evicted: list[tuple[int, bytes]] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had, those with a name included."""
+        return self.free_queue.num_free
+
+    @property
+    def usage(self) -> float:
+        """Held blocks as a fraction of those that can be held."""
+        return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request holds a block."""
+        return self.free_queue.num_free == self.num_blocks - 1
+
+    def get_cached_block(
+        self, digest: bytes, group_ids: Sequence[int] = (0,)
+    ) -> list[KVCacheBlock] | None:
+        """A block of this digest for each group, or None where one group has none."""
+        prefix = self.get_cached_prefix((digest,), group_ids)
+        return [found[0] for found in prefix] if prefix[0] else None
+
+    def get_cached_prefix(
+        self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """For each group the blocks of the longest run of `digests` that every group has.
+
+        Changes nothing; the blocks may be reused until they are touched.
+        """
+        prefix = tuple([self._leading(digests, group) for group in group_ids])
+        if len(prefix) > 1:
+            shortest = min(map(len, prefix))
+            for found in prefix:
+                del found[shortest:]
+        return prefix
+
+    def all_computed(self, blocks: Iterable[KVCacheBlock]) -> bool:
+        """Whether the steps that write these blocks have all run."""
+        uncomputed = self._uncomputed
+        return not uncomputed or not any(block.block_id in uncomputed for block in blocks)
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Hold blocks for one more request; free ones leave the queue and keep their names."""
+        self.free_queue.remove_n(
+            [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        )
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
+        """Hold the `count` blocks freed longest ago, all or none (RuntimeError).
+
+        Their names are dropped; those of computed blocks go to `take_evicted`.
+        """
+        blocks = self.free_queue.popleft_n(count)
+        named = self._named
+        uncomputed = self._uncomputed
+        for block in blocks:
+            block.ref_cnt = 1
+            key = block.block_hash
+            if key is None:
+                continue
+            found = named.pop(key)
+            if found is not block:
+                self._keep_others(key, block, found)
+            block.block_hash = None
+            if block.block_id in uncomputed:
+                uncomputed.remove(block.block_id)
+            else:
+                self._evicted.append((block.block_id, key))
+        return blocks
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Give blocks back for one request, the one to be reused first in front: the tail of a
+        sequence before its head, so that prefixes live longest."""
+        freed = []
+        for block in blocks:
+            count = block.ref_cnt - 1
+            if count > 0:
+                block.ref_cnt = count
+            elif block.is_null:
+                continue
+            elif count == 0:
+                block.ref_cnt = 0
+                freed.append(block)
+            else:
+                raise RuntimeError(f"block {block.block_id} was freed more often than held")
+        self.free_queue.append_n(freed)
+
+    def cache_full_blocks(
+        self,
+        digests: Sequence[bytes],
+        blocks: Sequence[KVCacheBlock],
+        group_id: int = 0,
+        computed: bool = False,
+    ) -> None:
+        """Name held blocks by their digests. `computed`: their bytes are there already (loaded),
+        not written by the step being scheduled."""
+        if not self.enable_caching:
+            return
+        suffix = _group_suffix(group_id)
+        named = self._named
+        for digest, block in zip(digests, blocks, strict=True):
+            if block.is_null:
+                continue
+            key = digest + suffix
+            block.block_hash = key
+            found = named.setdefault(key, block)
+            if found is not block:
+                self._add_duplicate(key, block, found)
+        if not computed:
+            self._uncomputed.update([b.block_id for b in blocks if not b.is_null])
+
+    def commit_step(self) -> None:
+        """The step has run: everything named since the last commit is computed."""
+        self._uncomputed.clear()
+
+    def drop_uncomputed(self) -> None:
+        """The step failed: nothing named since the last commit can be found any more."""
+        self.drop_names([self.blocks[block_id] for block_id in self._uncomputed])
+
+    def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make blocks unfindable, held or free; free ones are now the first to be reused."""
+        worthless = []
+        for block in blocks:
+            key = block.block_hash
+            if key is None:
+                continue
+            self._keep_others(key, block, self._named.pop(key))
+            block.block_hash = None
+            self._uncomputed.discard(block.block_id)
+            if block.ref_cnt == 0:
+                worthless.append(block)
+        self.free_queue.remove_n(worthless)
+        self.free_queue.prepend_n(worthless)
+
+    def take_evicted(self) -> list[EvictedBlock]:
+        """Computed blocks that lost their names since the last call, in that order. They are to be
+        copied, if at all, before the step being scheduled writes to them."""
+        evicted = [EvictedBlock(block_id, key) for block_id, key in self._evicted]
+        self._evicted.clear()
+        self.num_evicted += len(evicted)
+        return evicted
+
+    def resident(self) -> list[EvictedBlock]:
+        """The computed blocks with a name, as they would be evicted: free ones in the order of
+        reuse, then held ones. Changes nothing; for an orderly shutdown."""
+        held = [block for block in self.blocks if block.ref_cnt > 0]
+        return [
+            EvictedBlock(block.block_id, block.block_hash)
+            for block in (*self.free_queue, *held)
+            if block.block_hash is not None and block.block_id not in self._uncomputed
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all names, if no request holds a block; otherwise change nothing."""
+        if not self.is_idle:
+            return False
+        self._named.clear()
+        self._uncomputed.clear()
+        for block in self.blocks:
+            block.block_hash = None
+        return True
+
+    def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
+        suffix = _group_suffix(group_id)
+        get = self._named.get
+        blocks = []
+        for digest in digests:
+            found = get(digest + suffix)
+            if found is None:
+                break
+            if isinstance(found, dict):
+                found = next(iter(found.values()))
+            blocks.append(found)
+        return blocks
+
+    def _add_duplicate(
+        self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
+    ) -> None:
+        if isinstance(found, dict):
+            found[block.block_id] = block
+        else:
+            self._named[key] = {found.block_id: found, block.block_id: block}
+
+    def _keep_others(
+        self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
+    ) -> None:
+        """Put back what a popped key named beside `block`."""
+        if isinstance(found, dict):
+            del found[block.block_id]
+            self._named[key] = found if len(found) > 1 else found.popitem()[1]
+
+
+def _group_suffix(group_id: int) -> bytes:
+    return group_id.to_bytes(2, "little")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench NAME`: runs one of the project's benchmarks. Knows only where each of them lies.
+
+Every benchmark takes --quick and --out DIR and writes DIR/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError
+from ..nearest import did_you_mean
+from .args import Parser
+
+DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
+
+# Name → module with add_arguments(parser) and run(args) -> exit code; args also holds `quick` and
+# `out`, which every benchmark takes.
+BENCHMARKS = {"offload": "...benchmarks.offload"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The name; the rest belongs to the benchmark."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help=", ".join(BENCHMARKS))
+    parser.add_argument(
+        "rest", metavar="...", nargs=argparse.REMAINDER, help="options of the benchmark"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Parse the benchmark's own options and run it."""
+    known = ", ".join(BENCHMARKS)
+    if args.name is None:
+        raise ConfigError(f"stratakv bench takes the name of a benchmark: {known}")
+    if args.name not in BENCHMARKS:
+        near = did_you_mean(args.name, BENCHMARKS) or f"; there are: {known}"
+        raise ConfigError(f"there is no benchmark {args.name!r}{near}")
+    benchmark: Any = importlib.import_module(BENCHMARKS[args.name], __package__)
+    parser = Parser(prog=f"stratakv bench {args.name}", description=benchmark.__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small form, for a demonstration")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("build/bench") / args.name,
+        help="where the results go (default: build/bench/NAME)",
+    )  # fmt: skip
+    benchmark.add_arguments(parser)
+    code: int = benchmark.run(parser.parse_all(args.rest))
+    return code

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv generate`: continues one prompt on standard output, as it is made.
+
+The text alone goes to standard output; figures go to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..config import ConfigError
+from ..sampling.params import SamplingParams
+from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
+
+if TYPE_CHECKING:
+    from ..output_processor import TextOutput
+
+DESCRIPTION = "Continue one prompt with a model, in this process."
+
+# Flag → (type, help); the names are those of SamplingParams.
+_SAMPLING: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "most tokens to make (default: 64)"),
+    "min_tokens": (int, "fewest tokens to make"),
+    "temperature": (float, "0, the default, takes the likeliest token"),
+    "top_k": (int, "keep the k likeliest tokens"),
+    "top_p": (float, "keep the likeliest tokens of this much probability"),
+    "seed": (int, "makes random draws the same every time"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The prompt, sampling, and the engine's flags."""
+    parser.add_argument("--prompt", metavar="TEXT", required=True, help="- reads standard input")
+    for name, (_, text) in _SAMPLING.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, metavar="N", default=argparse.SUPPRESS, help=text)
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeat"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    add_log_level(parser, "warning")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; 1 if the request failed."""
+    from ..llm import LLM
+
+    params = _sampling_params(args)
+    level = log_level(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    with LLM(args.model, log_level=level, **engine_options_of(args)) as llm:
+        began = time.monotonic()
+        try:
+            request = llm.stream(prompt, params)
+        except ValueError as error:
+            raise ConfigError(f"--prompt cannot be used: {error}") from error
+        num_tokens, last = 0, None
+        for last in request:
+            num_tokens += len(last.token_ids)
+            print(last.text, end="", flush=True)
+        print()
+        return _report(last, num_tokens, time.monotonic() - began)
+
+
+def _report(last: TextOutput | None, num_tokens: int, seconds: float) -> int:
+    if last is None or last.error is not None:
+        print(f"stratakv: {last.error if last else 'nothing came back'}", file=sys.stderr)
+        return 1
+    reason = last.finish_reason
+    print(f"[{num_tokens} tokens in {seconds:.2f} s, ended by {reason}]", file=sys.stderr)
+    return 0
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    given: dict[str, Any] = {"max_tokens": 64, "temperature": 0.0}
+    for name, (kind, _) in _SAMPLING.items():
+        if not hasattr(args, name):
+            continue
+        text = getattr(args, name)
+        try:
+            given[name] = kind(text)
+        except ValueError:
+            word = "a whole number" if kind is int else "a number"
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} takes {word}, not {text!r}") from None
+    try:
+        return SamplingParams(**given, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line `stratakv`: finds the command and turns what went wrong into one sentence.
+
+Exit codes: 0 done, 1 the engine failed, 2 something to mend in the call or the machine, 130
+interrupted. Runs with the base installation; a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from ... import __version__
+from ..client.base import EngineDead
+from ..config import ConfigError
+from ..extras import explain_missing_module
+from ..nearest import did_you_mean
+from .args import Parser
+
+# Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "generate": "continue one prompt",
+    "bench": "run a benchmark",
+}
+_USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except ConfigError as error:
+        return _complain(str(error), EXIT_REFUSED)
+    except ModuleNotFoundError as error:
+        return _complain(explain_missing_module(error), EXIT_REFUSED)
+    except (EngineDead, TimeoutError) as error:
+        return _complain(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left. Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if words else EXIT_REFUSED
+    if words[0] == "--version":
+        print(f"stratakv {__version__}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        known = ("--version", "--help") if kind == "option" else COMMANDS
+        near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no {kind} {name!r}{near}")
+    command = importlib.import_module(f".{name}", __package__)
+    parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
+    command.add_arguments(parser)
+    code: int = command.run(parser.parse_all(words[1:]))
+    return code
+
+
+def _help() -> str:
+    lines = [_USAGE, "", "Tiered KV cache for LLM serving.", ""]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "stratakv COMMAND --help lists a command's options."])
+
+
+def _complain(sentence: str, code: int) -> int:
+    print(f"stratakv: {sentence}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

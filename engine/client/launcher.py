@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a core process and ends it: its environment, its private directory, its standard input.
+
+Knows nothing of messages; `process.py` carries those.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..core_start import CoreStart, encode_start
+
+# The path of a Unix socket has to fit into 107 bytes.
+_MAX_DIRECTORY_BYTES = 90
+# With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again, which
+# costs more than filling it where page faults are dear.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+class LaunchedCore:
+    """One core process. `on_exit` is called once, from another thread, with the exit status."""
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._process: subprocess.Popen[bytes] | None = None
+        # mkdtemp makes it readable by this user only, which is what protects the sockets in it.
+        self.directory = Path(tempfile.mkdtemp(prefix="stratakv-"))
+        if len(os.fsencode(self.directory)) > _MAX_DIRECTORY_BYTES:
+            self.directory.rmdir()
+            self.directory = Path(tempfile.mkdtemp(prefix="stratakv-", dir="/tmp"))
+        self.to_core_endpoint = f"ipc://{self.directory}/to-core"
+        self.from_core_endpoint = f"ipc://{self.directory}/from-core"
+
+    def start(self, config: EngineConfig, log_level: str) -> None:
+        """Start the process; the sockets must be bound by now."""
+        self._process = subprocess.Popen(
+            # -P: a file in the working directory must not take the place of a package.
+            [sys.executable, "-P", "-m", "stratakv.engine.core_process"],
+            stdin=subprocess.PIPE,
+            stdout=2,  # its words are for people, and this process may print results
+            env={**_MALLOC, **os.environ},
+            # Ctrl-C is for this process alone, which then tells the core to shut down.
+            start_new_session=True,
+        )
+        threading.Thread(target=self._wait, name="core-exit", daemon=True).start()
+        start = CoreStart(config, self.to_core_endpoint, self.from_core_endpoint, log_level)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(encode_start(start))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is gone already, and `on_exit` says so
+
+    @property
+    def is_started(self) -> bool:
+        """True once there is a process."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """The process id; raises RuntimeError before `start`."""
+        if self._process is None:
+            raise RuntimeError("the core process was not started")
+        return self._process.pid
+
+    def hang_up(self) -> None:
+        """Close the core's standard input, which it takes for the end of its launcher."""
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # an unwritten rest; the reader is gone
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    def remove_directory(self) -> None:
+        """The sockets' directory; when they are closed."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        self._on_exit(self._process.wait())
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was ended by {name}"

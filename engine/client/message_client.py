@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine client has in common: outputs find their requests, answers their calls.
+
+A subclass carries messages to the core and hands `_receive` what comes back. All of it lives in
+one event loop. Knows nothing of processes, threads or sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ..wire import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    Fatal,
+    FromCore,
+    Outputs,
+    Ready,
+    Reply,
+    ToCore,
+    TokenOutput,
+)
+from .base import EngineClient, EngineDead
+from .mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+# For a core that takes no messages at all; a step is never this long.
+SEND_SECONDS = 60.0
+
+
+class MessageClient(EngineClient):
+    """Subclasses write `_send` and `_close_transport`."""
+
+    def __init__(self) -> None:
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count(1)
+        self._sends: set[asyncio.Task[None]] = set()
+        self._death: EngineDead | None = None
+        self._dead = asyncio.Event()
+        self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    async def wait_dead(self) -> str:
+        """Return when the core is gone, with the reason in one sentence."""
+        await self._dead.wait()
+        return str(self._death)
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenOutput, None]:
+        """See `EngineClient.generate`. Raises ValueError for an id that is already running."""
+        request_id = request.request_id
+        mailbox = self._open(request_id)
+        finished = False
+        try:
+            await self._send(request)
+            while not finished:
+                output = await mailbox.get()
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._mailboxes[request_id]
+            if not finished and self.is_alive:
+                self._send_soon(AbortRequests([request_id]))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """See `EngineClient.abort`: the iterators end with the finish reason "abort"."""
+        self._raise_if_dead()
+        for request_id in request_ids:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.put(TokenOutput(request_id, [], finish_reason="abort"))
+        await self._send(AbortRequests(request_ids))
+
+    async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
+        """See `EngineClient.call`."""
+        self._raise_if_dead()
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._send(Call(call_id, name, argument))
+                return await answer
+        except TimeoutError:
+            raise TimeoutError(
+                f"the engine core did not answer {name!r} within {timeout_seconds:g} s"
+            ) from None
+        finally:
+            del self._calls[call_id]
+
+    async def close(self, timeout_seconds: float = 30.0) -> None:
+        """See `EngineClient.close`. Requests still running end with EngineDead."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(timeout_seconds))
+        # Shielded: a caller who gives up must not leave the core half closed.
+        await asyncio.shield(self._closing)
+
+    @abstractmethod
+    async def _send(self, message: ToCore) -> None:
+        """Bring a message to the core, in order. Raises EngineDead where it cannot."""
+
+    @abstractmethod
+    async def _close_transport(self, timeout_seconds: float) -> None:
+        """The core was told to shut down: wait for its end, release everything."""
+
+    def _receive(self, message: FromCore) -> None:
+        """Take a message from the core."""
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is not None:  # else aborted meanwhile
+                    mailbox.put(output)
+        elif isinstance(message, Reply):
+            self._take_reply(message)
+        elif isinstance(message, Fatal):
+            self._die(f"the engine core failed: {message.message}")
+        elif isinstance(message, Ready):
+            self.ready = message
+
+    def _die(self, reason: str) -> None:
+        """Nothing more will come. The first reason counts."""
+        if self._death is not None:
+            return
+        self._death = EngineDead(reason)
+        self._dead.set()
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDead(reason))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(reason))
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDead(str(self._death))
+
+    def _open(self, request_id: str) -> Mailbox:
+        self._raise_if_dead()
+        if request_id in self._mailboxes:
+            raise ValueError(f"the request id {request_id!r} is already running; use another one")
+        mailbox = self._mailboxes[request_id] = Mailbox()
+        return mailbox
+
+    def _take_reply(self, reply: Reply) -> None:
+        answer = self._calls.get(reply.call_id)
+        if answer is None or answer.done():
+            return
+        if reply.error:
+            answer.set_exception(ValueError(reply.error))
+        else:
+            answer.set_result(json.loads(reply.result))
+
+    def _send_soon(self, message: ToCore) -> None:
+        """Send from where nothing may be awaited, such as a generator that is being closed."""
+        task = asyncio.ensure_future(self._send(message))
+        self._sends.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sends.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.debug("a message did not reach the engine core: %s", task.exception())
+
+    async def _close(self, timeout_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        if self.is_alive:
+            try:
+                await self.call("shutdown", timeout_seconds=timeout_seconds)
+            except (EngineDead, TimeoutError, ValueError) as error:
+                logger.warning("the engine core did not shut down in an orderly way: %s", error)
+        self._die("the engine client was closed")
+        for task in list(self._sends):
+            task.cancel()
+        await self._close_transport(max(0.0, deadline - loop.time()))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of an engine core in a process of its own: msgpack over ZMQ on private Unix sockets.
+
+A Python thread of HTTP never competes with the step loop for the interpreter, and a core that dies
+is noticed at once. Knows nothing of what the core does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..config import ConfigError, EngineConfig
+from ..wire import PROTOCOL_VERSION, Fatal, Ready, ToCore, encoder, from_core_decoder
+from .base import EngineDead
+from .launcher import LaunchedCore, describe_exit
+from .message_client import SEND_SECONDS, MessageClient
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 600.0
+_HIGH_WATER_MESSAGES = 1024
+# The last words of a core that died may still be in the socket.
+_LAST_WORDS_SECONDS = 0.3
+# For the process to leave after it has said that it is done.
+_EXIT_SECONDS = 5.0
+
+
+class ProcessClient(MessageClient):
+    """Made by `start`. Belongs to the event loop that it was started in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[Ready] = self._loop.create_future()
+        self._exit = asyncio.Event()
+        self._core = LaunchedCore(self._exited_elsewhere)
+        self._context = zmq.asyncio.Context()
+        self._to_core = self._bind(zmq.PUSH, self._core.to_core_endpoint)
+        self._from_core = self._bind(zmq.PULL, self._core.from_core_endpoint)
+        self._reader = asyncio.ensure_future(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        timeout_seconds: float = START_SECONDS,
+    ) -> ProcessClient:
+        """A client whose core is up.
+
+        Raises ConfigError where a setting cannot work, EngineDead where the core failed, and
+        TimeoutError where it is not up within the time; nothing of it is left then.
+        """
+        client = cls()
+        try:
+            client._core.start(config, log_level)
+            async with asyncio.timeout(timeout_seconds):
+                client.ready = await client._started
+        except TimeoutError:
+            await client._abandon()
+            raise TimeoutError(
+                f"the engine core was not up within {timeout_seconds:g} s; its log is on standard "
+                "error"
+            ) from None
+        except BaseException:
+            await client._abandon()
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The process id of the core."""
+        return self._core.pid
+
+    async def _send(self, message: ToCore) -> None:
+        self._raise_if_dead()
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await self._to_core.send(encoder.encode(message))
+        except TimeoutError:
+            self._die(f"the engine core took no message for {SEND_SECONDS:g} s")
+            self._raise_if_dead()
+        except zmq.ZMQError as error:
+            self._die(f"the connection to the engine core broke ({error})")
+            self._raise_if_dead()
+
+    async def _close_transport(self, timeout_seconds: float) -> None:
+        self._core.hang_up()
+        # Once the core has said it is done, there is nothing more to wait for than its exit.
+        seconds = max(timeout_seconds, _EXIT_SECONDS)
+        if self._core.is_started and not await self._wait_exit(seconds):
+            logger.warning("the engine core did not end within %.0f s and is killed", seconds)
+            self._core.kill()
+            await self._wait_exit(_EXIT_SECONDS)
+        self._release()
+
+    async def _wait_exit(self, seconds: float) -> bool:
+        """False if the process is still there at the end of the time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._exit.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _abandon(self) -> None:
+        """The start failed or was given up: end the process, orderly or not."""
+        self._die("the engine core did not start")
+        await asyncio.shield(self._close_transport(_EXIT_SECONDS))
+
+    def _release(self) -> None:
+        self._reader.cancel()
+        self._to_core.close(linger=0)
+        self._from_core.close(linger=0)
+        self._context.term()
+        self._core.remove_directory()
+
+    def _bind(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(_HIGH_WATER_MESSAGES)
+        socket.bind(endpoint)
+        return socket
+
+    async def _read(self) -> None:
+        """Until cancelled: hand on what the core says."""
+        while True:
+            frame = await self._from_core.recv()
+            try:
+                message = from_core_decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                self._die(f"the engine core speaks another protocol ({error})")
+                return
+            if isinstance(message, Ready | Fatal) and not self._started.done():
+                self._start_ended(message)
+            self._receive(message)
+
+    def _start_ended(self, message: Ready | Fatal) -> None:
+        if isinstance(message, Ready) and message.protocol_version == PROTOCOL_VERSION:
+            self._started.set_result(message)
+        elif isinstance(message, Ready):
+            self._started.set_exception(
+                EngineDead(
+                    f"the engine core speaks version {message.protocol_version} of the protocol "
+                    f"and this client version {PROTOCOL_VERSION}; install StrataKV once only"
+                )
+            )
+        elif message.is_config_error:
+            self._started.set_exception(ConfigError(message.message))
+        else:
+            self._started.set_exception(EngineDead(message.message))
+
+    def _exited_elsewhere(self, status: int) -> None:
+        """Called by the thread that waits for the process."""
+        try:
+            self._loop.call_soon_threadsafe(self._exited, status)
+        except RuntimeError:
+            pass  # the loop is closed: nobody is left to be told
+
+    def _exited(self, status: int) -> None:
+        self._exit.set()
+        self._loop.call_later(_LAST_WORDS_SECONDS, self._die_of_exit, status)
+
+    def _die_of_exit(self, status: int) -> None:
+        reason = f"the engine core {describe_exit(status)}; its log is on standard error"
+        self._die(reason)
+        if not self._started.done():
+            self._started.set_exception(EngineDead(reason))

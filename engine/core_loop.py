@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop around an engine core: take messages, step while there is work, give outputs out.
+
+One thread runs it and is the only one to touch the core; any thread may submit, wake and stop. It
+is the same in a process of its own and in a thread of the caller's. Knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .wire import AbortRequests, AddRequest, Call, FromCore, Outputs, Reply, ToCore, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+QUEUE_MESSAGES = 8192
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core."""
+
+    def add(self, request: AddRequest) -> list[TokenOutput]: ...
+    def abort(self, request_ids: list[str]) -> None: ...
+    def call(self, name: str, argument: str) -> Any: ...
+    def has_work(self) -> bool: ...
+    def idle_seconds(self) -> float: ...
+    def step(self) -> list[TokenOutput]: ...
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class CoreLoop:
+    """`emit` is called by the loop's thread and may block: the core then waits for its reader."""
+
+    def __init__(self, core: Core, emit: Callable[[FromCore], None]) -> None:
+        self._core = core
+        self._emit = emit
+        self._queue: queue.Queue[ToCore | None] = queue.Queue(QUEUE_MESSAGES)
+        self._stopping = threading.Event()
+        self._shutdown_call: int | None = None
+        core.set_wakeup(self.wake)
+
+    def submit(self, message: ToCore, timeout_seconds: float) -> None:
+        """Queue a message; raises queue.Full where none is taken within the time."""
+        if timeout_seconds > 0:
+            self._queue.put(message, timeout=timeout_seconds)
+        else:
+            self._queue.put_nowait(message)
+
+    def wake(self) -> None:
+        """End an idle wait, so that the core is asked for work again."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # a full queue ends the wait as well
+
+    def stop(self) -> None:
+        """Shut down in an orderly way after the present step."""
+        self._stopping.set()
+        self.wake()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def run(self) -> None:
+        """Run until stopped, then shut the core down. What `step` raises comes out here."""
+        try:
+            while not self._stopping.is_set():
+                outputs = self._take_messages(may_wait=not self._core.has_work())
+                if not self._stopping.is_set() and self._core.has_work():
+                    outputs += self._core.step()
+                if outputs:
+                    self._emit(Outputs(outputs))
+        finally:
+            self._shut_down()
+
+    def _take_messages(self, may_wait: bool) -> list[TokenOutput]:
+        """Handle what is queued; the outputs of requests that were refused."""
+        outputs: list[TokenOutput] = []
+        try:
+            if may_wait:
+                self._handle(self._queue.get(timeout=self._core.idle_seconds()), outputs)
+            # No more than is queued now, so that a flood of messages cannot hold up the step.
+            for _ in range(self._queue.qsize()):
+                self._handle(self._queue.get_nowait(), outputs)
+        except queue.Empty:
+            pass
+        return outputs
+
+    def _handle(self, message: ToCore | None, outputs: list[TokenOutput]) -> None:
+        if message is None:
+            return
+        if isinstance(message, AddRequest):
+            outputs += self._core.add(message)
+        elif isinstance(message, AbortRequests):
+            self._core.abort(message.request_ids)
+        elif message.name == "shutdown":
+            self._shutdown_call = message.call_id
+            self._stopping.set()
+        else:
+            self._emit(self._answer(message))
+
+    def _answer(self, call: Call) -> Reply:
+        try:
+            return Reply(call.call_id, json.dumps(self._core.call(call.name, call.argument)))
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                logger.exception("the call %s failed", call.name)
+            return Reply(call.call_id, error=str(error) or type(error).__name__)
+
+    def _shut_down(self) -> None:
+        began = time.monotonic()
+        self._core.shutdown()
+        logger.info("the core shut down in %.1f s", time.monotonic() - began)
+        if self._shutdown_call is not None:
+            self._emit(Reply(self._shutdown_call))

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of the core's process: settings from standard input, messages over ZMQ, then the loop.
+
+    input thread   blocks on the socket, decodes, fills the loop's bounded queue
+    watch thread   blocks on standard input and signals: the end of either ends the loop
+    main thread    steps the core; sends one message of outputs a step
+
+Knows nothing of HTTP. Heavy packages are imported after the first word to the launcher is possible,
+so that a missing one is reported like any other cause.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from .config import ConfigError
+from .core_loop import CoreLoop
+from .core_start import CoreStart, read_start
+from .extras import explain_missing_module
+from .wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
+
+if TYPE_CHECKING:
+    from .core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_HIGH_WATER_MESSAGES = 1024
+_LINGER_MILLISECONDS = 2000
+# A client that reads nothing for so long is not coming back.
+_SEND_MILLISECONDS = 120_000
+_POLL_MILLISECONDS = 1000
+# Beyond the time for an orderly shutdown, for the step that is running.
+_GRACE_SECONDS = 15.0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+
+class CoreServer:
+    """The process's two sockets and its threads."""
+
+    def __init__(self, start: CoreStart) -> None:
+        self._start = start
+        self._context = zmq.Context()
+        self._output = self._context.socket(zmq.PUSH)
+        self._output.set_hwm(_HIGH_WATER_MESSAGES)
+        self._output.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
+        self._output.setsockopt(zmq.SNDTIMEO, _SEND_MILLISECONDS)
+        self._output.connect(start.from_core_endpoint)
+        self._loop: CoreLoop | None = None
+        self._ended = threading.Event()
+
+    def run(self) -> int:
+        """Until told to stop; the exit status."""
+        watch = threading.Thread(
+            target=self._watch, args=(_signal_pipe(),), name="core-watch", daemon=True
+        )
+        watch.start()
+        reader = threading.Thread(target=self._read, name="core-input", daemon=True)
+        try:
+            core = self._build()
+            # What was built stays, so the collector need not look at it in the middle of steps.
+            gc.collect()
+            gc.freeze()
+            self._loop = CoreLoop(core, self._send)
+            reader.start()
+            self._send(core.ready())
+            self._loop.run()
+            return 0
+        except Exception as error:  # noqa: BLE001 - whatever ends the core, its client is told
+            return self._fail(error)
+        finally:
+            self._ended.set()
+            if reader.ident is not None:
+                reader.join(2 * _POLL_MILLISECONDS / 1000)
+            self._output.close()
+            self._context.term()
+
+    def _build(self) -> EngineCore:
+        try:
+            from .core import EngineCore
+        except ModuleNotFoundError as error:
+            raise ConfigError(explain_missing_module(error)) from error
+        return EngineCore(self._start.config, progress=_print_progress)
+
+    def _fail(self, error: Exception) -> int:
+        is_config = isinstance(error, ConfigError)
+        if not is_config:
+            logger.error("the engine core failed", exc_info=error)
+        message = str(error) if is_config else f"{type(error).__name__}: {error}"
+        try:
+            self._send(Fatal(message, is_config_error=is_config))
+        except zmq.ZMQError:
+            logger.error("nobody is left to be told: %s", message)
+        return EXIT_CONFIG if is_config else EXIT_FAILED
+
+    def _send(self, message: FromCore) -> None:
+        self._output.send(encoder.encode(message))
+
+    def _read(self) -> None:
+        """The input thread."""
+        with self._context.socket(zmq.PULL) as source:
+            source.set_hwm(_HIGH_WATER_MESSAGES)
+            source.connect(self._start.to_core_endpoint)
+            while not self._ended.is_set():
+                if not source.poll(_POLL_MILLISECONDS):
+                    continue
+                try:
+                    message = to_core_decoder.decode(source.recv())
+                except msgspec.MsgspecError as error:
+                    logger.error("a message was dropped, since it cannot be read: %s", error)
+                    continue
+                self._submit(message)
+
+    def _submit(self, message: ToCore) -> None:
+        assert self._loop is not None
+        while not self._ended.is_set():
+            try:
+                self._loop.submit(message, _POLL_MILLISECONDS / 1000)
+                return
+            except queue.Full:
+                continue  # the step loop is behind; the sender feels it in the end
+
+    def _watch(self, signals: socket.socket) -> None:
+        """The watch thread: ends the loop with the launcher or at a signal, by force if need be."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            selector.register(signals, selectors.EVENT_READ)
+            selector.select()
+        if self._loop is None:
+            os._exit(EXIT_FAILED)  # still loading: nothing is there to be saved
+        self._loop.stop()
+        limit = self._start.config.offload.shutdown_seconds + _GRACE_SECONDS
+        if not self._ended.wait(limit):
+            logger.error("the orderly shutdown took more than %.0f s; leaving", limit)
+            os._exit(EXIT_FAILED)
+
+
+def _signal_pipe() -> socket.socket:
+    """A socket that becomes readable when SIGTERM or SIGINT comes.
+
+    A handler runs in the main thread, maybe in the middle of a queue's lock, so it does nothing;
+    the interpreter itself writes to the socket.
+    """
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return receiving
+
+
+_BEGAN = time.monotonic()
+
+
+def _print_progress(text: str) -> None:
+    sys.stderr.write(f"stratakv: {text} ({time.monotonic() - _BEGAN:.1f} s)\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Run the core that standard input describes."""
+    try:
+        start = read_start(sys.stdin.buffer)
+    except (ValueError, msgspec.MsgspecError) as error:
+        sys.stderr.write(f"stratakv: {error}\n")
+        return EXIT_CONFIG
+    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    return CoreServer(start).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

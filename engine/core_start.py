@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher tells a new core process, once, over its standard input.
+
+A length (u32, little-endian) and msgpack. The pipe stays open afterwards and carries nothing: its
+end tells the core that the launcher is gone. Knows nothing of sockets or processes.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from .config import EngineConfig
+
+_LENGTH = struct.Struct("<I")
+MAX_BYTES = 1 << 20
+
+
+class CoreStart(msgspec.Struct):
+    """Everything a core process needs to begin."""
+
+    config: EngineConfig
+    to_core_endpoint: str  # the core pulls from here
+    from_core_endpoint: str  # and pushes to here
+    log_level: str
+
+
+def encode_start(start: CoreStart) -> bytes:
+    """The bytes to write, length included."""
+    body = msgspec.msgpack.encode(start, enc_hook=_encode_path)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_start(stream: BinaryIO) -> CoreStart:
+    """Read it back; raises ValueError for anything else, such as a person's terminal."""
+    head = stream.read(_LENGTH.size)
+    size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
+    body = stream.read(size) if 0 < size <= MAX_BYTES else b""
+    if not body or len(body) != size:
+        raise ValueError(
+            "the core process is started by the engine's client and takes its settings from "
+            "there; use `stratakv serve`"
+        )
+    return msgspec.msgpack.decode(body, type=CoreStart, dec_hook=_decode_path)
+
+
+def _encode_path(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"no encoding for {type(value).__name__}")
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(f"no decoding to {kind.__name__}")

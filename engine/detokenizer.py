@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The incremental detokenizer: token ids come in as they are made, whole characters go out.
+
+A character may be spread over several tokens, and a token's text may depend on its neighbour (the
+space before a word), so tokens are decoded in a short window with those before them:
+
+    ids      ... | a b c | d e            window = a b c d e
+                 ^ start ^ read           text(a b c) was given out, now text(a b c d e) minus it
+
+A tail that ends in U+FFFD may be half a character and is held back until more tokens come.
+Knows nothing of stop strings or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+# After so many tokens without a clean end the output is no UTF-8 at all.
+_MAX_PENDING_TOKENS = 24
+# Then no more is held back than what may still become a character: one of at most 3 bytes.
+_MAX_HELD_CHARACTERS = 3
+# Tokens that surely hold those characters, at 3 bytes each.
+_HELD_TOKENS = 10
+# Tokens of the prompt that the first output token may depend on.
+_CONTEXT_TOKENS = 6
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """The text of one growing sequence.
+
+    Joined, the results of `push` and `finish` are the text that the output adds to the prompt's.
+    """
+
+    __slots__ = ("_decoder", "_given", "_ids", "_read", "_skip_special_tokens")
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._ids = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
+        self._read = len(self._ids)
+        self._given = self._decode(self._ids)  # what of the window's text is already out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take tokens; the whole characters that they complete."""
+        if not token_ids:
+            return ""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids)
+        if not text.endswith(REPLACEMENT):
+            return self._advance(text)
+        if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
+            return self._shorten(text)
+        # Byte tokens of some vocabularies turn into replacement characters together, also those
+        # whose character was given out; then nothing is added.
+        given, stable = self._given_of(text), text.rstrip(REPLACEMENT)
+        if len(stable) <= len(given) or not stable.startswith(given):
+            return ""
+        self._given = stable
+        return stable[len(given) :]
+
+    def finish(self) -> str:
+        """The rest of the text; a half character comes out as U+FFFD."""
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        """Give out all of the window's text and let go of the tokens before the newest ones."""
+        new = text[len(self._given_of(text)) :]
+        newest = self._ids[self._read :]
+        alone = self._decode(newest)
+        # Tokens without a text (special ones) tell nothing of how the next one joins.
+        if alone or len(self._ids) > _MAX_PENDING_TOKENS:
+            self._ids, self._given = newest, alone
+        else:
+            self._given = text
+        self._read = len(self._ids)
+        return new
+
+    def _shorten(self, text: str) -> str:
+        """Give out what is certain by now and go on with a window that holds the rest."""
+        new = _without_held_tail(text)[len(self._given_of(text)) :]
+        self._ids = self._ids[-_HELD_TOKENS:]
+        self._read = 0
+        self._given = _without_held_tail(self._decode(self._ids))
+        return new
+
+    def _given_of(self, text: str) -> str:
+        """What of `text` is already out: a half character given out before, or at the end of the
+        prompt, may have become whole."""
+        given = self._given
+        for _ in range(_MAX_HELD_CHARACTERS):
+            if text.startswith(given) or not given.endswith(REPLACEMENT):
+                break
+            given = given[:-1]
+        return given
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _without_held_tail(text: str) -> str:
+    """The text without the replacement characters at its end that may still turn into one."""
+    end = len(text)
+    while end > 0 and len(text) - end < _MAX_HELD_CHARACTERS and text[end - 1] == REPLACEMENT:
+        end -= 1
+    return text[:end]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optional installation a missing package belongs to, and how to say so.
+
+Knows the package names of `pyproject.toml` and nothing else.
+"""
+
+from __future__ import annotations
+
+_EXTRAS = {
+    "engine": (
+        "fastapi", "jinja2", "numpy", "pydantic", "rich", "safetensors", "starlette",
+        "tokenizers", "torch", "uvicorn", "zmq",
+    ),
+    "bench": ("matplotlib",),
+    "cuda": ("cupy", "triton"),
+    "test": ("transformers",),
+}  # fmt: skip
+
+
+def explain_missing_module(error: ModuleNotFoundError) -> str:
+    """One sentence for a person: what is missing and what to install."""
+    name = (error.name or "").partition(".")[0]
+    for extra, packages in _EXTRAS.items():
+        if name in packages:
+            return (
+                f"the package {name} is not installed and this needs it; "
+                f"run: pip install 'stratakv[{extra}]'"
+            )
+    return f"the module {error.name} cannot be found ({error}); install StrataKV again"

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block tables of one cache group whose layers attend to everything before a token.
+
+Knows nothing of capacity, of other groups or of steps. A table only ever grows at its end: token
+`i` of a request lies in block `i // block_size` of its table, for as long as it holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .block_pool import BlockPool
+from .kv_block import KVCacheBlock
+
+
+class FullAttentionManager:
+    """Tables by request id; a request without blocks has none."""
+
+    def __init__(self, pool: BlockPool, block_size: int, group_id: int) -> None:
+        self.group_id = group_id
+        self._pool = pool
+        self._block_size = block_size
+        self._tables: dict[str, list[KVCacheBlock]] = {}
+        self._num_cached: dict[str, int] = {}  # leading blocks that have had their names
+
+    def table(self, request_id: str) -> Sequence[KVCacheBlock]:
+        """The blocks of a request, in the order of its tokens."""
+        return self._tables.get(request_id, ())
+
+    def num_missing(self, request_id: str, num_tokens: int) -> int:
+        """Blocks to add until `num_tokens` have a place."""
+        return max(0, -(-num_tokens // self._block_size) - len(self.table(request_id)))
+
+    def attach(self, request_id: str, hits: Sequence[KVCacheBlock]) -> None:
+        """Begin a table with blocks found by their names."""
+        if self._tables.get(request_id):
+            raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
+        self._pool.touch(hits)
+        self._tables[request_id] = list(hits)
+        self._num_cached[request_id] = len(hits)
+
+    def extend(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add held blocks at the end."""
+        self._tables.setdefault(request_id, []).extend(blocks)
+
+    def cache(
+        self, request_id: str, digests: Sequence[bytes], num_tokens: int, computed: bool
+    ) -> None:
+        """Name the full blocks among the first `num_tokens` that have no name yet."""
+        known = self._num_cached.get(request_id, 0)
+        full = num_tokens // self._block_size
+        if full > known:
+            blocks = self._tables[request_id][known:full]
+            self._pool.cache_full_blocks(digests[known:full], blocks, self.group_id, computed)
+            self._num_cached[request_id] = full
+
+    def free(self, request_id: str) -> None:
+        """Give all blocks of a request back, the last one first."""
+        blocks = self._tables.pop(request_id, None)
+        self._num_cached.pop(request_id, None)
+        if blocks:
+            blocks.reverse()
+            self._pool.free_blocks(blocks)

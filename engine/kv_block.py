@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool's block noun and the queue of free ones.
+
+Knows nothing of requests, of what a key means, or of where the bytes lie. The queue is linked
+through the blocks themselves, between two sentinels that are never handed out:
+
+    head <-> block <-> block <-> ... <-> tail
+             least recently freed        most recently freed
+
+so that taking any block out, also from the middle, costs the same few assignments and allocates
+nothing. A block outside the queue links to itself; no link is ever None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class KVCacheBlock:
+    """One block of the pool.
+
+    `block_hash` is the block's name in the prefix map: digest (32 bytes) and cache group (u16,
+    little-endian). None: the block cannot be found.
+    """
+
+    block_id: int
+    ref_cnt: int = 0  # requests whose tables hold it
+    block_hash: bytes | None = None
+    is_null: bool = False
+    prev_free: KVCacheBlock = field(init=False, repr=False)
+    next_free: KVCacheBlock = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prev_free = self.next_free = self
+
+
+class FreeBlockQueue:
+    """Free blocks, the one to be reused next in front.
+
+    Misuse (a block put in twice, taken out though it is not in, more asked for than there are)
+    raises RuntimeError; it means the caller has lost count of its blocks.
+    """
+
+    __slots__ = ("_head", "_tail", "num_free")
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self.num_free = 0
+        self.append_n(blocks)
+
+    def __len__(self) -> int:
+        return self.num_free
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """The blocks in the order of reuse; for checks, not for the step loop."""
+        block = self._head.next_free
+        while block is not self._tail:
+            yield block
+            block = block.next_free
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block to be reused next."""
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, count: int) -> list[KVCacheBlock]:
+        """Take `count` blocks from the front, all or none."""
+        if not 0 <= count <= self.num_free:
+            raise RuntimeError(f"{count} free blocks were asked for, {self.num_free} are there")
+        block = self._head.next_free
+        taken = []
+        for _ in range(count):
+            taken.append(block)
+            following = block.next_free
+            block.prev_free = block.next_free = block
+            block = following
+        self._head.next_free = block
+        block.prev_free = self._head
+        self.num_free -= count
+        return taken
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put one block at the end: it is reused last."""
+        self.append_n((block,))
+
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks at the end, in this order."""
+        self._insert(self._tail.prev_free, blocks, self._tail)
+
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put blocks in front, in this order: for those whose bytes are worth nothing."""
+        self._insert(self._head, blocks, self._head.next_free)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take one block out, wherever it stands."""
+        self.remove_n((block,))
+
+    def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take blocks out, wherever they stand."""
+        for block in blocks:
+            before = block.prev_free
+            if before is block:
+                raise RuntimeError(f"block {block.block_id} is not in the free queue")
+            after = block.next_free
+            before.next_free = after
+            after.prev_free = before
+            block.prev_free = block.next_free = block
+            self.num_free -= 1
+
+    def _insert(
+        self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock
+    ) -> None:
+        for block in blocks:
+            if block.next_free is not block:
+                raise RuntimeError(f"block {block.block_id} is in the free queue already")
+            block.prev_free = before
+            before.next_free = block
+            # Not only the last one: a block that links to itself would pass for one outside, and
+            # the same block given twice would go unnoticed.
+            block.next_free = after
+            before = block
+        after.prev_free = before
+        self.num_free += len(blocks)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache manager: blocks for requests, or a "no" that has changed nothing.
+
+Knows nothing of queues, budgets or tiers. The tokens of one request, as `allocate_slots` sees them:
+
+    | computed | newly computed | external | new | look-ahead |
+    |  held    |  hits, to be   |      to be allocated        |
+    |          |  attached      |                             |
+    |<-------------- named when full --------->|  never named
+
+`computed` is `request.num_computed_tokens`; `external` tokens will come from a tier; drafts lie in
+the look-ahead part and in tokens beyond `request.num_tokens`, and get no names.
+"""
+
+from __future__ import annotations
+
+from .block_pool import BlockPool
+from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator
+from .request import Request
+from .scheduler.output import BlockIds
+
+
+class KVCacheManager:
+    """Called by the engine's step thread only. Block counts are per pool, token counts per request.
+
+    `watermark` is the fraction of all blocks that admission leaves free (`watermark_blocks`), so
+    that running requests can grow for some steps before anyone is preempted.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        *,
+        enable_caching: bool = True,
+        watermark: float = 0.01,
+        num_groups: int = 1,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.watermark_blocks = int(watermark * num_blocks)
+        self.pool = BlockPool(num_blocks, enable_caching)
+        self._coordinator = KVCacheCoordinator(self.pool, block_size, num_groups)
+        self.no_blocks: GroupBlocks = tuple([] for _ in range(num_groups))
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` takes when nothing is shared."""
+        return -(-num_tokens // self.block_size) * self._coordinator.num_groups
+
+    def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
+        """The longest known prefix of a request that holds no blocks, and its tokens.
+
+        At most `num_tokens - 1` tokens, because the last one must be computed to get its logits.
+        Changes nothing; the hits are the request's own once `allocate_slots` was given them.
+        """
+        if not self.pool.enable_caching or request.skip_reading_prefix_cache:
+            return self.no_blocks, 0
+        return self._coordinator.find_longest_prefix(request.block_hashes, request.num_tokens - 1)
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: GroupBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        keep_free_blocks: int = 0,
+    ) -> GroupBlocks | None:
+        """Blocks for the next tokens of a request: those added (hits not among them), or None.
+
+        None means fewer than `keep_free_blocks` would be left, and nothing has changed. Hits that
+        nobody holds are in the free queue and count as taken. Names are given at once, unless
+        `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
+        """
+        computed = request.num_computed_tokens
+        if num_new_tokens == 1 and new_computed_blocks is None and not num_lookahead_tokens:
+            # A decode in the middle of a block: its slot is there, and the block is not full yet.
+            if 0 < computed % self.block_size < self.block_size - 1:
+                return self.no_blocks
+        computed += num_new_computed_tokens + num_external_computed_tokens
+        num_tokens = computed + num_new_tokens
+        counts = self._fitting_counts(
+            request.request_id,
+            min(num_tokens + num_lookahead_tokens, self.max_model_len),
+            new_computed_blocks,
+            keep_free_blocks,
+        )
+        if counts is None:
+            return None
+        if new_computed_blocks is not None:
+            self._coordinator.attach(request.request_id, new_computed_blocks)
+        added = self._coordinator.allocate(request.request_id, counts)
+        if not delay_cache_blocks:
+            self._cache(request, min(num_tokens, request.num_tokens), computed=False)
+        return added
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
+        self._cache(request, num_computed_tokens, computed=True)
+
+    def free(self, request: Request) -> None:
+        """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
+        self._coordinator.free(request.request_id)
+
+    def discard(self, request: Request) -> None:
+        """Give the blocks of a request back and make sure nobody finds them again."""
+        self._coordinator.drop_names(request.request_id)
+        self._coordinator.free(request.request_id)
+
+    def get_block_ids(self, request_id: str) -> BlockIds:
+        """The block table of each cache group."""
+        return self._coordinator.block_ids(request_id)
+
+    def _fitting_counts(
+        self, request_id: str, num_slots: int, hits: GroupBlocks | None, keep_free_blocks: int
+    ) -> list[int] | None:
+        """Blocks to add for each group, or None if the pool cannot spare them."""
+        counts = self._coordinator.num_missing(request_id, num_slots)
+        num_free = self.pool.num_free - keep_free_blocks
+        if hits is not None:
+            counts = [max(0, n - len(blocks)) for n, blocks in zip(counts, hits, strict=True)]
+        taken = sum(counts)
+        # Only if it could matter are the hits that sit in the free queue counted.
+        if hits is not None and taken + sum(map(len, hits)) > num_free:
+            taken += sum([len([b for b in blocks if b.ref_cnt == 0]) for blocks in hits])
+        return counts if taken == 0 or taken <= num_free else None
+
+    def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
+        self._coordinator.cache(request.request_id, request.block_hashes, num_tokens, computed)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API: `LLM(model).generate(prompts)`.
+
+Plain calls over an engine client, whose event loop runs in a thread of its own, so that this works
+from scripts, threads and notebooks alike. Knows nothing of HTTP or command lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .client.base import EngineClient
+from .event_loop_thread import EventLoopThread
+from .options import engine_config
+from .output_processor import OutputProcessor, TextOutput, generate_text
+from .sampling.params import SamplingParams
+from .token_ids import pack_token_ids, unpack_token_ids
+from .tokenizer import Tokenizer
+from .wire import AddRequest
+
+if TYPE_CHECKING:
+    from .core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+# Beyond the time that the tiers are given to write back.
+_CLOSE_GRACE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt. `timings` are seconds, by name."""
+
+    prompt_token_ids: list[int]
+    prompt: str | None = None  # None for a prompt given as token ids
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | ...
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def add(self, part: TextOutput) -> None:
+        """Take in what is new."""
+        self.text += part.text
+        self.token_ids.extend(part.token_ids)
+        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
+        self.error = part.error
+        if part.num_cached_tokens is not None:
+            self.num_cached_tokens = part.num_cached_tokens
+        self.cached_tokens_by_tier.update(part.cached_tokens_by_tier or {})
+        self.timings.update(part.timings or {})
+
+
+class LLM:
+    """One engine. `options` are the flags of `stratakv serve` with underscores:
+    `LLM("model", kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`.
+
+    Without a model it is the embedded one. With `in_process=False` the engine core runs in a
+    process of its own. Raises ConfigError for what cannot work. Close it, or use it as a context
+    manager; what is still open when Python ends is closed then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        in_process: bool = True,
+        log_level: str = "warning",
+        **options: Any,
+    ) -> None:
+        self.config = engine_config(model, options)
+        has_tokenizer = (self.config.model.path / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.load(self.config.model.path) if has_tokenizer else None
+        self._ids = itertools.count(1)
+        self._closed = False
+        self._loop = EventLoopThread("llm")
+        try:
+            self._client = self._start(in_process, log_level)
+        except BaseException:
+            self._loop.close()
+            raise
+        atexit.register(self.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Continue prompts, each a text or a list of token ids; one output each, in order.
+
+        Raises ValueError, before anything runs, for a prompt that cannot be used, and EngineDead.
+        A request that fails later has the finish reason "error", and the others go on.
+        """
+        single = isinstance(prompts, str)
+        chosen: list[Any] = [prompts] if single else list(prompts)
+        params = _params_for(len(chosen), sampling_params)
+        requests = []
+        for index, prompt in enumerate(chosen):
+            try:
+                requests.append(self._request(prompt, params[index], cache_salt))
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        outputs = [
+            RequestOutput(unpack_token_ids(r.prompt_token_ids), p if isinstance(p, str) else None)
+            for r, p in zip(requests, chosen, strict=True)
+        ]
+        self._loop.run(self._generate_all(requests, outputs))
+        return outputs
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[TextOutput]:
+        """Continue one prompt and yield what is new as it is made. Closing it early aborts the
+        request. Raises as `generate` does, at once."""
+        params = sampling_params or SamplingParams()
+        return self._stream(self._request(prompt, params, cache_salt))
+
+    def reset_prefix_cache(self, reset_tiers: bool = False) -> None:
+        """Forget cached blocks, of the pool or of all tiers. Raises ValueError, and changes
+        nothing, while requests run."""
+        scope = "all" if reset_tiers else "pool"
+        self._loop.run(self._client.call("reset_prefix_cache", scope))
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
+        result: dict[str, Any] = self._loop.run(self._client.call("stats"))
+        return result
+
+    def close(self) -> None:
+        """Shut the engine down; the tiers write back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        seconds = self.config.offload.shutdown_seconds + _CLOSE_GRACE_SECONDS
+        try:
+            self._loop.run(self._client.close(seconds))
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, in_process: bool, log_level: str) -> EngineClient:
+        if in_process:
+            from .core import EngineCore
+
+            # Built in the caller's thread, so that an interrupt ends it.
+            return self._loop.run(_in_process_client(EngineCore(self.config)))
+        from .client.process import ProcessClient
+
+        return self._loop.run(ProcessClient.start(self.config, log_level=log_level))
+
+    def _request(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> AddRequest:
+        """Check a prompt and make it a request; raises ValueError."""
+        ready = self._client.ready
+        longest = ready.max_model_len - 1
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{self.config.model.path} holds no tokenizer.json, so prompts must be lists "
+                    "of token ids"
+                )
+            ids: Sequence[int] = self.tokenizer.encode(prompt, max_tokens=longest)
+        else:
+            ids = prompt
+        packed = pack_token_ids(ids)
+        if len(ids) == 0:
+            raise ValueError("it is empty; give at least one token")
+        if len(ids) > longest:
+            raise ValueError(f"it has {len(ids)} tokens and at most {longest} fit; shorten it")
+        if min(ids) < 0 or max(ids) >= ready.vocab_size:
+            raise ValueError(
+                f"token ids must be from 0 to {ready.vocab_size - 1}, and it holds "
+                f"{min(ids) if min(ids) < 0 else max(ids)}"
+            )
+        OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
+        return AddRequest(f"llm-{next(self._ids)}", packed, params, cache_salt=cache_salt)
+
+    async def _generate_all(
+        self, requests: Sequence[AddRequest], outputs: Sequence[RequestOutput]
+    ) -> None:
+        # The core refuses more than it may queue, so no more are offered.
+        places = asyncio.Semaphore(self.config.scheduler.max_waiting_requests)
+
+        async def run(request: AddRequest, output: RequestOutput) -> None:
+            async with places:
+                async for part in generate_text(self._client, request, self.tokenizer):
+                    output.add(part)
+
+        pairs = zip(requests, outputs, strict=True)
+        tasks = [asyncio.ensure_future(run(request, output)) for request, output in pairs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stream(self, request: AddRequest) -> Iterator[TextOutput]:
+        parts = generate_text(self._client, request, self.tokenizer)
+
+        async def following() -> TextOutput | None:
+            return await anext(parts, None)
+
+        try:
+            while (part := self._loop.run(following())) is not None:
+                yield part
+        finally:
+            self._loop.run(parts.aclose())
+
+
+def _params_for(
+    count: int, given: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """One for each prompt; raises ValueError where the numbers differ."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise ValueError(
+            f"{count} prompts need one or {count} sampling parameters, not {len(given)}"
+        )
+    return given
+
+
+async def _in_process_client(core: EngineCore) -> EngineClient:
+    from .client.in_process import InProcessClient
+
+    return InProcessClient(core)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Llama network as plain functions over weights, for one flat batch of tokens.
+
+Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
+rounding them would make results depend on the order of additions again.
+Knows nothing of requests, blocks or sampling: positions and the attention plan come from outside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import AttentionPlan, PagedAttention
+from .rope import rope_tables, rotate
+from .spec import ModelSpec
+from .weights import LayerWeights, LlamaWeights, load_llama_weights
+
+
+class Llama:
+    """One model in memory. `max_model_len` is the number of positions it keeps tables for."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int, dtype: torch.dtype
+    ) -> None:
+        self.spec = spec
+        self._weights = weights
+        cos, sin = rope_tables(
+            spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype
+        )
+        self._cos, self._sin = cos[:, None], sin[:, None]
+
+    @classmethod
+    def load(cls, path: Path, spec: ModelSpec, max_model_len: int, dtype: torch.dtype) -> Llama:
+        """Read the weights under `path`; raises ConfigError where they do not fit `spec`."""
+        return cls(spec, load_llama_weights(path, spec, dtype), max_model_len, dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+        sampled: Tensor,
+    ) -> Tensor:
+        """Logits `[len(sampled), vocab]` of the rows `sampled` (int64) of the step.
+
+        `token_ids` and `positions` are int64 `[tokens]`. K and V of all tokens are written; past
+        the last attention only the sampled rows are computed, for nothing else is ever read.
+        """
+        weights = self._weights
+        x = F.embedding(token_ids, weights.embedding)
+        cos, sin = self._cos[positions], self._sin[positions]
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            mixed = self._mix(x, layer, index, cos, sin, attention, plan)
+            if index == last:
+                x, mixed = x[sampled], mixed[sampled]
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + self._mlp(x, layer)
+        return F.linear(self._norm(x, weights.norm), weights.head)
+
+    def _mix(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        index: int,
+        cos: Tensor,
+        sin: Tensor,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Attention before its output matrix: `[tokens, heads * head_dim]`."""
+        spec = self.spec
+        qkv = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        heads = qkv.view(len(x), -1, spec.head_dim)
+        turning = spec.num_heads + spec.num_kv_heads
+        rotated = rotate(heads[:, :turning], cos, sin)
+        q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+        return attention(q, k, heads[:, turning:], index, plan)
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        x = self._norm(x, layer.mlp_norm)
+        gate = F.silu(F.linear(x, layer.gate, layer.gate_bias), inplace=True)
+        gate *= F.linear(x, layer.up, layer.up_bias)
+        return F.linear(gate, layer.down, layer.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        size, eps = weight.shape, self.spec.rms_norm_eps
+        if x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, size, weight, eps)
+        return weight * F.rms_norm(x.float(), size, None, eps).to(x.dtype)

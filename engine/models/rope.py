@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions: inverse frequencies of every kind, their tables, and the rotation itself.
+
+Frequencies and angles are computed in float32 with the order of operations of transformers, because
+their rounding is part of what a model was trained with; only the finished tables are cast.
+Knows nothing of attention or caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .rope_spec import RopeSpec
+
+
+def rope_tables(
+    rope: RopeSpec, head_dim: int, length: int, max_positions: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in `dtype`.
+
+    `length` must not pass the model's `max_context`: up to there no kind depends on the length of
+    a sequence, and these tables equal those of transformers.
+    """
+    frequencies, scale = inverse_frequencies(rope, head_dim, max_positions)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def inverse_frequencies(
+    rope: RopeSpec, head_dim: int, max_positions: int
+) -> tuple[Tensor, float]:
+    """Frequencies float32 `[head_dim // 2]`, and the factor the finished tables are scaled by."""
+    return _KINDS[rope.kind](rope, head_dim, max_positions)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`[tokens, heads, head_dim]` rotated; `cos` and `sin` are `[tokens, 1, head_dim // 2]`.
+
+    Llama pairs element i of the first half of a head with element i of the second.
+    """
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=right).addcmul_(first, sin)
+    return out
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+
+
+def _default(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    return 1.0 / (rope.theta ** _exponents(dim)), 1.0
+
+
+def _linear(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    return _default(rope, dim, max_positions)[0] / rope.factor, 1.0
+
+
+def _dynamic(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    # Up to max_positions the stretched base equals theta but for rounding; it is computed all the
+    # same, so that the rounding is the same.
+    stretch = rope.factor * max_positions / max_positions - (rope.factor - 1)
+    base = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
+    return 1.0 / (base ** _exponents(dim)), 1.0
+
+
+def _proportional(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    turning = int(rope.partial_rotary_factor * dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / dim
+    still = torch.zeros(dim // 2 - turning)
+    return torch.cat([1.0 / (rope.theta**exponents), still]) / rope.factor, 1.0
+
+
+def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Long waves are stretched, short ones kept, those between blended."""
+    frequencies = _default(rope, dim, max_positions)[0]
+    length = rope.original_max_positions
+    waves = 2 * math.pi / frequencies
+    is_long = waves > length / rope.low_freq_factor
+    is_short = waves < length / rope.high_freq_factor
+    share = length / waves - rope.low_freq_factor
+    share = share / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - share) * frequencies / rope.factor + share * frequencies
+    stretched = torch.where(is_long, frequencies / rope.factor, blended)
+    return torch.where(is_short, frequencies, stretched), 1.0
+
+
+def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """A ramp over the dimensions, from kept frequencies to stretched ones."""
+
+    def dimension(turns: float) -> float:
+        """The dimension whose wave turns so often within the original length."""
+        waves = math.log(rope.original_max_positions / (turns * 2 * math.pi))
+        return dim * waves / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    wavelengths = rope.theta ** _exponents(dim)
+    frequencies = 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return frequencies, _yarn_attention(rope)
+
+
+def _yarn_attention(rope: RopeSpec) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """The factors for short sequences: `max_context` ends where the long ones would begin."""
+    scale = rope.attention_factor
+    if scale is None:
+        grown = math.log(rope.factor) / math.log(rope.original_max_positions)
+        scale = math.sqrt(1 + grown) if rope.factor > 1 else 1.0
+    factors = torch.tensor(rope.short_factor, dtype=torch.float32)
+    return 1.0 / (factors * rope.theta ** _exponents(dim)), scale
+
+
+_Kind = Callable[[RopeSpec, int, int], tuple[Tensor, float]]
+_KINDS: dict[str, _Kind] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's configuration says about rotary positions, in both of Hugging Face's spellings.
+
+The newer one is `rope_parameters` with `rope_theta` inside, the older `rope_scaling` beside a
+`rope_theta` of its own. Knows nothing of tensors; `rope.py` computes the tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .json_fields import JsonFields
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+DEFAULT_THETA = 10000.0
+_HAS_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One kind of rotary positions with the fields that kind has; the others keep defaults."""
+
+    kind: str = "default"
+    theta: float = DEFAULT_THETA
+    factor: float = 1.0
+    original_max_positions: int = 0  # yarn, longrope, llama3: positions before the stretching
+    attention_factor: float | None = None  # yarn, longrope: given, or derived from the factor
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0  # proportional only
+
+
+def parse_rope(config: JsonFields, head_dim: int, max_positions: int) -> RopeSpec:
+    """Read the rotary part of a config.json; raises ConfigError naming the key.
+
+    Where both spellings are given, a non-empty `rope_scaling` wins, as it does in transformers.
+    """
+    old = config.inner("rope_scaling")
+    fields = old if old.values else config.inner("rope_parameters")
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise fields.fault("rope_type", "one of " + ", ".join(ROPE_KINDS), kind)
+    theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA), above=1.0)
+    _refuse_partial(config, fields, kind)
+
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if kind in ("linear", "dynamic"):
+        return RopeSpec(kind, theta, fields.number("factor"))
+    if kind == "proportional":
+        share = fields.number("partial_rotary_factor", 1.0)
+        if share > 1.0:
+            raise fields.fault("partial_rotary_factor", "at most 1", share)
+        return RopeSpec(kind, theta, fields.number("factor", 1.0), partial_rotary_factor=share)
+
+    original = _original_length(config, fields, max_positions)
+    if kind == "llama3":
+        return _llama3(fields, theta, original)
+    factor = fields.number("factor", max_positions / original)
+    if kind == "yarn":
+        return _yarn(fields, theta, original, factor)
+    return RopeSpec(
+        kind,
+        theta,
+        factor,
+        original,
+        attention_factor=fields.optional_number("attention_factor"),
+        short_factor=fields.numbers("short_factor", head_dim // 2),
+        long_factor=fields.numbers("long_factor", head_dim // 2),
+    )
+
+
+def _llama3(fields: JsonFields, theta: float, original: int) -> RopeSpec:
+    low = fields.number("low_freq_factor")
+    high = fields.number("high_freq_factor")
+    if high <= low:
+        raise fields.fault("high_freq_factor", f"above low_freq_factor ({low:g})", high)
+    return RopeSpec(
+        "llama3",
+        theta,
+        fields.number("factor"),
+        original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> RopeSpec:
+    return RopeSpec(
+        "yarn",
+        theta,
+        factor,
+        original,
+        attention_factor=fields.optional_number("attention_factor"),
+        # A zero stands for the default too; transformers reads both as "not given".
+        beta_fast=fields.number("beta_fast", 32.0, above=-1.0) or 32.0,
+        beta_slow=fields.number("beta_slow", 1.0, above=-1.0) or 1.0,
+        mscale=_number_or_zero(fields, "mscale"),
+        mscale_all_dim=_number_or_zero(fields, "mscale_all_dim"),
+        truncate=fields.boolean("truncate", True),
+    )
+
+
+def _number_or_zero(fields: JsonFields, name: str) -> float | None:
+    return fields.number(name, above=-1.0) if fields.has(name) else None
+
+
+def _original_length(config: JsonFields, fields: JsonFields, max_positions: int) -> int:
+    # The key may stand beside the others at the top level, and then it wins.
+    name = "original_max_position_embeddings"
+    source = config if config.has(name) else fields
+    return source.integer(name, max_positions, minimum=2)
+
+
+def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
+    for source in (config, fields):
+        share = source.number("partial_rotary_factor", 1.0)
+        if share != 1.0 and not (kind == "proportional" and source is fields):
+            raise source.fault("partial_rotary_factor", "1 (or absent) for this kind", share)
+
+
+# Kinds whose tables depend on the length of the sequence, with the length up to which they do not.
+def stable_length(rope: RopeSpec, max_positions: int) -> int:
+    """Positions up to which a token's rotation does not depend on the tokens after it.
+
+    Beyond, `dynamic` and `longrope` rotate a token by the length its sequence has when it is
+    computed. Its K would depend on how the prompt was cut into chunks, and could not be shared.
+    """
+    if rope.kind == "longrope":
+        return min(max_positions, rope.original_max_positions)
+    return max_positions

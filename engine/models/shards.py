@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight files of a Hugging Face directory: which there are, and which tensor each must hold.
+
+Knows nothing of tensors; `checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ConfigError
+from .json_fields import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """`files` in the order of their names; `weight_map` (tensor → file) only for a sharded model."""
+
+    files: tuple[Path, ...]
+    weight_map: dict[str, Path] | None
+
+
+def find_shards(path: Path) -> Shards:
+    """The safetensors files under `path`; raises ConfigError where one that is needed is missing."""
+    if (path / SINGLE_FILE).is_file():
+        return Shards((path / SINGLE_FILE,), None)
+    if not (path / INDEX_FILE).is_file():
+        raise ConfigError(
+            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights must be in safetensors form"
+        )
+    index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
+    names = index.inner("weight_map").values
+    if not names:
+        raise index.fault("weight_map", "an object of tensor names and files", names)
+    weight_map: dict[str, Path] = {}
+    for tensor, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise index.fault(f"weight_map[{tensor!r}]", "the name of a file beside it", name)
+        weight_map[tensor] = path / name
+    files = tuple(sorted(set(weight_map.values())))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{path} lacks {len(missing)} of its {len(files)} weight files, first {missing[0]}, "
+            f"which {INDEX_FILE} names; download the model again"
+        )
+    return Shards(files, weight_map)

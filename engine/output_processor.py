@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a request's token outputs into text: detokenizing, stop strings, the reason of the end.
+
+The front's half of a request, shared by HTTP and the Python API. The core knows ids only; stop
+strings are found here, and the core is then told that nobody wants more.
+Knows nothing of HTTP, processes or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from .client.base import EngineClient
+from .detokenizer import IncrementalDetokenizer
+from .sampling.params import SamplingParams
+from .stop_strings import StopStrings
+from .token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from .tokenizer import Tokenizer
+from .wire import AddRequest, TokenOutput
+
+# More than any first token's text depends on.
+_CONTEXT_TOKENS = 16
+
+
+@dataclass(slots=True)
+class TextOutput:
+    """What is new of one request; fields as in `wire.TokenOutput`, and the text."""
+
+    text: str = ""  # whole characters, certain to be before any stop string
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+    num_cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = None
+    error: str | None = None
+    timings: dict[str, float] | None = None
+
+
+class OutputProcessor:
+    """One request. Without a tokenizer there is no text, and no stop strings may be asked for."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        prompt_token_bytes: bytes = b"",
+    ) -> None:
+        if tokenizer is None and params.stop:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids instead")
+        context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
+        self._params = params
+        self._num_tokens = 0
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._detokenizer = (
+            IncrementalDetokenizer(
+                tokenizer, context, skip_special_tokens=params.skip_special_tokens
+            )
+            if tokenizer is not None
+            else None
+        )
+
+    def process(self, output: TokenOutput) -> TextOutput:
+        """Take the next output of the core. After one with a finish reason nothing may follow."""
+        result = TextOutput(
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+            cached_tokens_by_tier=output.cached_tokens_by_tier,
+            error=output.error,
+            timings=output.timings,
+        )
+        if self._params.stop:
+            self._take_until_stop(output, result)
+        else:
+            self._take(output.new_token_ids, output, result)
+        return result
+
+    def _take(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:
+        """Add tokens and their text."""
+        result.token_ids.extend(token_ids)
+        self._num_tokens += len(token_ids)
+        if self._detokenizer is None:
+            return
+        text = self._detokenizer.push(self._shown(token_ids, output))
+        if output.finish_reason is not None:
+            text += self._detokenizer.finish()
+        result.text += text
+
+    def _take_until_stop(self, output: TokenOutput, result: TextOutput) -> None:
+        """Token by token, so that the tokens too end where a stop string does."""
+        last = len(output.new_token_ids) - 1
+        for index, token in enumerate(output.new_token_ids):
+            piece = TextOutput()
+            # Only the last token may be one that ended the request.
+            self._take([token], output if index == last else _GOES_ON, piece)
+            result.token_ids.append(token)
+            self._add_checked(piece.text, result)
+            if self._stops.matched is not None:
+                result.finish_reason, result.stop_reason = "stop", self._stops.matched
+                return
+        if output.finish_reason is not None:
+            if last < 0 and self._detokenizer is not None:
+                self._add_checked(self._detokenizer.finish(), result)
+            result.text += self._stops.finish()
+
+    def _add_checked(self, text: str, result: TextOutput) -> None:
+        """Text from before `min_tokens` can neither be nor begin a stop string."""
+        if self._num_tokens < self._params.min_tokens:
+            result.text += text
+        else:
+            result.text += self._stops.push(text)
+
+    def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
+        """The tokens that have a place in the text: not the one that ended the request."""
+        if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
+            return token_ids[:-1]
+        return token_ids
+
+
+_GOES_ON = TokenOutput(request_id="", new_token_ids=[])
+
+
+async def generate_text(
+    client: EngineClient, request: AddRequest, tokenizer: Tokenizer | None
+) -> AsyncGenerator[TextOutput, None]:
+    """Run one request and yield its text as it grows; the last one carries a finish reason.
+
+    Closing it early, or a stop string, aborts the request in the core. Raises what
+    `EngineClient.generate` raises.
+    """
+    processor = OutputProcessor(tokenizer, request.sampling_params, request.prompt_token_ids)
+    stream = cast("AsyncGenerator[TokenOutput, None]", client.generate(request))
+    async with aclosing(stream):
+        async for output in stream:
+            result = processor.process(output)
+            yield result
+            if result.finish_reason is not None:
+                return

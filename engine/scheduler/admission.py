@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: which waiting requests join the running ones in this step.
+
+Knows nothing of the requests that run already, except that there are some. First come, first
+served: the first request for which there is no room ends the round, because one behind it must not
+take what it waits for. A request that only waits for something else (a load, an answer of the
+tiers) stands aside and holds up nobody.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ...connector.base import KVConnectorScheduler, MatchKind
+from ..config import SchedulerConfig
+from ..kv_cache_coordinator import GroupBlocks
+from ..request import EventKind, Request, RequestStatus
+from .places import Places
+from .step import StepBuilder
+
+
+class Verdict(Enum):
+    """What became of a waiting request in this step."""
+
+    RUNS = "runs"
+    PARKED = "parked"
+    LATER = "later"  # stands aside until the next step
+    NO_ROOM = "no room"
+
+
+class Admission:
+    """One round a step."""
+
+    def __init__(
+        self, config: SchedulerConfig, places: Places, connector: KVConnectorScheduler | None
+    ) -> None:
+        self._places = places
+        self._manager = places.manager
+        self._connector = connector
+        self._max_running = config.max_num_seqs
+        self._chunked = config.enable_chunked_prefill
+        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+
+    def admit(self, step: StepBuilder, now: float) -> bool:
+        """Let in what fits. True if a request was told by the tiers to ask again."""
+        places = self._places
+        later: list[Request] = []
+        while step.budget > 0 and len(places.running) < self._max_running:
+            # Those passed over are older than those not yet looked at.
+            queue = places.skipped if places.skipped else places.waiting
+            if not queue:
+                break
+            request = queue.peek()
+            verdict = self._consider(request, step, now)
+            if verdict is Verdict.NO_ROOM:
+                break
+            queue.pop()
+            if verdict is Verdict.LATER:
+                later.append(request)
+        places.skipped.prepend_all(later)
+        return bool(later)
+
+    def _consider(self, request: Request, step: StepBuilder, now: float) -> Verdict:
+        connector = self._connector
+        hits, num_hit_tokens = None, 0
+        if request.num_computed_tokens == 0:
+            hits, num_hit_tokens = self._manager.get_computed_blocks(request)
+            if connector is not None and _may_load(request):
+                match = connector.get_matched_tokens(request, num_hit_tokens)
+                if match.kind is MatchKind.RETRY:
+                    return Verdict.LATER
+                if match.kind is MatchKind.LOAD:
+                    return self._park(request, hits, num_hit_tokens, match.tokens, connector)
+        num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
+        if self._chunked:
+            num_tokens = min(num_tokens, self._chunk_limit, step.budget)
+        elif num_tokens > step.budget:
+            return Verdict.NO_ROOM
+        while not self._allocate(request, num_tokens, hits, num_hit_tokens):
+            if not self._make_room(request):
+                return Verdict.NO_ROOM
+        request.num_computed_tokens += num_hit_tokens
+        self._start(request, num_tokens, step, now)
+        return Verdict.RUNS
+
+    def _park(
+        self,
+        request: Request,
+        hits: GroupBlocks,
+        num_hit_tokens: int,
+        num_external_tokens: int,
+        connector: KVConnectorScheduler,
+    ) -> Verdict:
+        if not all(map(self._manager.pool.all_computed, hits)):
+            # They are being written by this step, which may fail while the request is away.
+            return Verdict.LATER
+        while not self._places.parked.park(
+            request, hits, num_hit_tokens, num_external_tokens, connector, self._keep_free()
+        ):
+            if not self._make_room(request):
+                return Verdict.NO_ROOM
+        self._places.counts["loads"] += 1
+        return Verdict.PARKED
+
+    def _allocate(
+        self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
+    ) -> bool:
+        added = self._manager.allocate_slots(
+            request,
+            num_tokens,
+            num_new_computed_tokens=num_hit_tokens,
+            new_computed_blocks=hits,
+            keep_free_blocks=self._keep_free(),
+        )
+        return added is not None
+
+    def _keep_free(self) -> int:
+        """With nothing running the watermark protects nobody, and could lock everybody out."""
+        return self._manager.watermark_blocks if self._places.running else 0
+
+    def _make_room(self, request: Request) -> bool:
+        """With nothing running nobody else will give blocks back: take those of another load."""
+        return not self._places.running and self._places.give_up_last_load(spare=request)
+
+    def _start(self, request: Request, num_tokens: int, step: StepBuilder, now: float) -> None:
+        places = self._places
+        places.running.append(request)
+        places.loaded.pop(request.request_id, None)
+        request.status = RequestStatus.RUNNING
+        request.record_event(EventKind.SCHEDULED, now)
+        if request.num_cached_tokens < 0:
+            places.progress[request.request_id].scheduled = now
+            self._note_cached_tokens(request)
+        if request.num_preemptions > 0:
+            step.resume(request, num_tokens)
+        else:
+            step.start(request, num_tokens)
+
+    def _note_cached_tokens(self, request: Request) -> None:
+        """Once in a request's life: what it finds again after a preemption was its own work."""
+        cached = request.num_computed_tokens
+        in_pool = cached - request.num_external_computed_tokens
+        request.num_cached_tokens = cached
+        request.cached_tokens_by_tier = {"pool": in_pool, **request.cached_tokens_by_tier}
+        counts = self._places.counts
+        counts["prompt_tokens"] += request.num_prompt_tokens
+        for tier, num_tokens in request.cached_tokens_by_tier.items():
+            counts[f"cached_tokens_{tier}"] += num_tokens
+
+
+def _may_load(request: Request) -> bool:
+    return not (request.external_load_failed or request.skip_reading_prefix_cache)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the worker computed to what a client is told: tokens taken in, ends noticed.
+
+Knows nothing of how steps are made up. Every request that ends gets exactly one output with a
+finish reason, and it is its last.
+"""
+
+from __future__ import annotations
+
+from ..request import Request, RequestStatus
+from ..wire import TokenOutput
+from .places import Places
+from .stop import check_stop, stop_reason
+
+
+class OutputWriter:
+    """Moves requests on, or to their end. `places.sweep` must follow a batch of calls."""
+
+    def __init__(self, places: Places, max_model_len: int) -> None:
+        self._places = places
+        self._max_model_len = max_model_len
+
+    def take(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
+        """Append sampled tokens up to the first that ends the request."""
+        progress = self._places.progress[request.request_id]
+        is_first = progress.first_token is None
+        if is_first:
+            progress.first_token = now
+        status = None
+        for count, token_id in enumerate(token_ids, start=1):
+            request.append_output_tokens((token_id,))
+            status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
+            if status is not None:
+                token_ids = token_ids[:count]
+                break
+        output = TokenOutput(request.request_id, token_ids)
+        if is_first:
+            output.num_cached_tokens = request.num_cached_tokens
+            output.cached_tokens_by_tier = request.cached_tokens_by_tier
+        if status is not None:
+            if status is RequestStatus.FINISHED_STOPPED:
+                request.stop_reason = stop_reason(request, token_ids[-1])
+            self._close(output, request, status, now)
+        return output
+
+    def fail(self, request: Request, error: str, now: float) -> TokenOutput:
+        """End a request with an error, and make sure nobody finds its blocks again."""
+        self._places.manager.discard(request)
+        output = TokenOutput(request.request_id, [], error=error)
+        self._close(output, request, RequestStatus.FINISHED_ERROR, now)
+        return output
+
+    def end(self, request: Request, status: RequestStatus, now: float) -> TokenOutput:
+        """End a request from outside."""
+        output = TokenOutput(request.request_id, [])
+        self._close(output, request, status, now)
+        return output
+
+    def _close(
+        self, output: TokenOutput, request: Request, status: RequestStatus, now: float
+    ) -> None:
+        output.finish_reason = status.finish_reason
+        output.stop_reason = request.stop_reason
+        output.timings = self._places.progress[request.request_id].timings(request, now)
+        self._places.end(request, status)

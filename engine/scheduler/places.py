@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every unfinished request is, and the moves between those places that give blocks back.
+
+Knows nothing of budgets or of the worker's answers. The places:
+
+    waiting   arrived or preempted; holds no blocks
+    skipped   as waiting, but was passed over once, or its load has ended; asked before `waiting`
+    parked    its load is under way; holds blocks, is in no queue
+    running   holds blocks, gets tokens
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..kv_cache_manager import KVCacheManager
+from ..request import EventKind, Request, RequestStatus
+from .parking import CarPark
+from .progress import Progress
+from .queue import FCFSQueue
+
+
+class Places:
+    """Requests and the scheduler's notes on them. All sets and dicts are keyed by request id."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.requests: dict[str, Request] = {}
+        self.progress: dict[str, Progress] = {}
+        self.running: list[Request] = []
+        self.waiting = FCFSQueue()
+        self.skipped = FCFSQueue()
+        self.parked = CarPark(manager)
+        # Those in `skipped` that hold loaded blocks, in the order their loads ended.
+        self.loaded: dict[str, Request] = {}
+        self.finished_ids: set[str] = set()  # the worker has not been told yet
+        self.counts: Counter[str] = Counter()
+
+    def enter(self, request: Request, progress: Progress) -> None:
+        """A new request waits."""
+        self.requests[request.request_id] = request
+        self.progress[request.request_id] = progress
+        self.waiting.add(request)
+
+    def put_loaded(self, request: Request) -> None:
+        """A request whose load has ended waits for its turn, with what came of its blocks."""
+        if request.num_computed_tokens > 0:
+            self.loaded[request.request_id] = request
+        self.skipped.add(request)
+
+    def preempt_last(self, now: float) -> Request:
+        """Send the running request that was let in last back to the head of the queue."""
+        request = self.running.pop()
+        self.manager.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_external_computed_tokens = 0
+        request.spec_token_ids.clear()
+        request.num_preemptions += 1
+        request.record_event(EventKind.PREEMPTED, now)
+        self.waiting.prepend(request)
+        self.counts["preemptions"] += 1
+        return request
+
+    def give_up_last_load(self, spare: Request) -> bool:
+        """Take the blocks of the request whose load ended last, `spare` excepted; whether there was
+        one. It stays in its queue and will look for its prefix again."""
+        for request in reversed(self.loaded.values()):
+            if request is not spare:
+                break
+        else:
+            return False
+        del self.loaded[request.request_id]
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_external_computed_tokens = 0
+        if request.num_cached_tokens < 0:
+            request.cached_tokens_by_tier = {}
+        self.counts["loads_given_up"] += 1
+        return True
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """A request is finished, wherever it is. `sweep` must follow before the next step."""
+        request_id = request.request_id
+        place = request.status
+        request.status = status
+        del self.requests[request_id]
+        del self.progress[request_id]
+        self.finished_ids.add(request_id)
+        self.counts[f"ended_{status.finish_reason}"] += 1
+        if place is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return  # a copy may be writing to its blocks; the car park gives them back
+        self.manager.free(request)
+        if place is not RequestStatus.RUNNING:
+            self.loaded.pop(request_id, None)
+            if not self.skipped.remove(request):
+                self.waiting.remove(request)
+
+    def sweep(self) -> None:
+        """Take finished requests out of `running`, all at once."""
+        self.running[:] = [request for request in self.running if not request.is_finished]

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler: decides, step by step, which requests compute how many tokens.
+
+Knows nothing of models, devices, text, or of how a tier works. There is no prefill and no decode:
+a request has `num_tokens` and `num_computed_tokens`, and every step closes part of the gap, out of
+one budget for all. Running requests come first, in the order they were let in; then, only if no
+room had to be made for them, waiting ones, first come first served (`admission.py`). The places a
+request can be in stand in `places.py`.
+
+Nobody can block everybody:
+
+- The first running request is never preempted. If it lacks room it takes it, in this order, from
+  requests whose load has ended but that do not run yet, and from the running ones behind it; the
+  last to come is the first to go. Only loads in flight can still be in its way; then it keeps what
+  it has and waits for their report, which the connector owes.
+- With nothing running, the first waiting request takes room from ended loads too, and the watermark
+  does not count.
+- A request that could not run even alone is refused by `add_request`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ...connector.base import ConnectorWorkerOutput, KVConnectorScheduler
+from ..config import SchedulerConfig
+from ..kv_cache_manager import KVCacheManager
+from ..request import EventKind, Request, RequestStatus
+from ..wire import TokenOutput
+from .admission import Admission
+from .limits import check_config, check_request
+from .output import ModelRunnerOutput, SchedulerOutput
+from .outputs import OutputWriter
+from .places import Places
+from .progress import Progress
+from .step import StepBuilder
+from .stop import end_token_ids
+
+# A request that was told to ask the tiers again does so after this time at the latest, so that a
+# lost wake-up costs a moment and not the request.
+RETRY_SECONDS = 0.02
+
+
+class QueueFull(ValueError):
+    """As many requests wait as may wait; the caller may try again later."""
+
+
+class Scheduler:
+    """Called by the engine's step thread only; nothing here waits.
+
+    A step is `schedule`, then `update_from_output` or `fail_step` with what became of it. Only a
+    step without tokens may be left without either.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
+        check_config(config, max_model_len)
+        self.config = config
+        self.manager = manager
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.connector = connector
+        self._places = Places(manager)
+        self._admission = Admission(config, self._places, connector)
+        self._writer = OutputWriter(self._places, max_model_len)
+        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._in_flight: SchedulerOutput | None = None
+        # What a failed step told a worker that may not have listened.
+        self._preempted_again: set[str] = set()
+        # The last step could do nothing, and nothing has happened since.
+        self._stalled = False
+        self._retry_at: float | None = None
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The unfinished requests by id; not to be changed."""
+        return self._places.requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._places.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Unfinished requests that do not run, parked ones among them."""
+        return len(self._places.requests) - len(self._places.running)
+
+    def has_runnable_work(self) -> bool:
+        """Whether a step now could do anything. False while all that is unfinished waits for loads
+        or for room that only loads can give back, and the connector has nothing to do."""
+        if self.connector is not None and self.connector.has_pending_work():
+            return True
+        if self._stalled:
+            return self._retry_at is not None and time.monotonic() >= self._retry_at
+        return len(self._places.requests) > self._places.parked.num_unfinished
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises ValueError for one that can never run or whose id is taken, and
+        QueueFull if too many wait."""
+        places = self._places
+        if request.request_id in places.requests or request.request_id in places.parked:
+            raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
+        check_request(request, self.manager, self.max_model_len)
+        if self.num_waiting >= self.config.max_waiting_requests:
+            raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
+        request.record_event(EventKind.QUEUED)
+        places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
+        self._stalled = False
+
+    def finish_requests(
+        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> list[TokenOutput]:
+        """End requests from outside, wherever they are; unknown ids are ignored.
+
+        Returns the last output of each. Blocks that a load may be writing to are given back when
+        the load is reported.
+        """
+        if not status.is_finished:
+            raise ValueError(f"requests end with a finished status, not {status.name}")
+        now = time.monotonic()
+        known = self._places.requests
+        found = [
+            known[request_id] for request_id in dict.fromkeys(request_ids) if request_id in known
+        ]
+        outputs = [self._writer.end(request, status, now) for request in found]
+        self._places.sweep()
+        self._stalled = False
+        return outputs
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Raises RuntimeError while the last one is neither updated nor failed."""
+        if self._in_flight is not None:
+            raise RuntimeError("the last step must be updated or failed before the next is made")
+        now = time.monotonic()
+        places = self._places
+        step = StepBuilder(self.manager, self.config.max_num_batched_tokens)
+        num_parked = len(places.parked)
+        self._schedule_running(step, now)
+        retry = not step.pressed and self._admission.admit(step, now)
+        # Taken also without a connector, or the list would grow.
+        evicted = self.manager.pool.take_evicted()
+        meta = None if self.connector is None else self.connector.build_meta(evicted)
+        step.preempted_ids |= self._preempted_again
+        output = step.build(places.finished_ids, meta)
+        places.finished_ids = set()
+        self._preempted_again = set()
+        total = output.total_num_scheduled_tokens
+        self._in_flight = output if total else None
+        self._stalled = total == 0 and len(places.parked) == num_parked
+        self._retry_at = now + RETRY_SECONDS if retry else None
+        places.counts["steps"] += 1
+        places.counts["scheduled_tokens"] += total
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[TokenOutput]:
+        """Take in what the worker made of a step: first the loads that ended, then the tokens."""
+        self._land(scheduler_output)
+        self._take_reports(runner_output.connector_output)
+        self.manager.pool.commit_step()
+        now = time.monotonic()
+        requests = self._places.requests
+        sampled = runner_output.sampled_token_ids
+        take = self._writer.take
+        outputs = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue  # ended while the step ran
+            token_ids = sampled.get(request_id)
+            if token_ids and request_id not in runner_output.nan_request_ids:
+                outputs.append(take(request, token_ids, now))
+            elif error := _fault(request, runner_output):
+                outputs.append(self._writer.fail(request, error, now))
+        if any(output.finish_reason for output in outputs):
+            self._places.sweep()
+        return outputs
+
+    def fail_step(
+        self, scheduler_output: SchedulerOutput, error: BaseException | str
+    ) -> list[TokenOutput]:
+        """A step raised in the worker: its requests end with an error, what it should have written
+        is forgotten, all others go on. Loads in flight are reported as ever."""
+        self._land(scheduler_output)
+        self.manager.pool.drop_uncomputed()
+        now = time.monotonic()
+        places = self._places
+        text = f"the step that computed this request failed: {error}"
+        outputs = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = places.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                output = self._writer.end(request, RequestStatus.FINISHED_ERROR, now)
+                output.error = text
+                outputs.append(output)
+        places.sweep()
+        places.finished_ids |= scheduler_output.finished_request_ids
+        self._preempted_again = scheduler_output.preempted_request_ids & places.requests.keys()
+        self._stalled = False
+        return outputs
+
+    def reset_prefix_cache(self, reset_tiers: bool) -> bool:
+        """Forget all blocks that could be found again, in the pool and, if asked, in the tiers.
+        False, and nothing changed, while any request holds blocks."""
+        if not self.manager.pool.reset_prefix_cache():
+            return False
+        if reset_tiers and self.connector is not None:
+            self.connector.reset()
+        self._stalled = False
+        return True
+
+    def stats(self) -> dict[str, float]:
+        """Gauges of now and counters since start: requests, tokens and blocks."""
+        pool = self.manager.pool
+        return {
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "num_parked": self._places.parked.num_unfinished,
+            "num_blocks": pool.num_blocks,
+            "num_free_blocks": pool.num_free,
+            "pool_usage": pool.usage,
+            "evicted_blocks": pool.num_evicted,
+            **self._places.counts,
+        }
+
+    def _schedule_running(self, step: StepBuilder, now: float) -> None:
+        running = self._places.running
+        allocate = self.manager.allocate_slots
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            num_tokens = (
+                request.num_tokens_with_spec
+                + request.num_output_placeholders
+                - request.num_computed_tokens
+            )
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, self._chunk_limit, step.budget)
+            added = allocate(request, num_tokens)
+            while added is None:
+                if not self._make_room(request, step, now):
+                    return
+                added = allocate(request, num_tokens)
+            step.go_on(request, num_tokens, added)
+            index += 1
+
+    def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
+        """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
+        it; it has been preempted, or waits where it is if it is the first."""
+        step.pressed = True
+        places = self._places
+        if places.give_up_last_load(spare=request):
+            return True
+        if places.running == [request]:
+            return False
+        victim = places.preempt_last(now)
+        step.preempted_ids.add(victim.request_id)
+        return victim is not request
+
+    def _take_reports(self, worker_output: ConnectorWorkerOutput | None) -> None:
+        if self.connector is None:
+            return
+        places = self._places
+        reports = self.connector.update_from_worker(worker_output or ConnectorWorkerOutput())
+        for request, report in places.parked.release(reports):
+            places.put_loaded(request)
+            places.progress[request.request_id].load_seconds += report.seconds
+            if request.num_cached_tokens < 0:
+                request.cached_tokens_by_tier = dict(report.tokens_by_tier)
+            places.counts["loads_failed"] += request.external_load_failed
+        if reports:
+            self._stalled = False
+
+    def _land(self, scheduler_output: SchedulerOutput) -> None:
+        """The step in flight has come back."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return
+        if scheduler_output is not self._in_flight:
+            raise RuntimeError("this is not the step in flight; each step comes back exactly once")
+        self._in_flight = None
+
+
+def _fault(request: Request, runner_output: ModelRunnerOutput) -> str | None:
+    """Why a request that got no usable token cannot go on; None in the middle of its prompt."""
+    if request.request_id in runner_output.nan_request_ids:
+        return "the model's logits for this request were not finite numbers"
+    if request.num_computed_tokens >= request.num_tokens:
+        return "the worker returned no token for this request"
+    return None

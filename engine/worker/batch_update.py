@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step changed in the persistent batch, for those who keep state by row.
+
+Readers apply the three lists in this order: rows removed, rows added (an added row replaces whatever
+its index held), rows moved. Knows nothing of the batch itself or of what readers keep.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..request import TokenArray
+from ..sampling.params import SamplingParams
+
+
+class MoveKind(enum.Enum):
+    """How two rows change places."""
+
+    ONE_WAY = "one_way"  # the source is empty afterwards
+    SWAP = "swap"
+
+
+class AddedRow(NamedTuple):
+    """A request that took a row. `output_token_ids` is the request's own growing list, so a reader
+    always sees its newest tokens."""
+
+    row: int
+    params: SamplingParams
+    prompt_token_ids: TokenArray
+    output_token_ids: list[int]
+
+
+class MovedRow(NamedTuple):
+    """A request that changed its row (for SWAP: two)."""
+
+    source: int
+    target: int
+    kind: MoveKind
+
+
+@dataclass(frozen=True, slots=True)
+class BatchUpdate:
+    """One step's changes; never altered once made."""
+
+    batch_size: int  # rows in use after the changes
+    removed: Sequence[int]  # descending
+    added: Sequence[AddedRow]
+    moved: Sequence[MovedRow]
+
+
+class BatchUpdateBuilder:
+    """Collects a step's changes: all removals first, then additions and moves.
+
+    Removed rows are handed out again lowest first, to keep the batch dense; those handed out are no
+    longer reported as removed, for what took them replaces them.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def remove(self, row: int) -> None:
+        """Note an emptied row; raises RuntimeError once removed rows have been read."""
+        if self._removals_read:
+            raise RuntimeError(
+                f"row {row} is removed too late: removed rows have been read in this step, and "
+                "their order is fixed from then on"
+            )
+        self._removed.append(row)
+
+    def add(self, added: AddedRow) -> None:
+        self._added.append(added)
+
+    def move(self, source: int, target: int, kind: MoveKind) -> None:
+        self._moved.append(MovedRow(source, target, kind))
+
+    def peek_removed(self) -> int | None:
+        """The lowest empty row, None where there is none."""
+        self._sort_removed()
+        return self._removed[-1] if self._removed else None
+
+    def pop_removed(self) -> int | None:
+        """Take the lowest empty row for reuse."""
+        self._sort_removed()
+        return self._removed.pop() if self._removed else None
+
+    def finish(self, batch_size: int) -> BatchUpdate | None:
+        """The step's changes, None where there are none; the builder is empty afterwards."""
+        self._sort_removed()
+        update = None
+        if self._removed or self._added or self._moved:
+            removed, added, moved = tuple(self._removed), tuple(self._added), tuple(self._moved)
+            update = BatchUpdate(batch_size, removed, added, moved)
+        self._reset()
+        return update
+
+    def _reset(self) -> None:
+        self._removed: list[int] = []
+        self._added: list[AddedRow] = []
+        self._moved: list[MovedRow] = []
+        self._removals_read = False
+
+    def _sort_removed(self) -> None:
+        if not self._removals_read:
+            # Descending, so that the lowest is popped from the end.
+            self._removed.sort(reverse=True)
+            self._removals_read = True

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV pool: one tensor, allocated once, in which every block is one contiguous chunk.
+
+Knows nothing of which block belongs to whom. Block 0 is the null block: it stands for "nothing
+here" in tables and paddings, is never written, and so holds zeros for ever.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...tiers.block import BlockLayout
+from ..config import ConfigError
+from ..models.dtypes import compute_dtype
+
+NULL_BLOCK = 0
+
+
+class KvPool:
+    """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
+    contiguous, zeroed; its pages are in memory when the constructor returns."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+        """Raises ConfigError where the memory cannot be had."""
+        if num_blocks < 2:
+            raise ConfigError(f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (
+            num_blocks,
+            layout.num_layers,
+            2,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
+        try:
+            self.tensor = torch.zeros(shape, dtype=compute_dtype(layout.kv_dtype))
+        except RuntimeError as error:  # what torch raises when an allocation fails
+            raise ConfigError(
+                f"a KV pool of {num_blocks} blocks ({num_blocks * layout.page_bytes} bytes) does "
+                "not fit into memory; lower --kv-cache-memory-bytes"
+            ) from error
+
+    def as_bytes(self) -> torch.Tensor:
+        """The same memory as uint8 `[num_blocks, page_bytes]`."""
+        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+
+def num_blocks_in(layout: BlockLayout, memory_bytes: int) -> int:
+    """Blocks, the null block included, that fit into `memory_bytes`."""
+    return memory_bytes // layout.page_bytes
+
+
+def check_pool_size(layout: BlockLayout, num_blocks: int, max_model_len: int) -> None:
+    """Raise ConfigError where one request of `max_model_len` tokens could never be computed."""
+    needed = blocks_for_one_request(layout, max_model_len)
+    if num_blocks >= needed:
+        return
+    fits = max(num_blocks - 1, 0) * layout.block_size
+    lower = f", or lower --max-model-len to {fits}" if fits else ""
+    raise ConfigError(
+        f"a KV pool of {num_blocks} blocks cannot hold one request of {max_model_len} tokens; "
+        f"it takes {needed} blocks (--num-blocks {needed} or --kv-cache-memory-bytes "
+        f"{needed * layout.page_bytes}){lower}"
+    )
+
+
+def blocks_for_one_request(layout: BlockLayout, max_model_len: int) -> int:
+    """Blocks of the smallest pool that can serve `max_model_len`, the null block included."""
+    return -(-max_model_len // layout.block_size) + 1

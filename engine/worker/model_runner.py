@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one step on the device: batch changes, copies, forward pass, sampling.
+
+Used by one thread. Knows nothing of queues, prefixes or tiers: the scheduler's output says what to
+compute and where, the connector moves blocks in and out of the pool around the forward pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorWorker
+from ..models.attention import PagedAttention
+from ..models.dtypes import compute_dtype, dtype_name
+from ..models.registry import load_model
+from ..models.spec import ModelSpec
+from ..sampling.sampler import Sampler
+from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from .attention_metadata import AttentionPlanner, ranges
+from .block_table import BlockTable, IntArray, MultiGroupBlockTable
+from .input_batch import InputBatch, WorkerRequest
+from .kv_pool import KvPool, check_pool_size
+
+
+class ModelRunner:
+    """A model, its KV pool and its batch."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        path: Path,
+        *,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        connector: KVConnectorWorker | None = None,
+    ) -> None:
+        """Load the model under `path` and allocate everything a step needs.
+
+        Raises ConfigError where the weights do not fit `spec`, or the pool cannot hold one request
+        of `max_model_len` tokens.
+        """
+        compute = compute_dtype(dtype)
+        layout = spec.layout(block_size, dtype_name(compute))
+        check_pool_size(layout, num_blocks, max_model_len)
+        self.model = load_model(path, spec, max_model_len, compute)
+        self.pool = KvPool(layout, num_blocks)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        blocks_per_row = -(-max_model_len // block_size)
+        table = BlockTable(max_num_seqs, blocks_per_row, block_size)
+        self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
+        self._requests: dict[str, WorkerRequest] = {}
+        self._planner = AttentionPlanner(layout, compute, max_model_len)
+        self._attention = PagedAttention(
+            self.pool.tensor, layout, spec.num_heads, self._planner.max_group_blocks
+        )
+        self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+        self._connector = connector
+        if connector is not None:
+            connector.register_pool(self.pool.tensor)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step. Requests whose logits are not finite are named and get no token; the others are
+        not affected."""
+        self._update_batch(output)
+        if self._connector is not None:
+            self._connector.start_step(output.connector_meta or ConnectorMetadata())
+        result = ModelRunnerOutput({})
+        if output.num_scheduled_tokens:
+            self._compute(output, result)
+        result.connector_output = self._poll()
+        return result
+
+    def shutdown(self) -> None:
+        """Let the connector finish its copies. Idempotent."""
+        if self._connector is not None:
+            self._connector.shutdown()
+
+    def _poll(self) -> ConnectorWorkerOutput | None:
+        return None if self._connector is None else self._connector.poll()
+
+    def _update_batch(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_request_ids:
+            self.batch.remove(request_id)
+            self._requests.pop(request_id, None)
+        for request_id in output.preempted_request_ids:
+            self.batch.remove(request_id)
+        for new in output.new_requests:
+            request = WorkerRequest(
+                new.request_id,
+                new.prompt_token_ids,
+                new.sampling_params,
+                list(new.output_token_ids),
+            )
+            self._requests[new.request_id] = request
+            self.batch.add(request, new.block_ids, new.num_computed_tokens)
+        self._update_cached(output.cached_requests)
+        update = self.batch.finish()
+        if update is not None:
+            self._sampler.update(update)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        batch = self.batch
+        for request_id, block_ids, computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if request_id in cached.resumed_request_ids:
+                request = self._requests[request_id]
+                if request_id in cached.output_token_ids:
+                    request.output_token_ids[:] = cached.output_token_ids[request_id]
+                batch.add(request, block_ids or ([],), computed)
+                continue
+            row = batch.row_of[request_id]
+            batch.num_computed[row] = computed
+            if block_ids is not None:
+                batch.tables.append_row(block_ids, row)
+
+    def _compute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        scheduled = output.num_scheduled_tokens
+        rows, counts = self._scheduled_rows(scheduled)
+        batch = self.batch
+        computed = batch.num_computed[rows]
+        positions = ranges(computed, counts)
+        token_rows = np.repeat(rows, counts)
+        slots = batch.tables[0].slot_mapping(token_rows, positions)
+        token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
+        plan = self._planner.plan(batch.tables[0], rows, computed, counts, slots)
+        # Only a request that reaches its last known token has something to sample from.
+        ready = computed + counts == batch.num_tokens[rows]
+        last = (np.cumsum(counts) - 1)[ready]
+        if self._connector is not None:
+            self._connector.wait_before_forward()
+        logits = self.model.forward(
+            torch.from_numpy(token_ids),
+            torch.from_numpy(positions),
+            self._attention,
+            plan,
+            torch.from_numpy(last),
+        )
+        batch.num_computed[rows] += counts
+        result.sampled_token_ids = {request_id: [] for request_id in scheduled}
+        if len(last):
+            self._sample(logits, rows[ready], result)
+
+    def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
+        """Rows in ascending order and their token counts."""
+        rows = np.fromiter((self.batch.row_of[i] for i in scheduled), np.int64, len(scheduled))
+        counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
+        total = int(counts.sum())
+        if total > self.max_num_batched_tokens:
+            raise ValueError(
+                f"a step of {total} tokens is over the limit of {self.max_num_batched_tokens}"
+            )
+        order = np.argsort(rows)
+        return rows[order], counts[order]
+
+    def _sample(self, logits: torch.Tensor, rows: IntArray, result: ModelRunnerOutput) -> None:
+        sampled = self._sampler.sample(logits, rows)
+        for row, token_id, is_finite in zip(
+            rows.tolist(), sampled.token_ids, sampled.is_finite, strict=True
+        ):
+            request = self.batch.requests[row]
+            if request is None:
+                raise ValueError(f"row {row} of the batch is empty")
+            if not is_finite:
+                result.nan_request_ids.add(request.request_id)
+                continue
+            self.batch.append_tokens(row, [token_id])
+            result.sampled_token_ids[request.request_id] = [token_id]

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test may rely on: the scale of a run, fixed seeds, markers that skip with a reason.
+
+Imports neither torch nor numpy, because the tests of the tiers must run without them. Folders add
+fixtures of their own in their own conftest.py.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A long run repeats what CI does once, often a thousand times.
+LONG_TIMEOUT_SECONDS = 7200
+DEFAULT_SEED = 20260
+
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "long",
+    deadline=None,
+    max_examples=10_000,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("stratakv")
+    group.addoption(
+        "--scale",
+        choices=("ci", "long"),
+        default="ci",
+        help="ci: as many trials as fit into minutes; long: as many as fit into an hour",
+    )
+    group.addoption(
+        "--seed", type=int, default=DEFAULT_SEED, help=f"default: {DEFAULT_SEED}, always the same"
+    )
+    group.addoption(
+        "--net", action="store_true", help="run the tests that need a network beyond this host"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    scale = config.getoption("--scale")
+    settings.load_profile(scale)
+    if scale == "long" and config.getoption("timeout", None) is None:
+        config.option.timeout = LONG_TIMEOUT_SECONDS
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"stratakv: --scale {config.getoption('--scale')} --seed {config.getoption('--seed')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--net"):
+        _skip(items, "net", "needs a network beyond this host; run with --net")
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        _skip(items, "gpu", "needs a CUDA device and there is none")
+
+
+@pytest.fixture(scope="session")
+def scale(request: pytest.FixtureRequest) -> str:
+    """`ci` or `long`: how many trials a test makes."""
+    return str(request.config.getoption("--scale"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own: the same in every run, another one under another `--seed`."""
+    name = request.node.nodeid.encode()
+    return int(request.config.getoption("--seed")) ^ zlib.crc32(name)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """A generator seeded for this test alone."""
+    return random.Random(seed)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds(seed: int) -> None:
+    """Seed the global generators, of numpy and torch only where something has imported them."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the CPU device does: its queue bound, its dependency deadline, every dtype of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stratakv.connector.device import cpu
+from stratakv.connector.device.base import DeviceError, Stream
+from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.cpu import CpuSlab
+
+WAIT_SECONDS = 10.0
+
+
+@pytest.fixture
+def slab() -> Iterator[CpuSlab]:
+    layout = BlockLayout(1, 4, 1, 8, "float32")
+    slab = CpuSlab(layout, 4 * layout.slot_bytes, populate_threads=1)
+    yield slab
+    slab.close()
+
+
+def pool_of(slab: CpuSlab, num_blocks: int = 4) -> torch.Tensor:
+    return torch.rand(num_blocks, 1, 2, 4, 1, 8)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16"])
+def test_every_dtype_keeps_its_bits(name: str) -> None:
+    layout = BlockLayout(2, 4, 2, 8, name)
+    slab = CpuSlab(layout, 4 * layout.slot_bytes, populate_threads=1)
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    pool = torch.randn(3, 2, 2, 4, 2, 8, dtype=torch.float64).to(getattr(torch, name))
+    pool[1, 0, 0, 0, 0, 0] = float("nan")
+    device.register_pool(pool)
+    before = pool.view(torch.uint8).clone()
+    assert device.copy(Stream.STORE, [0, 1, 2], [2, 0, 1]).wait(WAIT_SECONDS)
+    pool.zero_()
+    assert device.copy(Stream.LOAD, [0, 1, 2], [2, 0, 1]).wait(WAIT_SECONDS)
+    assert torch.equal(pool.view(torch.uint8), before)
+    assert device.close(WAIT_SECONDS)
+    slab.close()
+
+
+def test_a_copy_without_a_pool_is_refused(slab: CpuSlab) -> None:
+    device = CpuCopyDevice()
+    with pytest.raises(DeviceError):
+        device.register_pool(pool_of(slab))
+    device.register_slab(slab)
+    with pytest.raises(DeviceError):
+        device.copy(Stream.STORE, [0], [0])
+    assert device.close(WAIT_SECONDS)
+
+
+def test_a_full_queue_refuses_at_once(slab: CpuSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "QUEUE_JOBS", 2)
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    device.register_pool(pool_of(slab))
+    gate = CpuEvent()
+    events = []
+    with pytest.raises(DeviceError, match="2 copies"):
+        for _ in range(4):  # one runs, two wait
+            events.append(device.copy(Stream.STORE, [0], [0], [gate]))
+    gate.end()
+    assert all(event.wait(WAIT_SECONDS) and event.error() is None for event in events)
+    assert device.close(WAIT_SECONDS)
+
+
+def test_a_dependency_that_never_ends_fails_the_copy_and_not_the_stream(slab: CpuSlab) -> None:
+    device = CpuCopyDevice(dependency_seconds=0.02)
+    device.register_slab(slab)
+    device.register_pool(pool_of(slab))
+    never = CpuEvent()
+    stuck = device.copy(Stream.STORE, [0], [0], [never])
+    after = device.copy(Stream.STORE, [1], [1])
+    assert stuck.wait(WAIT_SECONDS)
+    assert isinstance(stuck.error(), DeviceError)
+    assert not any(slab.buffer(0)), "a failed copy has written"
+    assert after.wait(WAIT_SECONDS)
+    assert after.error() is None
+    assert device.close(WAIT_SECONDS)
+
+
+def test_an_error_while_copying_is_in_the_event(
+    slab: CpuSlab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: object) -> None:
+        raise MemoryError("no")
+
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    device.register_pool(pool_of(slab))
+    monkeypatch.setattr(cpu, "_copy_runs", broken)
+    event = device.copy(Stream.LOAD, [0], [0])
+    assert event.wait(WAIT_SECONDS)
+    assert isinstance(event.error(), MemoryError)
+    assert device.close(WAIT_SECONDS)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of the connector under a small engine that does everything at random.
+
+The engine here has a pool of blocks, a prefix map, and an oracle that knows the bytes of every
+key. Stores fail, hang, come late and refuse; copies fail; requests are aborted while they load.
+Whatever happens: never a wrong byte, every parked request reported exactly once, and in the end
+no slot pinned or reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from stratakv.connector.base import EvictedBlock, LoadReport, MatchKind
+from stratakv.connector.device.base import DeviceError, Event, Stream
+from stratakv.connector.device.cpu import CpuCopyDevice
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.transfer import CopySignal
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.errors import TierBusy, TierError
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.memory import MemoryStore
+
+LAYOUT = BlockLayout(1, 2, 1, 4, "float32")  # 64 bytes
+WAIT_SECONDS = 20.0
+STEPS = 25
+RUNS = {"ci": 200, "long": 20_000}
+
+
+def page_of(digest: bytes) -> np.ndarray:
+    """The oracle: what a block of this name holds."""
+    return np.frombuffer(hashlib.sha256(digest).digest() * 2, np.uint8)
+
+
+class FaultyDevice(CpuCopyDevice):
+    """Copies that fail, at once or later, at the given rate."""
+
+    def __init__(self, rng: random.Random, rate: float) -> None:
+        super().__init__()
+        self._rng = rng
+        self._rate = rate
+
+    def copy(
+        self,
+        stream: Stream,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        after: Sequence[Event] = (),
+    ) -> Event:
+        if self._rng.random() < self._rate:
+            raise DeviceError("refused")
+        return super().copy(stream, block_ids, slots, after)
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    request_id: str
+    block_hashes: list[bytes]
+    block_ids: list[int] = field(default_factory=list)
+    external: int = 0
+    steps_left: int = 0
+    load_failed: bool = False
+    aborted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return LAYOUT.block_size * len(self.block_hashes) + 1
+
+
+class FakeEngine:
+    """Blocks of the pool: used by one request each, or free, with or without a name."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.num_blocks = rng.randint(6, 14)
+        slab = CpuSlab(LAYOUT, rng.randint(2, 24) * LAYOUT.slot_bytes, populate_threads=1)
+        self.slab = slab
+        stores = []
+        if rng.random() < 0.85:
+            blocks = rng.choice([8, 1000])
+            stores.append(MemoryStore(LAYOUT, blocks * LAYOUT.page_bytes, fault=self._fault))
+        self.fault_rate = rng.choice([0.0, 0.0, 0.2, 1.0])
+        self.delay = rng.choice([0.0, 0.001, 0.006])
+        self.signal = CopySignal()
+        hierarchy = Hierarchy(
+            slab, stores, wakeup=self.signal.wake, read_seconds=rng.choice([0.003, 5.0])
+        )
+        self.hierarchy = hierarchy
+        device = FaultyDevice(rng, rng.choice([0.0, 0.0, 0.3]))
+        device.register_slab(slab)
+        self.scheduler = OffloadScheduler(hierarchy, LAYOUT.block_size, self.signal)
+        self.worker = OffloadWorker(device, self.signal)
+        self.woken = threading.Event()
+        self.scheduler.set_wakeup(self.woken.set)
+        pool = torch.zeros(self.num_blocks, 1, 2, 2, 1, 4)
+        self.worker.register_pool(pool)
+        self.pool = pool.view(torch.uint8).reshape(self.num_blocks, -1).numpy()
+        self.free: OrderedDict[int, bytes | None] = OrderedDict.fromkeys(range(self.num_blocks))
+        self.waiting: list[FakeRequest] = []
+        self.running: list[FakeRequest] = []
+        self.parked: dict[str, FakeRequest] = {}
+        self.evicted: list[EvictedBlock] = []
+        self.loaded_blocks = 0
+
+    def _fault(self, op: str, _keys: Sequence[bytes]) -> float | None:
+        if op in ("load", "store") and self.rng.random() < self.fault_rate / 2:
+            raise self.rng.choice([TierBusy("full"), TierError("broken"), OSError("odd")])
+        if op == "lookup" and self.rng.random() < self.fault_rate / 10:
+            raise TierError("broken")
+        return self.delay * self.rng.random() if op in ("load", "store") else None
+
+    def step(self) -> None:
+        while self.waiting and self._admit(self.waiting[0]):
+            self.waiting.pop(0)
+        meta = self.scheduler.build_meta(self.evicted)
+        self.evicted = []
+        self.worker.start_step(meta)
+        self.worker.wait_before_forward()
+        for request in self.running:
+            self._forward(request)
+        for report in self.scheduler.update_from_worker(self.worker.poll()):
+            self._resume(report)
+        for request in [r for r in self.running if r.steps_left == 0]:
+            self.running.remove(request)
+            self._release(request, keep=True)
+
+    def _admit(self, request: FakeRequest) -> bool:
+        """True if the request is running or parked now, False if it must wait."""
+        by_name = {name: block_id for block_id, name in self.free.items() if name is not None}
+        local = []
+        for digest in request.block_hashes[: (request.num_tokens - 1) // LAYOUT.block_size]:
+            if digest not in by_name:
+                break
+            local.append(by_name[digest])
+        asked = 0
+        if not request.load_failed:
+            match = self.scheduler.get_matched_tokens(request, len(local) * LAYOUT.block_size)
+            if match.kind is MatchKind.RETRY:
+                return False
+            assert match.tokens % LAYOUT.block_size == 0
+            assert len(local) * LAYOUT.block_size + match.tokens < request.num_tokens
+            asked = match.tokens // LAYOUT.block_size
+        missing = len(request.block_hashes) - len(local)
+        if missing > len(self.free) - len(local):
+            return False
+        for block_id in local:
+            del self.free[block_id]
+        request.block_ids = local + [self._allocate() for _ in range(missing)]
+        if not asked:
+            self._start(request)
+            return True
+        request.external = asked
+        external = request.block_ids[len(local) : len(local) + asked]
+        self.scheduler.update_after_alloc(request, external, asked * LAYOUT.block_size)
+        self.parked[request.request_id] = request
+        return True
+
+    def _allocate(self) -> int:
+        block_id, name = self.free.popitem(last=False)
+        if name is not None:
+            self.evicted.append(EvictedBlock(block_id, name + b"\0\0"))
+        return block_id
+
+    def _start(self, request: FakeRequest) -> None:
+        request.steps_left = self.rng.randint(1, 3)
+        self.running.append(request)
+
+    def _forward(self, request: FakeRequest) -> None:
+        """Compute every block, so that whatever was there is overwritten now."""
+        request.steps_left -= 1
+        for block_id, digest in zip(request.block_ids, request.block_hashes, strict=True):
+            self.pool[block_id] = 0xEE
+            self.pool[block_id] = page_of(digest)
+
+    def _resume(self, report: LoadReport) -> None:
+        request = self.parked.pop(report.request_id)  # KeyError: reported twice, or never parked
+        loaded = report.num_loaded_tokens // LAYOUT.block_size
+        assert 0 <= loaded <= request.external
+        assert sum(report.tokens_by_tier.values()) == report.num_loaded_tokens
+        self.loaded_blocks += loaded
+        first = 0
+        while first < len(request.block_ids) and first + request.external > len(request.block_ids):
+            first += 1
+        first = self._first_external(request)
+        for i in range(first, first + loaded):
+            wanted = page_of(request.block_hashes[i])
+            assert (self.pool[request.block_ids[i]] == wanted).all(), "wrong bytes"
+        request.load_failed = loaded < request.external
+        if request.aborted:
+            self._release(request, keep=False)
+        else:
+            self._start(request)
+
+    def _first_external(self, request: FakeRequest) -> int:
+        return request.first_external
+
+    def _release(self, request: FakeRequest, keep: bool) -> None:
+        """Tail first, with the names of what was computed; a name is held by one block only."""
+        held = set(self.free.values())
+        pairs = list(zip(request.block_ids, request.block_hashes, strict=True))
+        for block_id, digest in reversed(pairs):
+            self.free[block_id] = digest if keep and digest not in held else None
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self.scheduler.has_pending_work():
+            assert self.woken.wait(deadline - time.monotonic()), "the engine sleeps for ever"
+            self.woken.clear()
+
+    def drain(self) -> None:
+        for _ in range(1000):
+            if not (self.waiting or self.running or self.parked):
+                return
+            self.step()
+            if not self.running and (self.parked or self.waiting):
+                self.wait()
+        raise AssertionError("requests were left")
+
+    def check_nothing_is_held(self) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while self.hierarchy._is_used() and time.monotonic() < deadline:
+            self.woken.wait(0.01)
+            self.hierarchy.poll()
+        known = self.slab.keys()
+        assert self.slab.num_slots - self.slab.free_slots() == len(known), "a slot is reserved"
+        assert sorted(self.slab.coldest(len(known))) == sorted(known), "a slot is pinned"
+        stats = self.scheduler.stats()
+        assert (stats["loads_in_flight"], stats["stores_in_flight"]) == (0, 0)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side, with a real hierarchy below it and a worker played by the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from stratakv.connector.base import (
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    EvictedBlock,
+    LoadReport,
+    MatchKind,
+)
+from stratakv.connector.offload_scheduler import REMEMBERED_REQUESTS, OffloadScheduler
+from stratakv.connector.transfer import CopySignal
+from stratakv.tiers.base import Answer
+from stratakv.tiers.block import BlockLayout, pack_key
+from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.errors import TierError
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.memory import MemoryStore
+
+LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
+WAIT_SECONDS = 10.0
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def evicted(block_id: int, number: int) -> EvictedBlock:
+    return EvictedBlock(block_id, digest(number) + b"\x00\x00")
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    block_hashes: list[bytes]
+    num_tokens: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or 4 * len(self.block_hashes) + 1
+
+
+def request(name: str, *numbers: int, num_tokens: int = 0) -> FakeRequest:
+    return FakeRequest(name, [digest(number) for number in numbers], num_tokens)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
+        self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
+        self.signal = CopySignal()
+        self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.signal.wake)
+        self.side = OffloadScheduler(self.hierarchy, LAYOUT.block_size, self.signal)
+        self.woken = threading.Event()
+        self.side.set_wakeup(self.woken.set)
+
+    def work(self, meta: ConnectorMetadata, fail: bool = False) -> list[LoadReport]:
+        """Play the worker, which copies nothing."""
+        stores = [job.job_id for job in meta.stores]
+        loads = [job.job_id for job in meta.loads]
+        for _ in [*stores, *loads]:
+            self.signal.job_ended()
+        output = ConnectorWorkerOutput()
+        if fail:
+            output.failed_stores, output.failed_loads = stores, loads
+        else:
+            output.finished_stores, output.finished_loads = stores, loads
+        return self.side.update_from_worker(output)
+
+    def put(self, *numbers: int) -> None:
+        """These blocks leave the pool, tail first."""
+        blocks = [evicted(number, number) for number in reversed(numbers)]
+        assert self.work(self.side.build_meta(blocks)) == []
+
+    def put_below(self, *numbers: int) -> None:
+        buffer = memoryview(bytearray(LAYOUT.page_bytes))
+        keys = [pack_key(digest(number)) for number in numbers]
+        self.store.store(keys, [buffer] * len(keys)).result(0)
+
+    def slow_reads(self, seconds: float = 0.02) -> None:
+        self.store.fault = lambda op, _keys: seconds if op == "load" else None
+
+    def wait(self) -> None:
+        """Sleep as an engine does: until a wake-up after which there is something to do."""
+        while not self.side.has_pending_work():
+            assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
+            self.woken.clear()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.side.shutdown(WAIT_SECONDS)
+    assert rig.side.stats()["loads_in_flight"] == 0
+    assert rig.side.stats()["stores_in_flight"] == 0
+
+
+def test_an_empty_step_moves_nothing(rig: Rig) -> None:
+    assert not rig.side.has_pending_work()
+    assert not rig.side.build_meta([])
+    assert rig.side.update_from_worker(ConnectorWorkerOutput()) == []
+
+
+def test_a_match_counts_whole_blocks_and_leaves_a_token(rig: Rig) -> None:
+    rig.put(1, 2, 3)
+    side = rig.side
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 0) == (12, MatchKind.LOAD)
+    assert side.get_matched_tokens(request("b", 1, 2, 3, num_tokens=12), 0).tokens == 8
+    assert side.get_matched_tokens(request("c", 1, 2, 9, 3), 0).tokens == 8
+    assert side.get_matched_tokens(request("d", 9, 1), 0) == (0, MatchKind.NONE)
+    assert side.get_matched_tokens(request("e", num_tokens=3), 0) == (0, MatchKind.NONE)
+    # Beyond what the pool has.
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 8) == (4, MatchKind.LOAD)
+    assert side.get_matched_tokens(request("a", 1, 2, 3), 12) == (0, MatchKind.NONE)
+
+
+def test_a_block_of_another_group_or_shard_is_not_ours(rig: Rig) -> None:
+    other = OffloadScheduler(
+        rig.hierarchy, LAYOUT.block_size, rig.signal, shard_rank=1, shard_count=2
+    )
+    rig.put(1)
+    assert other.get_matched_tokens(request("a", 1), 0).tokens == 0
+    meta = rig.side.build_meta([EvictedBlock(2, digest(2) + b"\x01\x00")])
+    assert rig.work(meta) == []
+    assert rig.side.get_matched_tokens(request("b", 2), 0).tokens == 0
+    assert rig.slab.lookup([pack_key(digest(2), group=1)]) == [Answer.HIT]
+
+
+def test_evicted_blocks_become_one_job_head_first(rig: Rig) -> None:
+    meta = rig.side.build_meta([evicted(7, 3), evicted(6, 2), evicted(5, 1)])
+    (job,) = meta.stores
+    assert job.block_ids == [5, 6, 7]
+    assert len(set(job.slots)) == 3
+    rig.work(meta)
+    assert not rig.side.build_meta([evicted(9, 2)]), "it is in the slab already"
+
+
+def test_two_blocks_of_one_key_are_stored_once(rig: Rig) -> None:
+    meta = rig.side.build_meta([evicted(7, 3), evicted(6, 3)])
+    assert [len(job.slots) for job in meta.stores] == [1]
+    rig.work(meta)
+
+
+def test_a_failed_store_is_as_if_it_had_never_been(rig: Rig) -> None:
+    rig.work(rig.side.build_meta([evicted(1, 1)]), fail=True)
+    assert rig.side.get_matched_tokens(request("a", 1), 0).tokens == 0
+    assert rig.side.stats()["failures"] == {"store_copy": 1}
+
+
+def test_blocks_in_the_slab_are_copied_in_the_same_step(rig: Rig) -> None:
+    rig.put(1, 2, 3)
+    asks = request("a", 1, 2, 3)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    meta = rig.side.build_meta([])
+    (job,) = meta.loads
+    assert job.block_ids == [20, 21, 22]
+    assert job.slots == rig.slab.pin([pack_key(digest(n)) for n in (1, 2, 3)], touch=False)
+    rig.slab.unpin([pack_key(digest(n)) for n in (1, 2, 3)])
+    (report,) = rig.work(meta)
+    assert (report.request_id, report.num_loaded_tokens) == ("a", 12)
+    assert report.tokens_by_tier == {"cpu": 12}
+    assert report.seconds > 0
+    assert rig.side.update_from_worker(ConnectorWorkerOutput()) == [], "reported twice"
+
+
+def test_fewer_tokens_than_matched_may_be_taken(rig: Rig) -> None:
+    rig.put(1, 2, 3)
+    asks = request("a", 1, 2, 3)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [20], 4)
+    (report,) = rig.work(rig.side.build_meta([]))
+    assert report.num_loaded_tokens == 4
+
+
+def test_no_external_tokens_park_nobody(rig: Rig) -> None:
+    asks = request("a", 1)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [], 0)
+    assert not rig.side.build_meta([])
+    assert not rig.side.has_pending_work()
+
+
+def test_blocks_on_the_disk_are_copied_after_the_wake_up(rig: Rig) -> None:
+    rig.put(1)
+    rig.put_below(2, 3)
+    rig.slow_reads()
+    asks = request("a", 1, 2, 3)
+    assert rig.side.get_matched_tokens(asks, 0).tokens == 12
+    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    assert not rig.side.build_meta([])
+    assert not rig.side.has_pending_work()
+    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE), "it is parked"
+    rig.wait()
+    (report,) = rig.work(rig.side.build_meta([]))
+    assert report.num_loaded_tokens == 12
+    assert report.tokens_by_tier == {"cpu": 4, "ssd": 8}
+    assert rig.side.stats()["tokens_loaded"] == {"cpu": 4, "ssd": 8}
+
+
+def test_a_copy_that_ended_is_pending_work_until_it_is_collected(rig: Rig) -> None:
+    rig.put(1)
+    asks = request("a", 1)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [20], 4)
+    meta = rig.side.build_meta([])
+    assert not rig.side.has_pending_work(), "a copy under way is no reason to run steps"
+    rig.woken.clear()
+    rig.signal.job_ended()
+    assert rig.woken.is_set()
+    assert rig.side.has_pending_work()
+    output = ConnectorWorkerOutput(finished_loads=[meta.loads[0].job_id])
+    assert len(rig.side.update_from_worker(output)) == 1
+    assert not rig.side.has_pending_work()
+
+
+def test_who_meets_a_read_under_way_asks_again_after_it(rig: Rig) -> None:
+    rig.put_below(1, 2)
+    rig.slow_reads()
+    first, second = request("a", 1, 2), request("b", 1, 2)
+    rig.side.get_matched_tokens(first, 0)
+    rig.side.update_after_alloc(first, [20, 21], 8)
+    assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY)
+    assert not rig.side.build_meta([])
+    rig.wait()
+    assert len(rig.work(rig.side.build_meta([]))) == 1
+    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    rig.side.update_after_alloc(second, [30, 31], 8)
+    (report,) = rig.work(rig.side.build_meta([]))
+    assert report.tokens_by_tier == {"cpu": 8}
+
+
+def test_retry_alone_makes_a_step_due_when_its_read_ends(rig: Rig) -> None:
+    """Also where the request that reads is gone by then."""
+    rig.put_below(1)
+    rig.slow_reads()
+    ticket = rig.hierarchy.begin_load([pack_key(digest(1))])
+    rig.hierarchy.end_load(ticket)
+    asks = request("a", 1)
+    assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
+    rig.side.build_meta([])
+    rig.wait()
+    assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    rig.side.build_meta([])
+    assert not rig.side.has_pending_work()
+
+
+def test_a_load_that_breaks_in_the_middle_keeps_its_leading_part(rig: Rig) -> None:
+    rig.put(1, 2)
+    rig.put_below(3)
+    asks = request("a", 1, 2, 3)
+    assert rig.side.get_matched_tokens(asks, 0).tokens == 12
+    rig.store.drop([pack_key(digest(3))])
+    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    meta = rig.side.build_meta([])
+    assert [job.block_ids for job in meta.loads] == [[20, 21]]
+    (report,) = rig.work(meta)
+    assert report.num_loaded_tokens == 8
+    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE), "offered again"
+    assert rig.side.stats()["failures"] == {"partial": 1}
+
+
+def test_a_load_of_which_nothing_is_left_is_reported_without_a_copy(rig: Rig) -> None:
+    rig.put_below(1)
+
+    def broken(op: str, _keys: Sequence[bytes]) -> None:
+        if op == "load":
+            raise TierError("unreadable")
+
+    rig.store.fault = broken
+    asks = request("a", 1)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [20], 4)
+    assert not rig.side.build_meta([])
+    assert rig.side.has_pending_work(), "there is something to report"
+    assert rig.side.update_from_worker(ConnectorWorkerOutput()) == [
+        LoadReport("a", 0, {}, pytest.approx(0, abs=WAIT_SECONDS))
+    ]
+    assert not rig.side.has_pending_work()
+    rig.store.fault = None
+    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
+    assert rig.side.get_matched_tokens(request("b", 1), 0).tokens == 4
+
+
+def test_a_failed_copy_is_a_failed_load(rig: Rig) -> None:
+    rig.put(1)
+    asks = request("a", 1)
+    rig.side.get_matched_tokens(asks, 0)
+    rig.side.update_after_alloc(asks, [20], 4)
+    (report,) = rig.work(rig.side.build_meta([]), fail=True)
+    assert (report.num_loaded_tokens, report.tokens_by_tier) == (0, {})
+    assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
+    assert rig.side.stats()["failures"] == {"load_copy": 1}
+    assert rig.side.stats()["loads"] == 0
+
+
+def test_an_id_used_again_for_other_tokens_gets_its_own_answer(rig: Rig) -> None:
+    rig.put(1, 2)
+    assert rig.side.get_matched_tokens(request("a", 1, 2), 0).tokens == 8
+    assert rig.side.get_matched_tokens(request("a", 3, 4), 0).tokens == 0
+    assert rig.side.get_matched_tokens(request("a", 1, 9), 0).tokens == 4
+
+
+def test_an_answer_is_kept_until_something_changes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = []
+    find = rig.hierarchy.find
+    monkeypatch.setattr(rig.hierarchy, "find", lambda keys: looked_up.append(1) or find(keys))
+    asks = request("a", 1, 2)
+    for _ in range(5):
+        assert rig.side.get_matched_tokens(asks, 0).tokens == 0
+    assert len(looked_up) == 1
+    rig.put(1)
+    assert rig.side.get_matched_tokens(asks, 0).tokens == 4
+    assert len(looked_up) == 2
+
+
+def test_what_is_remembered_of_requests_is_bounded(rig: Rig) -> None:
+    for number in range(REMEMBERED_REQUESTS + 10):
+        rig.side.get_matched_tokens(request(f"r{number}", 1), 0)
+    assert len(rig.side._lookups) == REMEMBERED_REQUESTS
+
+
+def test_reset_forgets_every_tier(rig: Rig) -> None:
+    rig.put(1)
+    rig.put_below(2)
+    rig.side.get_matched_tokens(request("a", 1, 2), 0)
+    rig.side.reset()
+    assert rig.side.get_matched_tokens(request("a", 1, 2), 0).tokens == 0
+    assert rig.side.get_matched_tokens(request("b", 2), 0).tokens == 0
+
+
+def test_what_is_left_in_the_pool_survives_a_shutdown(rig: Rig) -> None:
+    meta = rig.side.build_final_meta([evicted(2, 2), evicted(1, 1)])
+    rig.work(meta)
+    kept: list[list[Answer]] = []
+    close = rig.store.close
+
+    def closing(timeout_seconds: float) -> None:
+        kept.append(rig.store.lookup([pack_key(digest(n)) for n in (1, 2)]))
+        close(timeout_seconds)
+
+    rig.store.close = closing
+    rig.side.shutdown(WAIT_SECONDS)
+    rig.side.shutdown(WAIT_SECONDS)
+    assert kept == [[Answer.HIT] * 2]

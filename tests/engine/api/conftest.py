@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random Llama, and a real server over it: uvicorn on a socket, the engine in its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from stratakv.engine.api.app import create_app
+from stratakv.engine.api.server import make_server
+from stratakv.engine.api.settings import ApiSettings
+from stratakv.engine.client.in_process import InProcessClient
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.core import EngineCore
+from stratakv.engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = 320
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_TEXT = ["the quick brown fox jumps over the lazy dog", "user assistant system hello world"] * 4
+
+
+class LiveServer:
+    """An engine and its HTTP server in a thread with an event loop of its own."""
+
+    def __init__(self, model_path: Path, settings: ApiSettings | None = None) -> None:
+        self._model_path = model_path
+        self._settings = settings or ApiSettings()
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._sock.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._ready = threading.Event()
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._main, daemon=True)
+        self.thread.start()
+        assert self._ready.wait(60)
+        if self.error is not None:
+            raise self.error
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.run(self.client.call("stats"))["scheduler"])
+
+    def stop(self) -> None:
+        """Begin the graceful shutdown, and wait for its end."""
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self.error = error
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        torch.set_num_threads(1)
+        self.core = EngineCore(_engine_config(self._model_path))
+        self.client = InProcessClient(self.core)
+        self.app = create_app(
+            self.client,
+            model_name=MODEL_NAME,
+            model_path=self._model_path,
+            tokenizer=Tokenizer.load(self._model_path),
+            settings=self._settings,
+        )
+        self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
+        self.loop.call_soon(self._ready.set)
+        try:
+            await self.server.serve(sockets=[self._sock])
+        finally:
+            await self.client.close(10)
+
+
+def _engine_config(model_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=model_path, served_name=MODEL_NAME, dtype="float32"),
+        cache=CacheConfig(num_blocks=600),
+        scheduler=SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=64),
+        num_threads=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with random weights, a byte-level tokenizer and a template."""
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    _write_weights(directory)
+    _write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path) -> Iterator[LiveServer]:
+    """Shared by every test that leaves no trace behind."""
+    live = LiveServer(model_path, ApiSettings(enable_dev_routes=True))
+    yield live
+    live.stop()
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def _write_weights(directory: Path) -> None:
+    hidden, inner, layers, heads, kv_heads = 32, 64, 2, 4, 2
+    head_dim = hidden // heads
+    shapes = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{name}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            f"{name}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{name}.mlp.gate_proj.weight": (inner, hidden),
+            f"{name}.mlp.up_proj.weight": (inner, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, inner),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
+    random = np.random.default_rng(20260)
+    weights = {
+        name: random.normal(0, 0.3, shape).astype(np.float32)
+        if len(shape) == 2
+        else np.ones(shape, np.float32)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "max_position_embeddings": MAX_MODEL_LEN, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "vocab_size": VOCAB_SIZE, "bos_token_id": 0,
+        "eos_token_id": 1, "torch_dtype": "float32", "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _write_tokenizer(directory: Path) -> None:
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(_TEXT, trainer)
+    fast.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))

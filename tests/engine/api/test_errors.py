@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input over HTTP: each is refused with OpenAI's error object, its cause, and a cure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from stratakv.engine.api.errors import ApiError, to_api_error
+from stratakv.engine.client.base import EngineDead
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code, error
+    assert "Traceback" not in error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "words"),
+    [
+        ({}, "missing_field", "prompt", "prompt"),
+        ({"prompt": 5}, "invalid_type", "prompt", "$.prompt"),
+        ({"prompt": "a", "temperature": "hot"}, "invalid_type", "temperature", "$.temperature"),
+        ({"prompt": "a", "temperature": -1}, "invalid_value", "temperature", "between 0 and"),
+        ({"prompt": "a", "top_p": 0}, "invalid_value", "top_p", "top_p"),
+        ({"prompt": "a", "top_k": -2}, "invalid_value", "top_k", "top_k"),
+        ({"prompt": "a", "max_tokens": 0}, "invalid_value", "max_tokens", "at least 1"),
+        ({"prompt": "a", "max_tokens": 10**30}, "context_length_exceeded", "max_tokens", "left"),
+        ({"prompt": "a", "min_tokens": 99}, "invalid_value", "min_tokens", "max_tokens"),
+        ({"prompt": "a", "seed": 2**64}, "invalid_value", "seed", "64-bit"),
+        ({"prompt": "a", "stop": [""]}, "invalid_value", "stop", "stop"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "invalid_value", "stop", "16"),
+        ({"prompt": "a", "stop_token_ids": [2**70]}, "token_id_out_of_range", "stop_token_ids",
+         "319"),
+        ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature", "temperature"),
+        ({"prompt": "a", "zzzz": 1}, "unknown_parameter", "zzzz", "leave it out"),
+        ({"prompt": "a", "stream_options": {"include": 1}, "stream": True}, "unknown_parameter",
+         "stream_options.include", "$.stream_options"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "invalid_value",
+         "stream_options", "stream: true"),
+        ({"prompt": "a", "n": 2}, "unsupported_parameter", "n", "send 1"),
+        ({"prompt": "a", "echo": True}, "unsupported_parameter", "echo", "false"),
+        ({"prompt": "a", "logprobs": 0}, "unsupported_parameter", "logprobs", "logprobs"),
+        ({"prompt": "a", "best_of": 3}, "unsupported_parameter", "best_of", "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix", "suffix"),
+        ({"prompt": "a", "cache_salt": "s" * 300}, "invalid_value", "cache_salt", "256"),
+        ({"prompt": ""}, "empty_prompt", "prompt", "at least one"),
+        ({"prompt": []}, "no_prompt", "prompt", "empty list"),
+        ({"prompt": ["a", []]}, "invalid_type", "prompt", "mixes"),
+        ({"prompt": [1, "a"]}, "invalid_type", "prompt", "mixes"),
+        ({"prompt": [1, 2.5]}, "invalid_type", "prompt[1]", "$.prompt[1]"),
+        ({"prompt": [1, True]}, "invalid_type", "prompt[1]", "$.prompt[1]"),
+        ({"prompt": [5, 320]}, "token_id_out_of_range", "prompt", "`prompt[1]` is 320"),
+        ({"prompt": [5, -1]}, "token_id_out_of_range", "prompt", "from 0 to 319"),
+        ({"prompt": [5, 2**80]}, "token_id_out_of_range", "prompt", "319"),
+        ({"prompt": [[5], [7, 999]]}, "token_id_out_of_range", "prompt[1]", "`prompt[1][1]`"),
+        ({"prompt": [[5], []]}, "empty_prompt", "prompt[1]", "prompt[1]"),
+        ({"prompt": [4] * 4096}, "context_length_exceeded", "prompt", "4096 tokens and at most"),
+        ({"prompt": "ab " * 9000}, "context_length_exceeded", "prompt", "4095"),
+        ({"prompt": "a" * 3_000_000}, "context_length_exceeded", "prompt", "3000000 characters"),
+        ({"prompt": [4] * 4000, "max_tokens": 97}, "context_length_exceeded", "max_tokens", "96"),
+        ({"prompt": ["a"] * 129}, "too_many_prompts", "prompt", "128"),
+    ],
+)  # fmt: skip
+def test_bad_completions(
+    http: httpx.Client, fields: dict[str, Any], code: str, param: str, words: str
+) -> None:
+    error = refused(http.post(COMPLETIONS, json=fields), 400, code)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"messages": []}, "invalid_value", "not 0"),
+        ({"messages": HELLO * 5000}, "invalid_value", "4096"),
+        ({"messages": "hello"}, "invalid_type", "$.messages"),
+        ({"messages": [{"role": "user"}]}, "missing_field", "content"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "invalid_type", "$.messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
+         "invalid_type", "$.messages[0].content[0].type"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}, "invalid_value",
+         "newer name"),
+        ({"messages": HELLO, "logprobs": True}, "unsupported_parameter", "logprobs"),
+        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "unsupported_parameter",
+         "response_format"),
+        ({"messages": [{"role": "user", "content": "ab " * 9000}]}, "context_length_exceeded",
+         "4095"),
+    ],
+)  # fmt: skip
+def test_bad_chats(http: httpx.Client, fields: dict[str, Any], code: str, words: str) -> None:
+    assert words in refused(http.post(CHAT, json=fields), 400, code)["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]" * 3, b"\xff", b'{"prompt": "\xff"}', b'{"prompt": "a"', b"[" * 50_000,
+     b'{"prompt":' + b"[" * 50_000, b'{"prompt": "\\ud800"}'],
+)  # fmt: skip
+def test_bodies_that_are_no_json(http: httpx.Client, body: bytes) -> None:
+    response = http.post(COMPLETIONS, content=body)
+    assert response.json()["error"]["code"] in ("invalid_json", "invalid_type")
+    assert response.status_code == 400
+
+
+def test_one_bad_prompt_refuses_the_request_before_anything_starts(
+    http: httpx.Client, server: Any
+) -> None:
+    before = server.stats()
+    body = {"prompt": [[5, 6], [7, 8], [9, 320]], "max_tokens": 2}
+    refused(http.post(COMPLETIONS, json=body), 400, "token_id_out_of_range")
+    after = server.stats()
+    assert after["steps"] == before["steps"]
+    assert after.get("prompt_tokens", 0) == before.get("prompt_tokens", 0)
+
+
+def test_unknown_model(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json={"model": "gpt-9", "prompt": "a"})
+    assert "use `tiny`" in refused(response, 404, "model_not_found")["message"]
+
+
+def test_unknown_route_and_wrong_method(http: httpx.Client) -> None:
+    refused(http.get("/v1/nothing"), 404, "not_found")
+    refused(http.get("/v1/models/"), 404, "not_found")
+    response = http.get(COMPLETIONS)
+    refused(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+
+
+def test_an_error_keeps_the_connection_and_the_server(http: httpx.Client) -> None:
+    for _ in range(3):
+        refused(http.post(COMPLETIONS, content=b"{"), 400, "invalid_json")
+    body = json.dumps({"prompt": [5, 6], "max_tokens": 1}).encode()
+    assert http.post(COMPLETIONS, content=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ApiError("no", status=418, code="teapot"), 418, "teapot"),
+        (EngineDead("gone"), 503, "engine_dead"),
+        (TimeoutError(), 504, "timeout"),
+        (KeyError("secret"), 500, "internal_error"),
+    ],
+)
+def test_every_exception_has_an_answer(error: Exception, status: int, code: str) -> None:
+    answer = to_api_error(error)
+    assert (answer.status, answer.code) == (status, code)
+    assert "secret" not in answer.message

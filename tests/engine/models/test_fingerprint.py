@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fingerprint: equal for equal numbers, wherever they lie, and changed by any that differ."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from stratakv.engine.config import ConfigError
+from stratakv.engine.models import fingerprint as module
+from stratakv.engine.models.fingerprint import fingerprint
+
+
+def test_it_is_the_same_for_a_copy_elsewhere(directory, tmp_path_factory):
+    directory.write_sharded()
+    copy = tmp_path_factory.mktemp("copies") / "model"
+    shutil.copytree(directory.path, copy)
+    first = fingerprint(directory.path)
+    assert fingerprint(copy) == first
+    assert len(first) == 64 and int(first, 16) >= 0
+
+
+def test_it_is_a_golden_value(directory):
+    """Blocks on disk are named with it, so it must not drift."""
+    directory.tensors = {n: torch.full_like(t, 0.5) for n, t in directory.tensors.items()}
+    directory.write_single()
+    golden = "@GOLDEN@"
+    assert fingerprint(directory.path) == golden
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 20000.0},
+        {"rms_norm_eps": 1e-6},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ],
+)
+def test_it_changes_with_configuration_that_changes_numbers(change, directory):
+    directory.write_single()
+    before = fingerprint(directory.path)
+    directory.write_config(**change)
+    assert fingerprint(directory.path) != before
+
+
+def test_it_keeps_still_where_only_the_ends_of_texts_change(directory):
+    directory.write_single()
+    before = fingerprint(directory.path)
+    directory.write_config(eos_token_id=[3, 4], bos_token_id=7, use_cache=False)
+    assert fingerprint(directory.path) == before
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_every_byte_of_a_small_model_counts(name, directory):
+    directory.write_single()
+    before = fingerprint(directory.path)
+    directory.tensors[name][-1, -1] += 1e-3
+    directory.write_single()
+    assert fingerprint(directory.path) != before
+
+
+def test_large_files_are_sampled_evenly_to_the_last_byte(monkeypatch):
+    samples = module._samples(1000, 10**9)
+    assert len(samples) == module.SAMPLES
+    assert samples[0] == (1000, 4096)
+    assert sum(samples[-1]) == 10**9
+    steps = {b[0] - a[0] for a, b in zip(samples, samples[1:], strict=False)}
+    assert max(steps) - min(steps) <= 1
+    assert module._samples(10, 10 + 64 * 4096) == [(10, 64 * 4096)]
+    assert module._samples(10, 10) == [(10, 0)]
+
+
+def test_a_file_that_is_no_safetensors_is_refused(directory):
+    for content in (b"", b"\xff" * 64):
+        (directory.path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not a whole safetensors file"):
+            fingerprint(directory.path)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading config.json: what is understood, and what is refused by the name of its key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stratakv.engine.config import ConfigError
+from stratakv.engine.models import json_fields
+from stratakv.engine.models.registry import MODELS
+from stratakv.engine.models.rope_spec import RopeSpec
+from stratakv.engine.models.spec import ARCHITECTURES, load_model_spec, resolve_max_model_len
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 2.0],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_a_plain_configuration(spec_with):
+    spec = spec_with()
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 4)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((2,), 1)
+    assert spec.rope == RopeSpec() and not spec.tied_embeddings
+    assert spec.layout(16, "float32").page_bytes == 2 * 2 * 16 * 2 * 4 * 4
+    assert set(MODELS) == set(ARCHITECTURES)
+
+
+def test_absent_keys_have_the_defaults_of_transformers(spec_with):
+    spec = spec_with(
+        num_key_value_heads=None,
+        tie_word_embeddings=None,
+        rms_norm_eps=None,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=None,
+    )
+    assert (spec.num_kv_heads, spec.rms_norm_eps) == (4, 1e-6)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((), None)
+
+
+def test_a_head_size_of_its_own(spec_with):
+    assert spec_with(head_dim=10).head_dim == 10
+
+
+def test_generation_config_knows_the_ends_best(directory):
+    (directory.path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [3, 4, 3], "bos_token_id": None})
+    )
+    spec = load_model_spec(directory.path)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((3, 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope_theta": 500.0}, RopeSpec(theta=500.0)),
+        ({"rope_parameters": {"rope_theta": 50.0}}, RopeSpec(theta=50.0)),
+        (
+            {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2}},
+            RopeSpec("linear", 9.0, 2.0),
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "dynamic", "factor": 3.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            },
+            RopeSpec("dynamic", factor=3.0),
+        ),
+        (
+            {"rope_scaling": {}, "rope_parameters": {"rope_type": "yarn", "factor": None}},
+            RopeSpec("yarn", factor=1.0, original_max_positions=256),
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "yarn", "mscale": 0.5, "beta_fast": 16},
+                "original_max_position_embeddings": 64,
+            },
+            RopeSpec("yarn", factor=4.0, original_max_positions=64, mscale=0.5, beta_fast=16.0),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+            RopeSpec("proportional", partial_rotary_factor=0.5),
+        ),
+    ],
+)
+def test_both_spellings_of_rotary_positions(changes, rope, spec_with):
+    assert spec_with(**changes).rope == rope
+
+
+def test_the_context_ends_where_positions_stop_being_stable(spec_with):
+    assert resolve_max_model_len(spec_with(), None) == 256
+    assert resolve_max_model_len(spec_with(), 100) == 100
+    with pytest.raises(ConfigError, match="max_position_embeddings is 256; use at most 256"):
+        resolve_max_model_len(spec_with(), 257)
+    spec = spec_with(rope_scaling=LONGROPE)
+    assert resolve_max_model_len(spec, None) == 64
+    with pytest.raises(ConfigError, match="longrope positions depend on the length .* most 64"):
+        resolve_max_model_len(spec, 65)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, r"architectures must be .*LlamaForCausalLM"),
+        ({"architectures": None, "model_type": None}, "architectures must be"),
+        ({"model_type": "qwen2"}, "model_type must be llama"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish'"),
+        ({"pretraining_tp": 2}, "pretraining_tp must be 1 "),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+        ({"sliding_window": 4096}, "sliding_window must be absent"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be full"),
+        ({"hidden_size": None}, "the key hidden_size is missing"),
+        ({"hidden_size": "16"}, "hidden_size must be a whole number from 1 to .*, not '16'"),
+        ({"hidden_size": 18}, "hidden_size must be a multiple of 4 attention heads, not 18"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"vocab_size": 2**40}, "vocab_size must be a whole number"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads must be a divisor of .*\(4\), not 3"),
+        ({"head_dim": 5}, "head_dim must be even"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, not 1"),
+        ({"eos_token_id": 40}, "eos_token_id must be a token id below 40"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id must be"),
+        ({"eos_token_id": list(range(40)) * 2}, "list of at most 64"),
+        ({"bos_token_id": 99}, "bos_token_id must be a whole number from 0 to 39"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: rope_type must be one of default,"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: the key factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 4}},
+            "rope_parameters: the key low_freq_factor is missing",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 2,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            r"high_freq_factor must be above low_freq_factor \(4\)",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0]}},
+            "short_factor must be a list of 2 numbers above 0",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_its_key(changes, words, spec_with):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        spec_with(**changes)
+    assert "config.json" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[1]", "must hold a JSON object, not list"),
+        ('{"rms_norm_eps": 1' + "0" * 5000 + "}", "is not valid JSON|architectures must be"),
+        ("\x00\xff", "is not valid JSON"),
+    ],
+)
+def test_text_that_is_no_configuration(text, words, directory):
+    (directory.path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_model_spec(directory.path)
+
+
+def test_numbers_no_float_can_hold(spec_with):
+    with pytest.raises(ConfigError, match="rms_norm_eps must be a number above 0"):
+        spec_with(rms_norm_eps=10**400)
+
+
+def test_files_of_any_size_are_not_read(directory, monkeypatch):
+    monkeypatch.setattr(json_fields.read_json, "__defaults__", (100,))
+    with pytest.raises(ConfigError, match="must have at most 100 bytes"):
+        load_model_spec(directory.path)
+
+
+def test_a_directory_without_a_configuration(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json cannot be read \(No such file"):
+        load_model_spec(tmp_path)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        load_model_spec(tmp_path / "missing")

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading weights: whole and sharded, cast, tied, and every way a directory can be wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from stratakv.engine.config import ConfigError
+from stratakv.engine.models.dtypes import compute_dtype, dtype_name
+from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.models.weights import load_llama_weights
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(directory, dtype=torch.float32):
+    return load_llama_weights(directory.path, load_model_spec(directory.path), dtype)
+
+
+def test_whole_and_sharded_models_load_alike(directory):
+    directory.write_sharded()
+    sharded = load(directory)
+    directory.write_single()
+    single = load(directory)
+    tensors = directory.tensors
+    for weights in (sharded, single):
+        stacked = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
+        assert torch.equal(weights.layers[1].qkv, torch.cat(stacked))
+        assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
+        assert torch.equal(weights.head, tensors["lm_head.weight"])
+        assert weights.layers[0].qkv_bias is None and weights.layers[0].gate_bias is None
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16", "auto"])
+def test_weights_come_in_the_type_asked_for(name, directory):
+    directory.tensors = {n: t.bfloat16() for n, t in directory.tensors.items()}
+    directory.write_single()
+    dtype = compute_dtype(name)
+    weights = load(directory, dtype)
+    assert {t.dtype for t in (weights.embedding, weights.norm, weights.layers[0].qkv)} == {dtype}
+    torch.testing.assert_close(weights.embedding.bfloat16(), weights.embedding.to(torch.bfloat16))
+    assert dtype_name(dtype) == ("float32" if name == "auto" else name)
+
+
+def test_an_unknown_type_is_refused():
+    with pytest.raises(ConfigError, match="--dtype takes auto or .*, not 'int8'"):
+        compute_dtype("int8")
+
+
+def test_tied_embeddings_share_memory(directory):
+    directory.write_config(tie_word_embeddings=True)
+    directory.tensors["lm_head.weight"] = directory.tensors["model.embed_tokens.weight"].clone()
+    directory.write_single()
+    weights = load(directory)
+    assert weights.head is weights.embedding
+    del directory.tensors["lm_head.weight"]
+    directory.write_single()
+    weights = load(directory)
+    assert weights.head is weights.embedding
+
+
+def test_tied_embeddings_that_differ_are_refused(directory):
+    directory.write_config(tie_word_embeddings=True)
+    directory.write_single()
+    with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        load(directory)
+
+
+def test_biases_are_loaded_where_the_configuration_has_them(directory):
+    directory.write_config(attention_bias=True, mlp_bias=True)
+    with pytest.raises(ConfigError, match=r"lacks the tensor model.layers.0.self_attn.q_proj.bias"):
+        load_with_biases(directory, skip="model.layers.0.self_attn.q_proj.bias")
+    weights = load_with_biases(directory)
+    parts = [directory.tensors[f"model.layers.0.self_attn.{p}_proj.bias"] for p in "qkv"]
+    assert torch.equal(weights.layers[0].qkv_bias, torch.cat(parts))
+    down = directory.tensors["model.layers.0.mlp.down_proj.bias"]
+    assert torch.equal(weights.layers[0].down_bias, down)
+
+
+def load_with_biases(directory, skip=None):
+    for name, tensor in list(directory.tensors.items()):
+        if "_proj.weight" in name:
+            directory.tensors[name.replace("weight", "bias")] = torch.randn(len(tensor))
+    directory.tensors.pop(skip, None)
+    directory.write_single()
+    return load(directory)
+
+
+def test_old_rotary_frequencies_are_ignored(directory):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    directory.tensors[name] = torch.ones(2)
+    directory.write_single()
+    load(directory)
+
+
+def damage_missing_tensor(directory):
+    del directory.tensors[Q]
+    directory.write_single()
+
+
+def damage_unknown_tensor(directory):
+    directory.tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(1)
+    directory.write_single()
+
+
+def damage_shape(directory):
+    directory.tensors[Q] = torch.ones(16, 15)
+    directory.write_single()
+
+
+def damage_type(directory):
+    directory.tensors[Q] = directory.tensors[Q].to(torch.int8)
+    directory.write_single()
+
+
+def damage_no_files(directory):
+    pass
+
+
+def damage_missing_shard(directory):
+    directory.write_sharded()
+    (directory.path / "model-00002-of-00002.safetensors").unlink()
+
+
+def damage_truncated(directory):
+    file = directory.write_single() / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_header(directory):
+    (directory.path / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def damage_empty(directory):
+    (directory.path / "model.safetensors").write_bytes(b"")
+
+
+def damage_index_json(directory):
+    directory.write_sharded()
+    (directory.path / "model.safetensors.index.json").write_text("{]")
+
+
+def damage_index_without_map(directory):
+    directory.write_index({})
+
+
+def damage_index_path(directory):
+    directory.write_index({Q: "../elsewhere.safetensors"})
+
+
+def damage_index_type(directory):
+    directory.write_index({Q: 3})
+
+
+def damage_index_place(directory):
+    directory.write_sharded()
+    index = directory.path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    files = sorted(set(weight_map.values()))
+    weight_map[Q] = files[1 - files.index(weight_map[Q])]
+    directory.write_index(weight_map)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (damage_missing_tensor, f"lacks the tensor {Q}"),
+        (damage_unknown_tensor, "holds the tensor model.layers.7.mlp.up_proj.weight that"),
+        (damage_shape, rf"{Q} must have shape \[16, 16\] by config.json, not \[16, 15\]"),
+        (damage_type, f"{Q} must be one of F64, F32, BF16, F16, not I8"),
+        (damage_no_files, "has neither model.safetensors nor model.safetensors.index.json"),
+        (damage_missing_shard, "lacks 1 of its 2 weight files, first model-00002-of-00002"),
+        (damage_truncated, "model.safetensors is not a whole safetensors file"),
+        (damage_header, "model.safetensors is not a whole safetensors file"),
+        (damage_empty, "model.safetensors is not a whole safetensors file"),
+        (damage_index_json, "index.json is not valid JSON"),
+        (damage_index_without_map, "weight_map must be an object of tensor names"),
+        (damage_index_path, "must be the name of a file beside it, not '../elsewhere"),
+        (damage_index_type, "must be the name of a file beside it, not 3"),
+        (damage_index_place, f"lacks {Q}, which model.safetensors.index.json says it holds"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_wrong_directory_is_refused_in_one_sentence(damage, words, directory):
+    damage(directory)
+    with pytest.raises(ConfigError, match=words) as refusal:
+        load(directory)
+    assert "\n" not in str(refusal.value)

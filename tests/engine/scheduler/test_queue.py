@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue of waiting requests: its order."""
+
+from __future__ import annotations
+
+import pytest
+
+from stratakv.engine.request import Request
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.scheduler.queue import FCFSQueue
+
+
+def test_first_come_first_served_and_the_front() -> None:
+    a, b, c, d = [Request(name, [1], SamplingParams()) for name in "abcd"]
+    queue = FCFSQueue()
+    assert not queue
+    queue.add(a)
+    queue.add(b)
+    queue.prepend(c)
+    assert list(queue) == [c, a, b]
+    assert queue.peek() is c
+    assert queue.pop() is c
+    assert queue.remove(b)
+    assert not queue.remove(b)
+    queue.prepend_all([c, d])
+    assert list(queue) == [c, d, a]
+    assert len(queue) == 3
+
+
+def test_an_empty_queue_has_no_first() -> None:
+    with pytest.raises(IndexError):
+        FCFSQueue().peek()
+    with pytest.raises(IndexError):
+        FCFSQueue().pop()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests, pools, tiers and faults: everybody ends, says the right thing, leaves nothing.
+
+The worker of these engines checks every slot it reads and every block it stores, see conftest.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+EOS = 0
+CASES = 10
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["calm", "faults"])
+@pytest.mark.parametrize("with_tiers", [False, True], ids=["pool", "tiers"])
+@pytest.mark.parametrize("case", range(CASES))
+def test_random_lives(
+    case: int,
+    with_tiers: bool,
+    faults: bool,
+    seed: int,
+    scale: str,
+    make_engine: Any,
+    make_tiers: Any,
+    say: Any,
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(8 if scale == "ci" else 2_000):
+        check_life(rng, make_engine, make_tiers(rng) if with_tiers else None, faults, say)
+
+
+def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, say: Any) -> None:
+    max_model_len = rng.randint(16, 48)
+    # From just enough for one request to plenty for all.
+    num_blocks = 1 + -(-max_model_len // 4) + rng.choice([0, 0, 1, 3, 10, 50])
+    max_num_seqs = rng.randint(1, 6)
+    chunked = rng.random() < 0.8
+    budget = max_num_seqs + rng.randint(0, 30)
+    engine = make_engine(
+        num_blocks,
+        tiers=tiers,
+        max_model_len=max_model_len,
+        watermark=rng.choice([0.0, 0.01, 0.2]),
+        max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
+        max_num_seqs=max_num_seqs,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=rng.choice([0, 3]) if chunked else 0,
+    )
+    prompts: dict[str, tuple[list[int], int]] = {}
+    spoilt: set[str] = set()
+    documents = [[rng.randint(1, 49) for _ in range(max_model_len)] for _ in range(3)]
+    for number in range(rng.randint(2, 12)):
+        shared = rng.choice(documents)[: rng.randint(1, max_model_len - 2)]
+        tokens = shared + [rng.randint(1, 49) for _ in range(rng.randint(0, 3))]
+        tokens = tokens[: max_model_len - 1]
+        name = str(number)
+        prompts[name] = (tokens, rng.randint(1, 12))
+        engine.add(name, tokens, max_tokens=prompts[name][1])
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            step(rng, engine, spoilt, faults)
+    for _ in range(3_000):
+        if not engine.scheduler.requests and not (tiers and tiers.loads):
+            break
+        step(rng, engine, spoilt, faults)
+    check_end(engine, prompts, spoilt, max_model_len, say)
+
+
+def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> None:
+    """One turn of the engine's loop, with things that go wrong."""
+    scheduler = engine.scheduler
+    check_invariants(engine)
+    if engine.tiers is not None and (rng.random() < 0.3 or not scheduler.has_runnable_work()):
+        engine.tiers.tick()
+    if not scheduler.has_runnable_work():
+        # Only loads under way, or the answer "ask again", may hold everybody up.
+        loading = engine.tiers is not None and engine.tiers.loads
+        assert loading or not scheduler.requests or scheduler._retry_at is not None
+        scheduler._retry_at = scheduler._retry_at and 0.0
+        return
+    luck = rng.random() if faults else 1.0
+    if luck < 0.04 and scheduler.requests:
+        victim = rng.choice(list(scheduler.requests))
+        spoilt.add(victim)
+        engine.take(scheduler.finish_requests([victim]))
+    output = scheduler.schedule()
+    if 0.04 <= luck < 0.08 and output.num_scheduled_tokens:
+        engine.follow(output)
+        engine._store()
+        spoilt |= output.num_scheduled_tokens.keys()
+        engine.take(scheduler.fail_step(output, "boom"))
+        return
+    scheduled = list(output.num_scheduled_tokens)
+    engine.bad = {rng.choice(scheduled)} if scheduled and 0.08 <= luck < 0.1 else set()
+    spoilt |= engine.bad
+    done = engine.run(output)
+    if 0.1 <= luck < 0.12 and scheduled:
+        spoilt.add(scheduled[0])
+        engine.take(scheduler.finish_requests(scheduled[:1]))
+    engine.take(scheduler.update_from_output(output, done))
+
+
+def check_invariants(engine: Any) -> None:
+    """References are tables, and what nobody holds is in the queue."""
+    pool = engine.manager.pool
+    references = [0] * pool.num_blocks
+    places = engine.scheduler._places
+    holders = {*places.requests, *places.parked._requests}
+    for name in holders:
+        for block in engine.table(name):
+            references[block] += 1
+    assert [block.ref_cnt for block in pool.blocks] == references
+    assert pool.num_free == references[1:].count(0)
+    queued = [block.block_id for block in pool.free_queue]
+    assert sorted(queued) == [i for i, count in enumerate(references) if count == 0 and i > 0]
+    assert len(places.running) <= engine.scheduler.config.max_num_seqs
+    waiting = [*places.waiting, *places.skipped]
+    assert (
+        len(waiting)
+        == len(set(waiting))
+        == len(places.requests) - len(places.running) - (places.parked.num_unfinished)
+    )
+    held = {request.request_id for request in waiting if engine.table(request.request_id)}
+    assert held == set(places.loaded)
+
+
+def check_end(
+    engine: Any,
+    prompts: dict[str, tuple[list[int], int]],
+    spoilt: set[str],
+    max_model_len: int,
+    say: Any,
+) -> None:
+    assert engine.scheduler.requests == {}, "not everybody ended"
+    assert engine.manager.pool.is_idle
+    assert engine.manager.pool.num_free == engine.manager.pool.num_blocks - 1
+    assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
+    assert engine.scheduler._places.progress == {}
+    for name, (tokens, max_tokens) in prompts.items():
+        told = engine.outputs[name]
+        assert [output.finish_reason is not None for output in told].count(True) == 1
+        assert told[-1].finish_reason is not None
+        expected = say(tokens, max_tokens, max_model_len)
+        said = engine.said(name)
+        if name in spoilt:
+            assert said == expected[: len(said)]
+        else:
+            assert said == expected
+            assert told[0].num_cached_tokens == sum(told[0].cached_tokens_by_tier.values())
+            assert told[0].num_cached_tokens < len(tokens) + max_tokens
+    # The worker forgets everybody.
+    engine.follow(engine.scheduler.schedule())
+    assert engine.states == {}

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block pool: names, sharing, eviction, and when a name may be trusted."""
+
+from __future__ import annotations
+
+import pytest
+
+from stratakv.connector.base import EvictedBlock
+from stratakv.engine.block_pool import BlockPool
+from stratakv.engine.kv_block import KVCacheBlock
+
+
+def digest(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return digest(number) + bytes([group, 0])
+
+
+def ids(blocks: object) -> list[int]:
+    return [block.block_id for block in blocks]  # type: ignore[attr-defined]
+
+
+def named(pool: BlockPool, *numbers: int, computed: bool = True) -> list[KVCacheBlock]:
+    """Held blocks with the names of `numbers`."""
+    blocks = pool.get_new_blocks(len(numbers))
+    pool.cache_full_blocks([digest(n) for n in numbers], blocks)
+    if computed:
+        pool.commit_step()
+    return blocks
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    pool = BlockPool(5)
+    assert pool.null_block.block_id == 0
+    assert pool.null_block.is_null
+    assert ids(pool.get_new_blocks(4)) == [1, 2, 3, 4]
+    assert pool.num_free == 0
+    assert pool.usage == 1.0
+    with pytest.raises(RuntimeError, match="1 free blocks were asked for, 0 are there"):
+        pool.get_new_blocks(1)
+    pool.free_blocks([pool.null_block])
+    pool.touch([pool.null_block])
+    pool.free_blocks([pool.null_block])
+    assert pool.num_free == 0
+    pool.cache_full_blocks([digest(1)], [pool.null_block])
+    assert pool.get_cached_block(digest(1)) is None
+    with pytest.raises(ValueError, match="at least one more, not 1 in all"):
+        BlockPool(1)
+
+
+def test_the_key_is_digest_and_group() -> None:
+    pool = BlockPool(5)
+    (block,) = named(pool, 7)
+    assert block.block_hash == key(7)
+    other = pool.get_new_blocks(1)
+    pool.cache_full_blocks([digest(7)], other, group_id=258)
+    assert other[0].block_hash == digest(7) + b"\x02\x01"
+    assert pool.get_cached_block(digest(7)) == [block]
+    assert pool.get_cached_block(digest(7), (258, 0)) == [other[0], block]
+    assert pool.get_cached_block(digest(7), (0, 1)) is None
+
+
+def test_a_prefix_is_as_long_as_its_shortest_group() -> None:
+    pool = BlockPool(9)
+    named(pool, 1, 2, 3)
+    pool.cache_full_blocks([digest(1), digest(3)], pool.get_new_blocks(2), group_id=1)
+    wanted = [digest(n) for n in (1, 2, 3, 4)]
+    assert [ids(found) for found in pool.get_cached_prefix(wanted)] == [[1, 2, 3]]
+    assert [ids(found) for found in pool.get_cached_prefix(wanted, (0, 1))] == [[1], [4]]
+
+
+def test_a_touched_block_leaves_the_queue_and_a_shared_one_stays_held() -> None:
+    pool = BlockPool(5)
+    blocks = named(pool, 1, 2)
+    pool.free_blocks(reversed(blocks))
+    assert ids(pool.free_queue) == [3, 4, 2, 1]
+    pool.touch(blocks[:1])
+    pool.touch(blocks[:1])
+    assert blocks[0].ref_cnt == 2
+    assert ids(pool.free_queue) == [3, 4, 2]
+    pool.free_blocks(blocks[:1])
+    assert ids(pool.free_queue) == [3, 4, 2]
+    pool.free_blocks(blocks[:1])
+    assert ids(pool.free_queue) == [3, 4, 2, 1]
+    with pytest.raises(RuntimeError, match="block 1 was freed more often than held"):
+        pool.free_blocks(blocks[:1])
+
+
+def test_reuse_evicts_the_least_recently_freed_name_first() -> None:
+    """Blocks 1, 2 and 5 are held; 3 and 6 are free with a name, 4 and 7 without."""
+    pool = BlockPool(8)
+    blocks = pool.get_new_blocks(7)
+    pool.cache_full_blocks([digest(3)], [blocks[2]])
+    pool.cache_full_blocks([digest(6)], [blocks[5]])
+    pool.commit_step()
+    pool.free_blocks([blocks[2], blocks[3], blocks[5], blocks[6]])
+    assert ids(pool.free_queue) == [3, 4, 6, 7]
+    assert ids(pool.get_new_blocks(2)) == [3, 4]
+    assert pool.get_cached_block(digest(3)) is None
+    assert pool.get_cached_block(digest(6)) == [blocks[5]]
+    assert blocks[2].block_hash is None
+    assert pool.take_evicted() == [EvictedBlock(3, key(3))]
+    assert pool.take_evicted() == []
+    assert pool.num_evicted == 1
+
+
+def test_several_blocks_may_carry_one_name() -> None:
+    pool = BlockPool(5)
+    copies = [named(pool, 9)[0] for _ in range(3)]
+    assert pool.get_cached_block(digest(9)) == [copies[0]]
+    pool.free_blocks(copies)
+    assert ids(pool.get_new_blocks(2)) == [4, 1]
+    assert pool.get_cached_block(digest(9)) == [copies[1]]
+    pool.drop_names([copies[1]])
+    assert pool.get_cached_block(digest(9)) == [copies[2]]
+    pool.drop_names([copies[2]])
+    assert pool.get_cached_block(digest(9)) is None
+    assert pool.take_evicted() == [EvictedBlock(1, key(9))]
+
+
+def test_an_uncomputed_block_is_hit_but_never_evicted_to_a_tier() -> None:
+    pool = BlockPool(3)
+    blocks = named(pool, 1, 2, computed=False)
+    assert pool.get_cached_block(digest(1)) == [blocks[0]]
+    assert not pool.all_computed(blocks)
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(2)
+    assert pool.take_evicted() == []
+    assert pool.get_cached_block(digest(1)) is None
+    # The same blocks under new names are judged anew.
+    pool.cache_full_blocks([digest(3)], blocks[:1])
+    pool.commit_step()
+    assert pool.all_computed(blocks)
+
+
+def test_loaded_blocks_are_computed_at_once() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(1)
+    pool.cache_full_blocks([digest(1)], blocks, computed=True)
+    assert pool.all_computed(blocks)
+    pool.drop_uncomputed()
+    assert pool.get_cached_block(digest(1)) == blocks
+
+
+def test_a_failed_step_takes_its_names_back_and_no_others() -> None:
+    pool = BlockPool(6)
+    old = named(pool, 1)
+    new = named(pool, 2, 3, computed=False)
+    pool.free_blocks([*old, new[0]])
+    pool.drop_uncomputed()
+    assert pool.get_cached_block(digest(1)) == old
+    assert pool.get_cached_block(digest(2)) is None
+    assert pool.get_cached_block(digest(3)) is None
+    # What is worth nothing is reused before what never held anything.
+    assert ids(pool.free_queue) == [2, 4, 5, 1]
+    assert pool.all_computed(new)
+
+
+def test_the_cache_is_reset_only_when_nobody_holds_a_block() -> None:
+    pool = BlockPool(4)
+    blocks = named(pool, 1, 2)
+    assert not pool.reset_prefix_cache()
+    assert pool.get_cached_block(digest(1)) == blocks[:1]
+    pool.free_blocks(blocks)
+    assert pool.is_idle
+    assert pool.reset_prefix_cache()
+    assert pool.get_cached_block(digest(1)) is None
+    pool.get_new_blocks(3)
+    assert pool.take_evicted() == []
+
+
+def test_resident_blocks_are_listed_as_they_would_be_evicted() -> None:
+    pool = BlockPool(7)
+    blocks = named(pool, 1, 2, 3)
+    pool.free_blocks([blocks[2], blocks[0]])
+    named(pool, 4, computed=False)
+    assert pool.resident() == [(3, key(3)), (1, key(1)), (2, key(2))]
+
+
+def test_without_caching_nothing_gets_a_name() -> None:
+    pool = BlockPool(4, enable_caching=False)
+    named(pool, 1)
+    assert pool.get_cached_block(digest(1)) is None

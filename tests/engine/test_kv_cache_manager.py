@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache manager: worked examples with block ids, all-or-nothing, and an oracle."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from stratakv.connector.base import EvictedBlock
+from stratakv.engine.block_hash import make_block_hasher
+from stratakv.engine.kv_cache_coordinator import KVCacheCoordinator
+from stratakv.engine.kv_cache_manager import KVCacheManager
+from stratakv.engine.request import Request
+from stratakv.engine.sampling.params import SamplingParams
+
+SIZE = 4
+HASHER = make_block_hasher(b"r" * 32, SIZE)
+
+
+def make_request(name: str, tokens: Sequence[int] | str, skip: bool = False) -> Request:
+    ids = [ord(c) for c in tokens] if isinstance(tokens, str) else tokens
+    return Request(name, ids, SamplingParams(), block_hasher=HASHER, skip_reading_prefix_cache=skip)
+
+
+def make_manager(num_blocks: int = 11, **options: object) -> KVCacheManager:
+    return KVCacheManager(num_blocks, SIZE, 1000, **options)  # type: ignore[arg-type]
+
+
+def start(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> int:
+    """Let a waiting request in with as many tokens; its hit tokens."""
+    hits, num_hit = manager.get_computed_blocks(request)
+    count = request.num_tokens - num_hit if num_tokens is None else num_tokens
+    assert manager.allocate_slots(request, count, num_hit, hits) is not None
+    request.num_computed_tokens = num_hit + count
+    return num_hit
+
+
+def decode(manager: KVCacheManager, request: Request, token: str) -> None:
+    """The token sampled last is computed in the next step."""
+    request.append_output_tokens([ord(token)])
+    assert manager.allocate_slots(request, 1) is not None
+    request.num_computed_tokens += 1
+
+
+def free_ids(manager: KVCacheManager) -> list[int]:
+    return [block.block_id for block in manager.pool.free_queue]
+
+
+def table(manager: KVCacheManager, request: Request) -> list[int]:
+    return manager.get_block_ids(request.request_id)[0]
+
+
+def refs(manager: KVCacheManager, *block_ids: int) -> list[int]:
+    return [manager.pool.blocks[block_id].ref_cnt for block_id in block_ids]
+
+
+def test_three_requests_share_reuse_and_evict() -> None:
+    """Ten usable blocks of four tokens. The null block has id 0, so they are 1 to 10."""
+    manager = make_manager(11)
+    req0 = make_request("req0", "ABCDEFGHIJKLMNO")
+    assert start(manager, req0) == 0
+    assert table(manager, req0) == [1, 2, 3, 4]
+    pool = manager.pool
+    assert [pool.blocks[i].block_hash is not None for i in (1, 2, 3, 4)] == [True] * 3 + [False]
+
+    # It decodes on: block 4 becomes full and gets its name, block 5 is added at the end.
+    decode(manager, req0, "P")
+    assert table(manager, req0) == [1, 2, 3, 4]
+    assert pool.blocks[4].block_hash is not None
+    decode(manager, req0, "Q")
+    assert table(manager, req0) == [1, 2, 3, 4, 5]
+    pool.commit_step()
+
+    # IJkl shares two tokens with IJKL, which is no block: two hits, two new blocks.
+    req1 = make_request("req1", "ABCDEFGHIJklmn")
+    assert start(manager, req1) == 8
+    assert table(manager, req1) == [1, 2, 6, 7]
+    assert refs(manager, 1, 2, 3, 6) == [2, 2, 1, 1]
+    pool.commit_step()
+
+    # req0 ends: what it had alone goes to the end of the queue, tail first.
+    manager.free(req0)
+    assert free_ids(manager) == [8, 9, 10, 5, 4, 3]
+    assert refs(manager, 1, 2, 3) == [1, 1, 0]
+    manager.free(req1)
+    assert free_ids(manager) == [8, 9, 10, 5, 4, 3, 7, 6, 2, 1]
+
+    # Three hits leave the queue before the new blocks are taken; block 4 loses its name.
+    key4 = pool.blocks[4].block_hash
+    assert key4 is not None
+    req2 = make_request("req2", "ABCDEFGHIJKL" + "0123456789abcdef" + "g")
+    assert start(manager, req2) == 12
+    assert table(manager, req2) == [1, 2, 3, 8, 9, 10, 5, 4]
+    assert free_ids(manager) == [7, 6]
+    assert pool.take_evicted() == [EvictedBlock(4, key4)]
+    # IJkl, of req1, can still be found.
+    assert pool.get_cached_block(req1.block_hashes[2]) == [pool.blocks[6]]
+
+
+def test_a_partial_block_is_no_prefix() -> None:
+    """ABCD|EFGH is there; ABCD|EFG can only use the first block, and then computes its own."""
+    manager = make_manager()
+    first = make_request("first", "ABCDEFGH")
+    start(manager, first)
+    manager.pool.commit_step()
+    second = make_request("second", "ABCDEFG")
+    assert start(manager, second) == 4
+    assert table(manager, second) == [1, 3]
+    decode(manager, second, "H")
+    # The block is full now and equal to block 2, but a table never changes what it holds.
+    assert table(manager, second) == [1, 3]
+    assert manager.pool.blocks[3].block_hash == manager.pool.blocks[2].block_hash
+
+
+def test_equal_tokens_after_another_beginning_are_no_hit() -> None:
+    manager = make_manager()
+    start(manager, make_request("first", "ABCDEFGHI"))
+    assert start(manager, make_request("second", "DCABEFGHI")) == 0
+
+
+def test_chunks_do_not_look_for_hits_again() -> None:
+    """Six of ten tokens in the first step, four in the second: ABCD is shared, EFGH computed."""
+    manager = make_manager()
+    start(manager, make_request("owner", "ABCDEFGHX"))
+    request = make_request("chunked", "ABCDEFGHIJ")
+    hits, num_hit = manager.get_computed_blocks(request)
+    assert num_hit == 8
+    hits = (hits[0][:1],)  # EFGH has become known only after the first look
+    assert manager.allocate_slots(request, 2, 4, hits) is not None
+    request.num_computed_tokens = 6
+    assert table(manager, request) == [1, 4]
+    assert manager.allocate_slots(request, 4) is not None
+    assert table(manager, request) == [1, 4, 5]
+
+
+def test_a_hit_of_three_blocks_of_five() -> None:
+    manager = KVCacheManager(20, 16, 1000)
+    hasher = make_block_hasher(b"r" * 32, 16)
+    owner = Request("owner", list(range(48)), SamplingParams(), block_hasher=hasher)
+    start(manager, owner)
+    manager.free(owner)
+    prompt = [*range(48), *range(500, 532)]  # 80 tokens, five blocks
+    hits, num_hit = manager.get_computed_blocks(
+        Request("r", prompt, SamplingParams(), block_hasher=hasher)
+    )
+    assert num_hit == 48
+    assert [block.block_id for block in hits[0]] == [1, 2, 3]
+
+
+def test_a_full_hit_leaves_one_token_to_compute() -> None:
+    manager = make_manager()
+    request = make_request("first", "ABCDEFGH")
+    start(manager, request)
+    manager.free(request)
+    # Every block is known, but the last one is computed again for its logits.
+    again = make_request("again", "ABCDEFGH")
+    assert start(manager, again) == 4
+    assert table(manager, again) == [1, 3]
+    longer = make_request("longer", "ABCDEFGHI")
+    assert manager.get_computed_blocks(longer)[1] == 8
+
+
+def test_skipping_and_disabling_the_cache() -> None:
+    manager = make_manager()
+    start(manager, make_request("first", "ABCDEFGH"))
+    assert manager.get_computed_blocks(make_request("skip", "ABCDEFGHI", skip=True))[1] == 0
+    off = make_manager(enable_caching=False)
+    start(off, make_request("first", "ABCDEFGH"))
+    assert off.get_computed_blocks(make_request("second", "ABCDEFGHI"))[1] == 0
+
+
+def test_no_means_nothing_has_changed() -> None:
+    manager = make_manager(6)
+    owner = make_request("owner", "ABCDEFGH")
+    start(manager, owner)
+    manager.free(owner)
+    before = free_ids(manager)
+    assert before == [3, 4, 5, 2, 1]
+    # Two hits and three new blocks are five; with a sixth there is no room. The hits are free, so
+    # counting new blocks alone (four of five) would say yes.
+    request = make_request("r", "ABCDEFGH" + "0123456789abc")
+    hits, num_hit = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, 13, num_hit, hits) is None
+    assert free_ids(manager) == before
+    assert table(manager, request) == []
+    assert refs(manager, 1, 2) == [0, 0]
+    assert manager.allocate_slots(request, 12, num_hit, hits) is not None
+    assert table(manager, request) == [1, 2, 3, 4, 5]
+
+
+def test_blocks_can_be_kept_free() -> None:
+    manager = KVCacheManager(200, SIZE, 1000, watermark=0.01)
+    assert manager.watermark_blocks == 2
+    request = make_request("r", list(range(198 * SIZE)))
+    assert manager.allocate_slots(request, 198 * SIZE, keep_free_blocks=2) is None
+    assert manager.allocate_slots(request, 197 * SIZE, keep_free_blocks=2) is not None
+    request.num_computed_tokens = 197 * SIZE
+    # What needs no block is never refused.
+    assert manager.allocate_slots(request, 0, keep_free_blocks=3) is not None
+
+
+def test_drafts_and_look_ahead_get_blocks_but_no_names() -> None:
+    manager = make_manager()
+    request = make_request("r", "ABCDEF")
+    request.spec_token_ids = [1, 2, 3, 4]
+    added = manager.allocate_slots(request, 10, num_lookahead_tokens=3)
+    assert added is not None
+    assert table(manager, request) == [1, 2, 3, 4]
+    assert [manager.pool.blocks[i].block_hash is not None for i in (1, 2, 3)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_load_delays_the_names_and_keeps_what_did_not_come() -> None:
+    manager = make_manager()
+    start(manager, make_request("owner", "ABCD"))
+    manager.pool.commit_step()
+    request = make_request("r", "ABCD" + "EFGHIJKLMNOP" + "Q")
+    hits, num_hit = manager.get_computed_blocks(request)
+    added = manager.allocate_slots(
+        request,
+        0,
+        num_hit,
+        hits,
+        num_external_computed_tokens=12,
+        delay_cache_blocks=True,
+    )
+    assert added is not None
+    assert [block.block_id for block in added[0]] == [2, 3, 4]
+    assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJ"))[1] == 4
+    # Two of the three blocks came.
+    request.num_computed_tokens = 12
+    manager.cache_blocks(request, 12)
+    assert manager.pool.all_computed(added[0])
+    assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJKLMN"))[1] == 12
+    assert manager.pool.blocks[4].block_hash is None
+    # It goes on with the block it has.
+    assert manager.allocate_slots(request, 5) is not None
+    assert table(manager, request) == [1, 2, 3, 4, 5]
+    assert manager.pool.blocks[4].block_hash is not None
+
+
+def test_discarded_blocks_are_never_found_again() -> None:
+    manager = make_manager()
+    good = make_request("good", "ABCDEFGH")
+    start(manager, good)
+    bad = make_request("bad", "ABCDEFGHIJKLM")
+    start(manager, bad)
+    manager.pool.commit_step()
+    manager.discard(bad)
+    assert manager.get_computed_blocks(make_request("r", "ABCDEFGHIJKLM"))[1] == 0
+    assert table(manager, good) == [1, 2]
+    manager.free(good)
+    assert manager.pool.is_idle
+    assert all(block.block_hash is None for block in manager.pool.blocks)
+
+
+def test_groups_share_one_pool_and_a_hit_needs_all_of_them() -> None:
+    manager = make_manager(20, num_groups=2)
+    request = make_request("r", "ABCDEFGHI")
+    start(manager, request)
+    assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
+    assert manager.num_blocks_for(9) == 6
+    manager.pool.drop_names([manager.pool.blocks[5]])
+    hits, num_hit = manager.get_computed_blocks(make_request("other", "ABCDEFGHI"))
+    assert num_hit == 4
+    assert [[block.block_id for block in group] for group in hits] == [[1], [4]]
+    manager.free(request)
+    assert free_ids(manager)[-6:] == [3, 2, 1, 6, 5, 4]
+
+
+def test_hits_go_only_before_an_empty_table() -> None:
+    manager = make_manager()
+    request = make_request("r", "ABCDEFGHI")
+    start(manager, request)
+    coordinator: KVCacheCoordinator = manager._coordinator
+    with pytest.raises(RuntimeError, match="request r has blocks"):
+        coordinator.attach("r", ([],))
+
+
+class Oracle:
+    """What the pool must do, said with lists: names by free order and by prefix of tokens."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(1, num_blocks))
+        self.names: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
+        self.tables: dict[str, list[int]] = {}
+
+    def prefix(self, tokens: tuple[int, ...]) -> int:
+        known = set(self.names.values())
+        count = 0
+        while (count + 1) * SIZE < len(tokens) and tokens[: (count + 1) * SIZE] in known:
+            count += 1
+        return count
+
+    def references(self) -> Counter[int]:
+        return Counter(block for table in self.tables.values() for block in table)
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_random_lives_agree_with_the_oracle(case: int, seed: int, scale: str) -> None:
+    rng = random.Random(seed + case)
+    for _ in range(30 if scale == "ci" else 3_000):
+        check_lives(rng)
+
+
+def check_lives(rng: random.Random) -> None:
+    num_blocks = rng.randint(4, 24)
+    manager = make_manager(num_blocks)
+    oracle = Oracle(num_blocks)
+    live: dict[str, Request] = {}
+    for number in range(40):
+        verb = rng.random()
+        if verb < 0.4 or not live:
+            admit(rng, manager, oracle, live, str(number))
+        elif verb < 0.75:
+            grow(rng, manager, oracle, rng.choice(list(live.values())))
+        else:
+            request = live.pop(rng.choice(list(live)))
+            manager.free(request)
+            table = oracle.tables.pop(request.request_id)
+            held = oracle.references()
+            oracle.free += [block for block in reversed(table) if not held[block]]
+        manager.pool.commit_step()
+        compare(manager, oracle)
+    for request in live.values():
+        manager.free(request)
+    assert manager.pool.is_idle
+    assert all(block.ref_cnt == 0 for block in manager.pool.blocks)
+
+
+def admit(
+    rng: random.Random,
+    manager: KVCacheManager,
+    oracle: Oracle,
+    live: dict[str, Request],
+    name: str,
+) -> None:
+    # Few different tokens, so that prefixes meet.
+    request = make_request(name, [rng.randrange(2) for _ in range(rng.randint(1, 30))])
+    tokens = tuple(int(t) for t in request.all_token_ids)
+    hits, num_hit = manager.get_computed_blocks(request)
+    assert num_hit == oracle.prefix(tokens) * SIZE
+    hit_ids = [block.block_id for block in hits[0]]
+    assert [oracle.names[i] for i in hit_ids] == [
+        tokens[:end] for end in range(SIZE, num_hit + 1, SIZE)
+    ]
+    count = rng.randint(1, len(tokens) - num_hit)
+    needed = -(-(num_hit + count) // SIZE) - len(hit_ids)
+    idle = [i for i in hit_ids if i in oracle.free]
+    added = manager.allocate_slots(request, count, num_hit, hits)
+    assert (added is not None) == (needed + len(idle) <= len(oracle.free))
+    if added is None:
+        return
+    oracle.free = [i for i in oracle.free if i not in idle]
+    request.num_computed_tokens = num_hit + count
+    live[name] = request
+    oracle.tables[name] = hit_ids
+    take(oracle, request, needed)
+
+
+def grow(rng: random.Random, manager: KVCacheManager, oracle: Oracle, request: Request) -> None:
+    if request.num_computed_tokens == request.num_tokens:
+        request.append_output_tokens([rng.randrange(2)])
+    count = rng.randint(1, request.num_tokens - request.num_computed_tokens)
+    total = request.num_computed_tokens + count
+    needed = max(0, -(-total // SIZE) - len(oracle.tables[request.request_id]))
+    added = manager.allocate_slots(request, count)
+    assert (added is not None) == (needed <= len(oracle.free))
+    if added is not None:
+        request.num_computed_tokens = total
+        take(oracle, request, needed)
+
+
+def take(oracle: Oracle, request: Request, needed: int) -> None:
+    new = oracle.free[:needed]
+    del oracle.free[:needed]
+    for block in new:
+        oracle.names.pop(block, None)
+    table = oracle.tables[request.request_id]
+    table += new
+    tokens = tuple(int(t) for t in request.all_token_ids)
+    for index in range(request.num_computed_tokens // SIZE):
+        oracle.names.setdefault(table[index], tokens[: (index + 1) * SIZE])
+
+
+def compare(manager: KVCacheManager, oracle: Oracle) -> None:
+    assert free_ids(manager) == oracle.free
+    assert manager.pool.num_free == len(oracle.free)
+    references = oracle.references()
+    assert [b.ref_cnt for b in manager.pool.blocks] == [
+        references[b.block_id] for b in manager.pool.blocks
+    ]
+    named = {b.block_id for b in manager.pool.blocks if b.block_hash is not None}
+    assert named == set(oracle.names)
+    for name, table in oracle.tables.items():
+        assert manager.get_block_ids(name) == (table,)

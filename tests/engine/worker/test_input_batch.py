@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The persistent batch under random changes, seen through its own arrays and through its updates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.worker.batch_update import BatchUpdate, MoveKind
+from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
+from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
+
+MAX_ROWS = 6
+
+
+def make_batch(max_model_len: int = 32) -> InputBatch:
+    return InputBatch(MAX_ROWS, max_model_len, MultiGroupBlockTable([BlockTable(MAX_ROWS, 8, 4)]))
+
+
+def request(name: str, prompt: list[int], output: list[int] | None = None) -> WorkerRequest:
+    return WorkerRequest(name, np.array(prompt, np.int32), SamplingParams(), output or [])
+
+
+class Follower:
+    """A reader that knows the batch only through its updates."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[int]] = {}
+
+    def update(self, update: BatchUpdate | None) -> None:
+        if update is None:
+            return
+        assert list(update.removed) == sorted(update.removed, reverse=True)
+        for row in update.removed:
+            self.outputs.pop(row, None)
+        for one in update.added:
+            self.outputs[one.row] = one.output_token_ids
+        for source, target, kind in update.moved:
+            moved, other = self.outputs.pop(source), self.outputs.pop(target, None)
+            self.outputs[target] = moved
+            if kind is MoveKind.SWAP:
+                assert other is not None
+                self.outputs[source] = other
+        assert len(self.outputs) == update.batch_size
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 11), max_size=4), st.lists(st.integers(0, 11), max_size=4)),
+        max_size=12,
+    )
+)
+def test_any_order_of_changes_keeps_rows_dense_and_readers_in_step(steps):
+    batch, follower = make_batch(), Follower()
+    alive: dict[str, WorkerRequest] = {}
+    for removed, new in steps:
+        for number in removed:
+            batch.remove(str(number))
+            alive.pop(str(number), None)
+        for number in new:
+            name = str(number)
+            if name not in alive and len(alive) < MAX_ROWS:
+                alive[name] = request(name, [number] * (number + 1), [number])
+                batch.add(alive[name], ([number, number + 1],), number)
+        follower.update(batch.finish())
+        assert sorted(batch.row_of.values()) == list(range(len(alive))) == sorted(follower.outputs)
+        for name, row in batch.row_of.items():
+            number = int(name)
+            assert batch.requests[row] is alive[name]
+            assert follower.outputs[row] is alive[name].output_token_ids
+            assert batch.num_computed[row] == number
+            assert batch.tables[0].row(row).tolist() == [number, number + 1]
+            tokens = batch.token_ids[row, : batch.num_tokens[row]]
+            assert tokens.tolist() == [number] * (number + 2)
+            batch.append_tokens(row, [])
+
+
+def test_a_hole_is_filled_by_a_new_request_before_anything_moves():
+    batch = make_batch()
+    for name in "abc":
+        batch.add(request(name, [1]), ([1],), 0)
+    batch.finish()
+    batch.remove("b")
+    batch.remove("a")
+    batch.add(request("d", [2]), ([2],), 0)
+    update = batch.finish()
+    assert update is not None
+    assert batch.row_of == {"d": 0, "c": 1}
+    assert [one.row for one in update.added] == [0]
+    assert [(m.source, m.target) for m in update.moved] == [(2, 1)]
+    assert list(update.removed) == []
+
+
+def test_rows_in_use_can_be_swapped():
+    batch, follower = make_batch(), Follower()
+    a, b = request("a", [1, 2]), request("b", [3])
+    batch.add(a, ([4],), 1)
+    batch.add(b, ([5, 6],), 0)
+    follower.update(batch.finish())
+    batch.swap(0, 1)
+    follower.update(batch.finish())
+    assert batch.row_of == {"a": 1, "b": 0}
+    assert batch.token_ids[1, :2].tolist() == [1, 2]
+    assert batch.num_computed[:2].tolist() == [0, 1]
+    assert batch.tables[0].row(0).tolist() == [5, 6]
+    assert follower.outputs[0] is b.output_token_ids
+
+
+def test_sampled_tokens_reach_the_row_and_the_request():
+    batch = make_batch(max_model_len=4)
+    one = request("a", [1, 2], [7])
+    row = batch.add(one, ([1],), 0)
+    batch.append_tokens(row, [8])
+    assert batch.token_ids[row].tolist() == [1, 2, 7, 8]
+    # The context is full: the token counts, and is never computed.
+    batch.append_tokens(row, [9])
+    assert one.output_token_ids == [7, 8, 9]
+    assert batch.num_tokens[row] == 5
+
+
+def test_what_the_batch_has_no_room_for_is_refused():
+    batch = make_batch(max_model_len=4)
+    with pytest.raises(ValueError, match="has 5 tokens and the batch holds at most 4"):
+        batch.add(request("a", [1] * 5), ([1],), 0)
+    for i in range(MAX_ROWS):
+        batch.add(request(str(i), [1]), ([1],), 0)
+    with pytest.raises(ValueError, match="request 0 is in the batch already"):
+        batch.add(request("0", [1]), ([1],), 0)
+    with pytest.raises(ValueError, match="full with 6 requests"):
+        batch.add(request("x", [1]), ([1],), 0)
+    batch.finish()
+    with pytest.raises(ValueError, match="row 5 of the batch is empty"):
+        batch.remove("5")
+        batch.append_tokens(5, [1])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV pool: its shape, its bytes, and pools that are too small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stratakv.engine.config import ConfigError
+from stratakv.engine.worker.kv_pool import (
+    KvPool,
+    blocks_for_one_request,
+    check_pool_size,
+    num_blocks_in,
+)
+from stratakv.tiers.block import BlockLayout
+
+LAYOUT = BlockLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, kv_dtype="bfloat16")
+
+
+def test_one_block_is_one_chunk_of_page_bytes():
+    pool = KvPool(LAYOUT, 5)
+    assert pool.tensor.shape == (5, 3, 2, 4, 2, 8)
+    assert pool.tensor.is_contiguous() and not pool.tensor.any()
+    assert pool.as_bytes().shape == (5, LAYOUT.page_bytes)
+    pool.tensor[2] = 1.0
+    rows = pool.as_bytes().any(dim=1).tolist()
+    assert rows == [False, False, True, False, False]
+    pool.as_bytes()[3] = pool.as_bytes()[2]
+    assert torch.equal(pool.tensor[3], pool.tensor[2])
+
+
+def test_memory_is_counted_in_whole_blocks():
+    page = LAYOUT.page_bytes
+    assert [num_blocks_in(LAYOUT, n) for n in (page - 1, page, 10 * page + 1)] == [0, 1, 10]
+
+
+def test_a_pool_holds_one_request_and_the_null_block():
+    assert blocks_for_one_request(LAYOUT, 4) == 2
+    assert blocks_for_one_request(LAYOUT, 5) == 3
+    check_pool_size(LAYOUT, 3, 8)
+    with pytest.raises(ConfigError) as refusal:
+        check_pool_size(LAYOUT, 3, 9)
+    text = str(refusal.value)
+    assert f"--num-blocks 4 or --kv-cache-memory-bytes {4 * LAYOUT.page_bytes}" in text
+    assert text.endswith("or lower --max-model-len to 8")
+    check_pool_size(LAYOUT, 4, 9)
+
+
+def test_a_pool_without_any_room_names_no_shorter_length():
+    with pytest.raises(ConfigError) as refusal:
+        check_pool_size(LAYOUT, 1, 8)
+    assert "--max-model-len" not in str(refusal.value)
+    with pytest.raises(ConfigError, match="at least 2 blocks"):
+        KvPool(LAYOUT, 1)
+
+
+def test_memory_that_cannot_be_had_is_said():
+    with pytest.raises(ConfigError, match="does not fit into memory; lower --kv-cache-memory"):
+        KvPool(LAYOUT, 2**48 // LAYOUT.page_bytes)

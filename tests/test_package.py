@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package is what pyproject.toml says, and its lower floors run on the base install.
+
+The root of the repository is the package, so a forgotten line in the list of packages, or a module
+dropped at the root, would go unnoticed until somebody installs a wheel.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import stratakv
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+PACKAGES: list[str] = SETUPTOOLS["packages"]
+TOP_FOLDERS = ("benchmarks", "connector", "engine", "kernels", "proto", "tiers")
+BASE_INSTALL_LIMIT_BYTES = 100_000_000
+HEAVY = ("torch", "triton", "cupy", "numpy")
+
+# Runs in a fresh interpreter: refuses the named packages, then imports every named module.
+IMPORT_WITHOUT = """
+import importlib, sys
+blocked, names = sys.argv[1].split(","), sys.argv[2].split(",")
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def _folder_of(package: str) -> Path:
+    return ROOT.joinpath(*package.split(".")[1:])
+
+
+def _modules_under(*folders: str) -> list[str]:
+    """Dotted names of every module in these folders, packages included."""
+    names = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            names.append(".".join(("stratakv", *parts)))
+    return names
+
+
+def _run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd="/",  # from anywhere but the repository
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_packages_are_the_folders_with_an_init() -> None:
+    found = {"stratakv"}
+    for top in TOP_FOLDERS:
+        for path in (ROOT / top).rglob("__init__.py"):
+            found.add(".".join(("stratakv", *path.relative_to(ROOT).parent.parts)))
+    assert sorted(found) == sorted(PACKAGES)
+
+
+def test_no_module_lies_in_a_folder_that_is_no_package() -> None:
+    for top in TOP_FOLDERS:
+        for path in (ROOT / top).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path.relative_to(ROOT)
+
+
+def test_the_root_holds_no_other_module() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_every_package_says_what_it_is() -> None:
+    for package in PACKAGES:
+        text = (_folder_of(package) / "__init__.py").read_text()
+        assert re.match(r'# SPDX-License-Identifier: Apache-2\.0\n"""\S', text), package
+
+
+def test_every_data_file_is_packaged() -> None:
+    """A file that is not Python and lies in a package must match a pattern, or no wheel has it."""
+    patterns: dict[str, list[str]] = SETUPTOOLS["package-data"]
+    for package in PACKAGES[1:]:
+        folder = _folder_of(package)
+        for path in folder.rglob("*"):
+            inner = path.relative_to(folder)
+            in_subpackage = any(
+                (folder / parent / "__init__.py").exists() for parent in list(inner.parents)[:-1]
+            )
+            if path.is_dir() or in_subpackage or path.suffix in (".py", ".pyc"):
+                continue
+            wanted = [*patterns["*"], *patterns.get(package, [])]
+            matches = [
+                p
+                for p in wanted
+                if fnmatch.fnmatch(str(inner), p) and p.count("/") == str(inner).count("/")
+            ]
+            assert matches, f"{path.relative_to(ROOT)} is in no wheel: see package-data"
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert stratakv.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_import_brings_nothing_heavy() -> None:
+    code = f"import stratakv, sys; print([n for n in {HEAVY!r} if n in sys.modules])"
+    assert _run(code) == "[]"
+
+
+def test_lower_floors_import_without_torch_and_numpy() -> None:
+    names = _modules_under("tiers", "proto")
+    assert "stratakv.tiers" in names
+    assert _run(IMPORT_WITHOUT, ",".join(HEAVY), ",".join(names)) == str(len(names))
+
+
+@pytest.mark.slow
+def test_every_module_imports_without_gpu_packages() -> None:
+    names = [name for name in _modules_under(*TOP_FOLDERS) if not name.endswith("__main__")]
+    assert _run(IMPORT_WITHOUT, "triton,cupy", ",".join(names)) == str(len(names))
+
+
+def _installed_closure(requirements: list[str]) -> dict[str, importlib.metadata.Distribution]:
+    """What these requirements install, extras left out, by normalised name."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    queue = list(requirements)
+    while queue:
+        requirement = queue.pop()
+        if re.search(r";.*\bextra\b", requirement):
+            continue
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        if name in found:
+            continue
+        try:
+            found[name] = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # asked for on another platform or Python only
+        queue += found[name].requires or []
+    return found
+
+
+def test_base_install_is_small() -> None:
+    closure = _installed_closure(PYPROJECT["project"]["dependencies"])
+    assert not set(HEAVY) & set(closure)
+    sizes = {
+        name: sum(file.size or 0 for file in distribution.files or [])
+        for name, distribution in closure.items()
+    }
+    assert sum(sizes.values()) < BASE_INSTALL_LIMIT_BYTES, sizes
+
+
+def test_constraints_hold_every_direct_dependency() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert version, f"constraints.txt: {line} names no exact version"
+            pinned[name.lower().replace("_", "-")] = version
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    wanted = [*PYPROJECT["project"]["dependencies"]]
+    wanted += [line for extra in ("engine", "bench", "test") for line in extras[extra]]
+    for requirement in wanted:
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        assert name == "stratakv" or name in pinned, f"{name} is not in constraints.txt"

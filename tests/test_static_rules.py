@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that hold for the text of the code: no unsafe loading, no upward import, a licence line.
+
+They are read from the syntax tree, so a name in a string or a comment breaks nothing. Every
+exception is a row of a table here, with its reason; a row that no longer applies fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE_FOLDERS = ("benchmarks", "connector", "engine", "kernels", "proto", "tiers")
+FOLDERS = (*PACKAGE_FOLDERS, "tests", "tools", "deploy")
+SPDX = "SPDX-License-Identifier: Apache-2.0"
+
+# Loading one of these runs code that the data names.
+BANNED_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+BANNED_CALLS = {
+    "torch.load": "reads pickle; use safetensors",
+    "yaml.load": "builds any object; use yaml.safe_load",
+    "yaml.unsafe_load": "builds any object; use yaml.safe_load",
+    "yaml.full_load": "builds more than plain values; use yaml.safe_load",
+    "eval": "runs text as code",
+    "exec": "runs text as code",
+    "os.system": "runs text as a shell command",
+}
+# Methods of pyzmq sockets that pickle, whatever the socket is called.
+BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
+BANNED_TRUE_KEYWORDS = {
+    "allow_pickle": "numpy would read pickle",
+    "trust_remote_code": "transformers would run a repository's code",
+    "shell": "subprocess would run text as a shell command",
+}
+
+# Wall-clock time jumps. It may be shown to people, and decides nothing: leases, time-outs and ages
+# use time.monotonic(). path -> what the wall clock is for there.
+WALL_CLOCK: dict[str, str] = {}
+
+# folder -> the folders it may import. The longest matching prefix decides.
+MAY_IMPORT: dict[str, set[str]] = {
+    "proto": set(),
+    "kernels": set(),
+    "tiers": {"tiers", "proto"},
+    "connector": {"connector", "tiers", "kernels", "proto"},
+    "engine": {"engine", "connector", "tiers", "kernels", "proto"},
+    "engine/cli": {"engine", "connector", "tiers", "kernels", "proto", "benchmarks"},
+    "benchmarks": {"benchmarks", "engine", "connector", "tiers", "kernels", "proto"},
+}
+# folder -> what nothing below it imports, not even inside a function.
+NEVER_IMPORTS: dict[str, set[str]] = {
+    "proto": {"torch", "numpy", "triton", "cupy"},
+    "tiers": {"torch", "triton", "cupy"},
+    "engine/scheduler": {"torch", "stratakv.engine.api", "stratakv.engine.cli"},
+    "engine/sampling": {"stratakv.engine.scheduler", "stratakv.engine.api", "stratakv.engine.cli"},
+    "engine/models": {"stratakv.engine.api", "stratakv.engine.cli"},
+    "engine/worker": {"stratakv.engine.api", "stratakv.engine.cli"},
+    "engine/api": {"stratakv.engine.worker"},
+}
+# Modules that may be imported at the top of a file only below these folders: elsewhere the import
+# stands inside the function that needs it, so that importing stratakv never asks for a GPU.
+LAZY = {"triton": ("kernels",), "cupy": ()}
+
+
+@cache
+def _sources() -> tuple[Path, ...]:
+    return tuple(
+        path.relative_to(ROOT)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    )
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def _in(path: Path, folder: str) -> bool:
+    return path.as_posix().startswith(folder + "/")
+
+
+def _dotted(node: ast.expr) -> str:
+    """`a.b.c` of a name or an attribute, `` of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def _imports(path: Path) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
+    """Every module that a file imports, relative imports resolved, with the statement."""
+    package = ("stratakv", *path.parts[:-1])
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+                module = ".".join((*base, *([node.module] if node.module else [])))
+            else:
+                module = node.module or ""
+            # `from .. import tiers` imports a folder, `from .block import Key` a name: both forms
+            # are given, and the rules look at prefixes.
+            yield module, node
+            for alias in node.names:
+                yield f"{module}.{alias.name}", node
+
+
+def _starts_with(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def _unsafe(path: Path) -> Iterator[str]:
+    """What this file does that can run code out of data, one sentence each."""
+    for module, node in _imports(path):
+        if module.partition(".")[0] in BANNED_MODULES or module == "torch.load":
+            yield f"{path}:{node.lineno}: imports {module}"
+    for call in ast.walk(_tree(path)):
+        if not isinstance(call, ast.Call):
+            continue
+        name = _dotted(call.func)
+        if name in BANNED_CALLS:
+            yield f"{path}:{call.lineno}: {name}: {BANNED_CALLS[name]}"
+        if isinstance(call.func, ast.Attribute) and call.func.attr in BANNED_METHODS:
+            yield f"{path}:{call.lineno}: {call.func.attr}: pickles what it carries"
+        for keyword in call.keywords:
+            literal = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+            if keyword.arg in BANNED_TRUE_KEYWORDS and not literal:
+                reason = BANNED_TRUE_KEYWORDS[keyword.arg]
+                yield f"{path}:{call.lineno}: {keyword.arg}: {reason}"
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {path.parts[0] for path in _sources()} >= {*PACKAGE_FOLDERS, "tests", "tools"}
+
+
+def test_nothing_can_run_code_out_of_data() -> None:
+    assert [finding for path in _sources() for finding in _unsafe(path)] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import yaml\nyaml.load('x')",
+        "eval('1')",
+        "socket.recv_pyobj()",
+        "model(trust_remote_code=flag)",
+    ],
+)
+def test_the_unsafe_rule_sees_each_form(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert list(_unsafe(Path("tiers/example.py")))
+
+
+@pytest.mark.parametrize("code", ["model.eval()", "np.load(p, allow_pickle=False)", "'pickle'"])
+def test_the_unsafe_rule_leaves_the_rest_alone(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert not list(_unsafe(Path("tiers/example.py")))
+
+
+def test_wall_clock_is_read_only_where_listed() -> None:
+    readers: dict[str, int] = {}
+    clocks = ("time.time", "time.time_ns")
+    for path in _sources():
+        if path.parts[0] not in PACKAGE_FOLDERS:
+            continue
+        for call in ast.walk(_tree(path)):
+            if isinstance(call, ast.Call) and _dotted(call.func) in clocks:
+                readers.setdefault(path.as_posix(), call.lineno)
+        for module, node in _imports(path):
+            if module in clocks:
+                readers.setdefault(path.as_posix(), node.lineno)
+    unlisted = {path: line for path, line in readers.items() if path not in WALL_CLOCK}
+    assert not unlisted, "use time.monotonic(), or add a row with a reason to WALL_CLOCK"
+    assert set(WALL_CLOCK) <= set(readers), "a row of WALL_CLOCK no longer applies"
+
+
+def _upward(path: Path) -> Iterator[str]:
+    """Imports of a folder that this file may not know of, one sentence each."""
+    allowed = MAY_IMPORT[max((name for name in MAY_IMPORT if _in(path, name)), key=len)]
+    for module, node in _imports(path):
+        parts = module.split(".")
+        if parts[0] != "stratakv" or len(parts) < 2 or parts[1] not in PACKAGE_FOLDERS:
+            continue
+        own_generated = parts[1] == "proto" and _in(path, "proto")
+        if parts[1] not in allowed and not own_generated:
+            yield f"{path}:{node.lineno}: imports {module}"
+
+
+def test_arrows_run_down() -> None:
+    """A floor imports the floors below it and never one above."""
+    paths = [path for path in _sources() if path.parts[0] in PACKAGE_FOLDERS]
+    assert [finding for path in paths for finding in _upward(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("tiers/example.py", "from ..connector.base import KVConnector"),
+        ("tiers/example.py", "from .. import engine"),
+        ("tiers/policies/example.py", "from ...engine import config"),
+        ("tiers/example.py", "def f():\n    import stratakv.engine.config"),
+        ("connector/example.py", "from ..engine.config import EngineConfig"),
+        ("engine/api/example.py", "from ...benchmarks import report"),
+        ("kernels/example.py", "from ..tiers.block import BlockLayout"),
+    ],
+)
+def test_the_arrow_rule_sees_each_form(
+    path: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert list(_upward(Path(path)))
+
+
+def test_folders_keep_what_they_promise_not_to_import() -> None:
+    wrong = []
+    for path in _sources():
+        for folder, banned in NEVER_IMPORTS.items():
+            if not _in(path, folder):
+                continue
+            for module, node in _imports(path):
+                if any(_starts_with(module, name) for name in banned):
+                    wrong.append(f"{path}:{node.lineno}: imports {module}")
+    assert wrong == []
+
+
+def test_folders_call_each_other_relatively() -> None:
+    """Inside the package, `from ..tiers` holds whatever name the package is installed under."""
+    wrong = []
+    for path in _sources():
+        if path.parts[0] not in PACKAGE_FOLDERS or "_pb2" in path.name:
+            continue
+        for module, node in _imports(path):
+            absolute = isinstance(node, ast.Import) or not node.level
+            if absolute and _starts_with(module, "stratakv"):
+                wrong.append(f"{path}:{node.lineno}: imports {module}")
+    assert wrong == []
+
+
+def test_gpu_packages_are_imported_inside_functions() -> None:
+    wrong = []
+    for path in _sources():
+        if path.parts[0] not in PACKAGE_FOLDERS:
+            continue
+        top = {id(node) for node in _tree(path).body}
+        for module, node in _imports(path):
+            folders = LAZY.get(module.partition(".")[0])
+            if folders is not None and id(node) in top and not any(_in(path, f) for f in folders):
+                wrong.append(f"{path}:{node.lineno}: imports {module} at the top of the file")
+    assert wrong == []
+
+
+def _licensed_files() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".pyi", ".proto", ".sh", ".service"):
+                yield path
+    yield from (ROOT / name for name in ("__init__.py", "Makefile", "pyproject.toml", ".ci/run"))
+
+
+def test_every_source_file_starts_with_its_licence() -> None:
+    missing = []
+    for path in _licensed_files():
+        lines = path.read_text().splitlines()
+        lines = lines[1:] if lines and lines[0].startswith("#!") else lines
+        if not lines or SPDX not in lines[0]:
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == []
+
+
+def test_every_module_opens_with_a_docstring() -> None:
+    missing = [
+        str(path)
+        for path in _sources()
+        if "_pb2" not in path.name and not ast.get_docstring(_tree(path))
+    ]
+    assert missing == []

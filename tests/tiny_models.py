@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random Llama checkpoints made with transformers, and its greedy answers in float64.
+
+The checkpoints are drawn with large weights, so that greedy text wanders instead of repeating one
+token, and a wrong position or a missing block shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 199
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one key head, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "every head, biases": {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
+    "wide heads": {"head_dim": 32, "num_hidden_layers": 2},
+    "llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    },
+}
+
+
+def make_llama(directory: Path, variant: str = "grouped", seed: int = 0, **changes: Any) -> Path:
+    """Save a random checkpoint of `variant` in `directory`, in float32; the directory."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**(BASE | VARIANTS[variant] | changes))
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10.0 if "embed" not in name else 2.0)
+            elif "bias" in name:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+@lru_cache(maxsize=4)
+def load_reference(directory: Path) -> LlamaForCausalLM:
+    """The checkpoint in transformers, float64."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    return model.eval()
+
+
+@torch.inference_mode()
+def greedy_reference(directory: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What transformers answers greedily in float64, end-of-text ids not being special."""
+    model = load_reference(directory)
+    inputs = torch.tensor([list(prompt)])
+    past, answer = None, []
+    for _ in range(num_tokens):
+        out = model(inputs, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        answer.append(int(out.logits[0, -1].argmax()))
+        inputs = torch.tensor([[answer[-1]]])
+    return answer

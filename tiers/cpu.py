@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU slab: one stretch of host memory cut into slots, one block each.
+
+The memory is allocated and faulted in once, at the start, because the first touch of a page costs
+many times a warm copy. It is a memfd mapped shared, so another process of the host can map the
+same slots. Knows nothing of devices, disks or requests; who fills and reads the slots is decided
+above (`reserve`/`commit`, `pin`/`unpin`).
+
+    unknown → reserve → reserved → commit → committed ⇄ pinned
+       ↑                   └─ not kept ─┐       │
+       └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from .base import Answer, SlabTier, TierStats
+from .block import BlockLayout
+from .errors import InvalidBlock, TierClosed, TierConfigError
+from .policies.base import EvictionPolicy
+from .policies.lru import LruPolicy
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
+
+
+class _Slot:
+    """What one known key occupies."""
+
+    __slots__ = ("committed", "index", "pins")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pins = 0
+        self.committed = False
+
+
+class CpuSlab(SlabTier):
+    """Slots of `layout.slot_bytes` in shared memory; every call is thread-safe and O(1) a key.
+
+    Raises TierConfigError where the capacity holds no block or the host has less memory.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        capacity_bytes: int,
+        *,
+        populate_threads: int = 2,
+        progress: Progress | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.name = "cpu"
+        self.layout = layout
+        self.num_slots = _count_slots(layout, capacity_bytes)
+        size = self.num_slots * layout.slot_bytes
+        self.fd = os.memfd_create("stratakv-slab", os.MFD_CLOEXEC)
+        try:
+            self._map = _map_and_populate(self.fd, size, populate_threads, progress)
+        except OSError as error:
+            os.close(self.fd)
+            raise TierConfigError(
+                f"the CPU tier could not get {size} bytes of shared memory ({error}); "
+                "make it smaller or free some memory"
+            ) from error
+        self._memory = memoryview(self._map)
+        self._lock = threading.Lock()
+        self._slots: dict[bytes, _Slot] = {}
+        self._free = list(range(self.num_slots - 1, -1, -1))  # popped in ascending order
+        self._policy = policy or LruPolicy()  # holds the committed keys
+        self._stats = TierStats(capacity_bytes=capacity_bytes)
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        with self._lock:
+            return [self._answer(key) for key in keys]
+
+    def reserve(self, keys: Sequence[bytes]) -> list[int | None]:
+        """As promised by SlabTier; keys of the call itself are not evicted for one another."""
+        with self._lock:
+            unknown = {key for key in keys if key not in self._slots}
+            self._make_room(len(unknown) - len(self._free), frozenset(keys))
+            indices: list[int | None] = []
+            for key in keys:
+                if key in self._slots or not self._free:
+                    self._stats.dropped_stores += key not in self._slots
+                    indices.append(None)
+                    continue
+                slot = self._slots[key] = _Slot(self._free.pop())
+                indices.append(slot.index)
+            return indices
+
+    def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
+        """As promised by SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
+        reserved."""
+        with self._lock:
+            slots = [self._slots.get(key) for key in keys]
+            if len(keys) != len(ok) or any(slot is None or slot.committed for slot in slots):
+                raise InvalidBlock("commit takes reserved keys and one verdict for each")
+            published = []
+            for key, slot, kept in zip(keys, slots, ok, strict=True):
+                assert slot is not None
+                if kept:
+                    slot.committed = True
+                    published.append(key)
+                else:
+                    self._release(key, slot)
+            self._policy.insert(reversed(published))
+            self._stats.stored_blocks += len(published)
+            self._stats.stored_bytes += len(published) * self.layout.page_bytes
+
+    def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
+        """As promised by SlabTier. Keys come head first and are touched tail first, so that of a
+        chain the tail is evicted first: without its head it would be worth nothing."""
+        with self._lock:
+            indices: list[int | None] = []
+            hits = []
+            for key in keys:
+                slot = self._slots.get(key)
+                if slot is None or not slot.committed:
+                    indices.append(None)
+                    continue
+                slot.pins += 1
+                hits.append(key)
+                indices.append(slot.index)
+            if touch:
+                self._policy.touch(reversed(hits))
+                self._stats.hits += len(hits)
+                self._stats.misses += len(keys) - len(hits)
+                self._stats.loaded_blocks += len(hits)
+                self._stats.loaded_bytes += len(hits) * self.layout.page_bytes
+            return indices
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """As promised by SlabTier. Raises InvalidBlock for a key that is not pinned."""
+        with self._lock:
+            for key in keys:
+                slot = self._slots.get(key)
+                if slot is None or not slot.pins:
+                    raise InvalidBlock(f"unpin takes pinned keys; {key.hex()} is not pinned")
+                slot.pins -= 1
+
+    def buffer(self, slot: int) -> memoryview:
+        if not 0 <= slot < self.num_slots:
+            raise InvalidBlock(f"the slab has slots 0 to {self.num_slots - 1}, not {slot}")
+        size = self.layout.slot_bytes
+        return self.memory()[slot * size : (slot + 1) * size]
+
+    def memory(self) -> memoryview:
+        if self._closed:
+            raise TierClosed("the CPU tier was closed")
+        return self._memory
+
+    def free_slots(self) -> int:
+        with self._lock:
+            return len(self._free)
+
+    def coldest(self, count: int) -> list[bytes]:
+        """As promised by SlabTier; changes nothing, and leaves out what is pinned."""
+        with self._lock:
+            return self._policy.victims(count, self._is_idle)
+
+    def keys(self) -> list[bytes]:
+        with self._lock:
+            return self._policy.victims(len(self._policy), lambda _key: True)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            idle = [key for key in dict.fromkeys(keys) if key in self._slots and self._is_idle(key)]
+            self._forget(idle)
+            return len(idle)
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            stats = self._stats
+            stats.used_bytes = (self.num_slots - len(self._free)) * self.layout.slot_bytes
+            stats.blocks = len(self._policy)
+            return copy.deepcopy(stats)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self.fd)
+        try:
+            self._memory.release()
+            self._map.close()
+        except BufferError:
+            # Unmapping under a reader would be a crash; the last view takes the memory with it.
+            log.warning("the CPU tier was closed while views of its slots were still in use")
+
+    def _answer(self, key: bytes) -> Answer:
+        slot = self._slots.get(key)
+        if slot is None:
+            return Answer.MISS
+        return Answer.HIT if slot.committed else Answer.PENDING
+
+    def _is_idle(self, key: bytes) -> bool:
+        slot = self._slots[key]
+        return slot.committed and not slot.pins
+
+    def _make_room(self, count: int, wanted: frozenset[bytes]) -> None:
+        if count > 0:
+            idle = self._is_idle
+            victims = self._policy.victims(count, lambda key: key not in wanted and idle(key))
+            self._forget(victims)
+            self._stats.evicted_blocks += len(victims)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        self._policy.remove(keys)
+        for key in keys:
+            self._release(key, self._slots[key])
+
+    def _release(self, key: bytes, slot: _Slot) -> None:
+        del self._slots[key]
+        self._free.append(slot.index)
+
+
+def _count_slots(layout: BlockLayout, capacity_bytes: int) -> int:
+    if capacity_bytes < layout.slot_bytes:
+        raise TierConfigError(
+            f"the CPU tier needs at least {layout.slot_bytes} bytes for one block, "
+            f"not {capacity_bytes}"
+        )
+    available = _available_memory_bytes()
+    if available is not None and capacity_bytes > available:
+        raise TierConfigError(
+            f"the CPU tier was given {capacity_bytes} bytes and the host has {available} bytes "
+            "of memory available; make the tier smaller or free some memory"
+        )
+    return capacity_bytes // layout.slot_bytes
+
+
+def _available_memory_bytes() -> int | None:
+    """What the kernel believes it can hand out without swapping; None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _map_and_populate(fd: int, size: int, threads: int, progress: Progress | None) -> mmap.mmap:
+    os.ftruncate(fd, size)
+    memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
+    try:
+        _populate(memory, fd, size, threads, progress)
+    except OSError:
+        memory.close()
+        raise
+    return memory
+
+
+def _populate(
+    memory: mmap.mmap, fd: int, size: int, threads: int, progress: Progress | None
+) -> None:
+    """Fault every page in, pieces in parallel. Raises OSError where memory is short."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    try:
+        base = ctypes.addressof(anchor)
+        done = 0
+        with ThreadPoolExecutor(max(1, threads), "stratakv-populate") as pool:
+            starts = range(0, size, _PIECE_BYTES)
+            lengths = [min(_PIECE_BYTES, size - start) for start in starts]
+            pieces = [
+                pool.submit(_populate_piece, base, fd, start, length)
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+            for piece in as_completed(pieces):
+                done += piece.result()
+                if progress:
+                    progress(done, size)
+    finally:
+        del anchor  # while it lives the map cannot be closed
+
+
+def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
+    # Through ctypes, which releases the GIL; mmap.madvise keeps it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(base + start)
+    if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
+        return length
+    code = ctypes.get_errno()
+    if code != errno.EINVAL:
+        raise OSError(code, os.strerror(code))
+    # An older kernel: allocate the pages; only the page-table entries are left to the first touch.
+    os.posix_fallocate(fd, start, length)
+    return length

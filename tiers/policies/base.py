@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of an eviction policy: it orders keys from cold to hot, and nothing more.
+
+Knows nothing of bytes, slots, pins or disks; its owner tells it what came, was used and went, and
+asks who should go next. Not thread-safe: the owner calls it under its own lock.
+
+The owner may rely on this:
+- `victims` changes nothing, so a list that is too short costs nothing: the owner can take all of
+  it, part of it, or none (all or nothing is then one comparison of lengths);
+- keys given together are ordered as given, the last one hottest.
+The owner must do this: insert each key once, and remove what it evicts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+
+class EvictionPolicy(ABC):
+    """An order of keys."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many keys it holds."""
+
+    @abstractmethod
+    def insert(self, keys: Iterable[bytes]) -> None:
+        """Keys that came in."""
+
+    @abstractmethod
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Keys that were used; each must be known."""
+
+    @abstractmethod
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Keys that went; unknown ones are ignored."""
+
+    @abstractmethod
+    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        """The `count` keys to evict next, coldest first, of those that `may_evict` allows; fewer
+        where there are fewer. Changes nothing."""

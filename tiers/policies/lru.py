@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Least recently used: the key that was used longest ago goes first.
+
+Knows nothing of what a key names. An OrderedDict rather than a plain dict: taking from the cold
+end of a dict walks over the holes that earlier evictions left there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from .base import EvictionPolicy
+
+
+class LruPolicy(EvictionPolicy):
+    """Every operation on a key is O(1); `victims` is linear in what it looks at."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def insert(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._order[key] = None
+            self._order.move_to_end(key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._order.move_to_end(key)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._order.pop(key, None)
+
+    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        chosen: list[bytes] = []
+        if count < 1:
+            return chosen
+        for key in self._order:
+            if may_evict(key):
+                chosen.append(key)
+                if len(chosen) == count:
+                    break
+        return chosen

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading up: batches on their way from a store into reserved slots, and who waits for them.
+
+A block is read once however many loads wait for it. A read that misses its deadline fails for
+those who wait, but its slots stay reserved until it has really ended, because the store may still
+write to them; what it then brings is published for whoever asks next. Knows nothing of how slots
+and stores are chosen; `Hierarchy` does that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from .base import Answer, SlabTier, StoreTier
+from .faults import Faults
+from .write_back import Deliver
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    """A load. Once `done()`, `slots[i]` is the pinned slot of `keys[i]`, or None where the block
+    could not be had: missing, damaged, late, or no room (which takes all that follow)."""
+
+    keys: list[bytes]
+    slots: list[int | None]
+    tiers: list[str]  # where each block of the leading part that fits came from
+    waiting: int = 0  # blocks still being read
+    ended: bool = False
+
+    def done(self) -> bool:
+        return self.waiting == 0
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One batch on its way up."""
+
+    store: StoreTier
+    keys: list[bytes]
+    deadline: float
+    waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
+    late: bool = False
+    wanted: bool = True  # False once everything was forgotten
+
+    def join(self, ticket: LoadTicket, index: int) -> None:
+        """Have the ticket's block at `index` come from this read."""
+        self.waiting.append((ticket, index))
+        ticket.tiers[index] = self.store.name
+        ticket.waiting += 1
+
+    def give_up(self) -> None:
+        """Too late for those who wait now."""
+        self.late = True
+        for ticket, _ in self.waiting:
+            ticket.waiting -= 1
+        self.waiting.clear()
+
+
+class ReadUp:
+    """The reads under way. `set_alarm` is asked to have `give_up_late` called at a moment
+    (seconds, monotonic clock). Called by one thread."""
+
+    def __init__(
+        self,
+        slab: SlabTier,
+        *,
+        read_seconds: float,
+        deliver: Deliver,
+        set_alarm: Callable[[float], None],
+        faults: Faults,
+    ) -> None:
+        self._slab = slab
+        self._read_seconds = read_seconds
+        self._deliver = deliver
+        self._set_alarm = set_alarm
+        self._faults = faults
+        self._reads: list[Read] = []
+        self._by_key: dict[bytes, Read] = {}
+        self.version = 0  # changes with everything a ticket or a look-up could show
+
+    def __bool__(self) -> bool:
+        return bool(self._reads)
+
+    def of(self, key: bytes) -> Read | None:
+        """The read that brings this block."""
+        return self._by_key.get(key)
+
+    def start(
+        self, store: StoreTier, ticket: LoadTicket, indices: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Read the ticket's blocks at `indices` into the reserved `slots`."""
+        keys = [ticket.keys[i] for i in indices]
+        read = Read(store, keys, time.monotonic() + self._read_seconds)
+        self._reads.append(read)
+        self._by_key.update(dict.fromkeys(keys, read))
+        for i in indices:
+            read.join(ticket, i)
+        self.version += 1
+        try:
+            future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
+        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
+            self._faults.count(store, error)
+            self._end(read, [Answer.MISS] * len(keys))
+            return
+        self._set_alarm(read.deadline)
+        future.add_done_callback(lambda done: self._deliver(lambda: self._arrived(read, done)))
+
+    def give_up_late(self) -> None:
+        """Fail the reads whose deadline has passed."""
+        now = time.monotonic()
+        for read in self._reads:
+            if not read.late and read.deadline <= now:
+                read.give_up()
+                self._faults.count(read.store, "late")
+                self.version += 1
+
+    def clear(self) -> None:
+        """Publish nothing of what is under way."""
+        for read in self._reads:
+            read.wanted = False
+
+    def _arrived(self, read: Read, future: Future[list[Answer]]) -> None:
+        try:
+            answers = future.result(timeout=0)
+            if len(answers) != len(read.keys):
+                raise ValueError(f"{len(answers)} answers to {len(read.keys)} keys")
+        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
+            self._faults.count(read.store, error)
+            answers = [Answer.MISS] * len(read.keys)
+        self._end(read, answers)
+
+    def _end(self, read: Read, answers: Sequence[Answer]) -> None:
+        """Publish what has come and pin it for those who wait."""
+        ok = [read.wanted and answer is Answer.HIT for answer in answers]
+        self._slab.commit(read.keys, ok)
+        self._reads.remove(read)
+        for key in read.keys:
+            del self._by_key[key]
+        self.version += 1
+        waiting = [(ticket, i) for ticket, i in read.waiting if not ticket.ended]
+        # Not pinned anew for statistics or order: the commit has just made them the newest.
+        slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
+        for (ticket, i), slot in zip(waiting, slots, strict=True):
+            ticket.slots[i] = slot
+            ticket.waiting -= 1

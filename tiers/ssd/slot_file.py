@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot file: records of one size, side by side, read and written in runs of neighbours.
+
+    record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
+    slot i begins at byte i * record_bytes
+
+Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
+would only hold them a third time. Only header pages and the last, partly filled page of a payload
+pass through a `Scratch`, so what lies in a buffer behind the payload is never read or written.
+Knows nothing of keys, of what a header means, or of who uses a slot.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..block import ALIGNMENT, BlockLayout
+from .space import HEADER_PAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+# One call moves about this much: enough to keep a disk busy, little enough to share among threads.
+RUN_BYTES = 4 * 1024**2
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+class Scratch:
+    """Aligned pages for the headers and tails of one run; belongs to one thread."""
+
+    def __init__(self, records: int) -> None:
+        memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
+        pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
+        self.headers = pages[:records]
+        self.tails = pages[records:]
+
+
+class SlotFile:
+    """`num_slots` records in one preallocated file, mode 0600. Thread-safe but for the scratch.
+
+    Raises OSError where the file cannot be made, or not as large as it has to be.
+    """
+
+    def __init__(self, path: Path, layout: BlockLayout, num_slots: int) -> None:
+        self._path = path
+        self._whole = layout.page_bytes // ALIGNMENT * ALIGNMENT
+        self._tail = layout.page_bytes - self._whole
+        self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
+        per_record = 1 + (self._whole > 0) + (self._tail > 0)
+        self.run_slots = max(1, min(RUN_BYTES // self.record_bytes, _IOV_MAX // per_record))
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._buffered = os.open(path, flags, 0o600)
+        try:
+            os.ftruncate(self._buffered, num_slots * self.record_bytes)
+            os.posix_fallocate(self._buffered, 0, num_slots * self.record_bytes)
+            self._direct = self._open_direct()
+        except BaseException:
+            os.close(self._buffered)
+            raise
+
+    @property
+    def is_direct(self) -> bool:
+        """False where the file system refuses O_DIRECT."""
+        return self._direct is not None
+
+    def scratch(self) -> Scratch:
+        """Pages for one thread's calls, good for runs of `run_slots`."""
+        return Scratch(self.run_slots)
+
+    def read(self, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
+        """Read neighbouring records from `slot` on: headers into the scratch, payloads into the
+        buffers. How many of them are whole; fewer where the file ends. May raise OSError."""
+        vector = self._vector(payloads, scratch)
+        offset = slot * self.record_bytes
+        done = self._either(lambda fd: os.preadv(fd, vector, offset))
+        whole = done // self.record_bytes
+        if self._tail:
+            for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
+                payload[self._whole :] = tail[: self._tail]
+        return whole
+
+    def write(self, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> None:
+        """Write neighbouring records from `slot` on; the headers are in the scratch. On the disk
+        only after `sync`. May raise OSError."""
+        if self._tail:
+            for payload, tail in zip(payloads, scratch.tails, strict=False):
+                tail[: self._tail] = payload[self._whole :]
+        vector = self._vector(payloads, scratch)
+        offset = slot * self.record_bytes
+        done = self._either(lambda fd: os.pwritev(fd, vector, offset))
+        if done != len(payloads) * self.record_bytes:
+            raise OSError(errno.EIO, f"{done} bytes of a run were written", str(self._path))
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk. May raise OSError."""
+        os.fdatasync(self._buffered)
+
+    def close(self) -> None:
+        """Close the file; no call may be under way."""
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _open_direct(self) -> int | None:
+        """A descriptor that passes by the page cache, None where a trial read is refused."""
+        descriptor = None
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            os.preadv(descriptor, [Scratch(1).headers[0]], 0)
+        except OSError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            if error.errno != errno.EINVAL:
+                raise
+            log.warning(
+                "%s is on a file system without direct I/O; blocks pass through the page cache",
+                self._path,
+            )
+            return None
+        return descriptor
+
+    def _either(self, call: Callable[[int], int]) -> int:
+        """Run a call on the direct descriptor; on the buffered one where that is refused."""
+        if self._direct is not None:
+            try:
+                return call(self._direct)
+            except OSError as error:
+                # A caller's buffer that is not aligned is slow, but no reason to fail.
+                if error.errno != errno.EINVAL:
+                    raise
+        return call(self._buffered)
+
+    def _vector(self, payloads: Sequence[memoryview], scratch: Scratch) -> list[memoryview]:
+        vector: list[memoryview] = []
+        for index, payload in enumerate(payloads):
+            vector.append(scratch.headers[index])
+            if self._whole:
+                vector.append(payload[: self._whole])
+            if self._tail:
+                vector.append(scratch.tails[index])
+        return vector
+
+
+def runs(slots: Sequence[int], longest: int) -> list[range]:
+    """Positions of neighbours in the ascending `slots`, at most `longest` in one run."""
+    found: list[range] = []
+    start = 0
+    for position in range(1, len(slots) + 1):
+        ends = position == len(slots) or slots[position] != slots[position - 1] + 1
+        if ends or position - start == longest:
+            found.append(range(start, position))
+            start = position
+    return found

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store, its writer and its readers share: one lock and what it guards.
+
+Knows nothing of threads. Futures are completed outside the lock, because their callbacks are not
+ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ..base import TierStats
+from ..block import BlockLayout
+from ..errors import TierClosed, TierError
+from ..record import RecordHeader
+from .slot_file import SlotFile
+from .slot_index import Entry, SlotIndex
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class StoreState:
+    """`index`, `stats` and jobs are changed under `lock` only; the rest never changes."""
+
+    layout: BlockLayout
+    slot_file: SlotFile
+    index: SlotIndex
+    stats: TierStats
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.layout_id = self.layout.layout_id()
+
+    def header_of(self, entry: Entry) -> RecordHeader:
+        """The header that the entry's record must have."""
+        return RecordHeader(entry.key, self.layout_id, self.layout.page_bytes, entry.generation)
+
+    def count_fault(self, error: Exception) -> None:
+        """Count a fault of the disk or the index by its kind; the first of a kind is logged."""
+        code = error.errno if isinstance(error, OSError) else None
+        kind = errno.errorcode.get(code or 0, type(error).__name__)
+        with self.lock:
+            first = kind not in self.stats.errors
+            self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
+        if first:
+            log.warning("the SSD tier met a fault, and counts further ones: %s", error)
+
+
+class Job(Generic[_T]):
+    """One call under way: its future and the answers, which come in parts and in any order."""
+
+    def __init__(self, answers: list[_T]) -> None:
+        self.future: Future[list[_T]] = Future()
+        # A caller that could cancel would take its buffers back while the disk writes to them.
+        self.future.set_running_or_notify_cancel()
+        self.waiting_for = 0
+        self._answers = answers
+        self._error: TierError | None = None
+
+    def settle(self, position: int, answer: _T) -> None:
+        """Under the lock: the answer to one key."""
+        self._answers[position] = answer
+        self.waiting_for -= 1
+
+    def abandon(self) -> None:
+        """Under the lock: one key gets no answer, because the store was closed."""
+        self._error = TierClosed("the SSD tier was closed before this call was done")
+        self.waiting_for -= 1
+
+    def complete(self) -> None:
+        """Outside the lock, once, by whoever saw `waiting_for` reach zero."""
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(self._answers)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
+
+Look-ups are answered from memory. Reads go to a few threads, writes to one; see `reader.py` and
+`writer.py` for what each promises. Knows nothing of the slab above it but its buffers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from ..base import Answer, StoreTier, TierStats
+from ..block import KEY_BYTES, BlockLayout
+from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
+from .opening import open_store
+from .reader import Part, Reader
+from .state import Job
+from .writer import Writer
+
+log = logging.getLogger(__name__)
+
+MIB = 1024**2
+
+
+class SsdStore(StoreTier):
+    """A store in the directory `path`, at most `capacity_bytes` on the disk, index included.
+
+    It survives a restart, a kill and a power cut; a damaged part of it is a miss. It belongs to
+    one process, one layout and one namespace at a time. Thread-safe.
+
+    `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each. A
+    call that finds its queue empty is always taken, so that no batch is too large to ever pass.
+
+    Raises TierConfigError where the path, the size or what lies there cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        layout: BlockLayout,
+        capacity_bytes: int,
+        *,
+        namespace: bytes = b"",
+        io_threads: int = 4,
+        queue_bytes: int = 256 * MIB,
+        scan_timeout_seconds: float = 30.0,
+    ) -> None:
+        if io_threads < 1 or queue_bytes < 1:
+            raise TierConfigError(
+                "the SSD tier needs at least one I/O thread and a queue of one byte, not "
+                f"{io_threads} and {queue_bytes}"
+            )
+        self.name = "ssd"
+        self.layout = layout
+        self._opened = open_store(
+            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds
+        )
+        self._state = self._opened.state
+        self._queue_blocks = queue_bytes // layout.page_bytes
+        self._reader = Reader(self._state, io_threads)
+        self._writer = Writer(self._state, self._opened.index_file, self._opened.epoch)
+        self._closed = False
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        with self._state.lock:
+            index, pending = self._state.index, self._writer.pending
+            return [
+                Answer.HIT
+                if key in index
+                else Answer.PENDING
+                if key in pending and not pending[key].dropped
+                else Answer.MISS
+                for key in keys
+            ]
+
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+        """As promised by StoreTier. A block on its way in is a MISS. Raises TierBusy."""
+        payloads = self._payloads(keys, buffers, writable=True)
+        job = Job([Answer.MISS] * len(keys))
+        with self._state.lock:
+            self._check_open()
+            self._check_queue(self._reader.queued_blocks, len(keys), "reads")
+            parts = [
+                Part(entry, payloads[position], job, position)
+                for position, entry in enumerate(self._state.index.pin(keys))
+                if entry is not None
+            ]
+            self._state.stats.misses += len(keys) - len(parts)
+            job.waiting_for = len(parts)
+            self._reader.submit(parts)
+        if not parts:
+            job.complete()
+        return job.future
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        payloads = self._payloads(keys, buffers, writable=False)
+        job = Job([True] * len(keys))
+        with self._state.lock:
+            self._check_open()
+            index = self._state.index
+            missing = [position for position, key in enumerate(keys) if key not in index]
+            if missing:
+                self._check_queue(self._writer.queued_blocks, len(missing), "writes")
+            index.touch([key for key in keys if key in index])
+            job.waiting_for = len(missing)
+            for position in missing:
+                self._writer.add(keys[position], payloads[position], job, position)
+        if not missing:
+            job.complete()
+        return job.future
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        with self._state.lock:
+            known = sum(self._drop(key) for key in keys)
+            self._writer.wake()
+        return known
+
+    def clear(self) -> None:
+        with self._state.lock:
+            for key in [*self._state.index.keys(), *self._writer.pending]:
+                self._drop(key)
+            self._writer.wake()
+
+    def stats(self) -> TierStats:
+        with self._state.lock:
+            stats = self._state.stats
+            stats.blocks = len(self._state.index)
+            stats.used_bytes = stats.blocks * self._state.slot_file.record_bytes
+            return copy.deepcopy(stats)
+
+    def close(self, timeout_seconds: float) -> None:
+        """As promised by StoreTier: what is queued is written as far as the time allows."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._state.lock:
+            if self._closed:
+                return
+            self._closed = True
+        reads_ended = self._reader.close(deadline)
+        if self._writer.close(deadline) and reads_ended:
+            self._opened.close()
+        else:
+            # Closing files under a call in the kernel could write to whatever opens next.
+            log.error("the SSD tier was closed while the disk did not answer; its files stay open")
+
+    def _drop(self, key: bytes) -> bool:
+        return self._state.index.forget_key(key) or self._writer.cancel(key)
+
+    def _payloads(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
+    ) -> list[memoryview]:
+        """The buffers as bytes, cut to a payload's length. Raises InvalidBlock."""
+        size = self.layout.page_bytes
+        if len(keys) != len(buffers) or any(len(key) != KEY_BYTES for key in keys):
+            raise InvalidBlock(
+                f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "
+                f"came with {len(buffers)} buffers"
+            )
+        for buffer in buffers:
+            if buffer.nbytes < size or (writable and buffer.readonly):
+                raise InvalidBlock(
+                    f"a block takes a {'writable ' * writable}buffer of {size} bytes, not one of "
+                    f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
+                )
+        return [buffer.cast("B")[:size] for buffer in buffers]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosed("the SSD tier was closed")
+
+    def _check_queue(self, queued: int, coming: int, what: str) -> None:
+        if queued and queued + coming > self._queue_blocks:
+            raise TierBusy(f"{queued} {what} of the SSD tier are queued; {coming} more do not fit")

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plain PyTorch Llama whose parameter names are those of the Hugging Face form.
+
+The names match on purpose: a state dict of this module is a valid weight file
+for `LlamaForCausalLM` with tied embeddings, so that the export needs no renaming.
+
+What it does not know: optimisers, data, tokenizers, key-value caches or sampling.
+It computes losses for training and for the held-out evaluation, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that define the network; the defaults are the shipped model."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    max_position_embeddings: int = 4096
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def check(self) -> None:
+        """Refuse sizes that do not fit together, with one sentence each."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("The query heads must be a multiple of the key-value heads.")
+        if self.head_dim % 2:
+            raise ValueError("The head size must be even, because rotary positions work on pairs.")
+
+    def hf_config(self, eos_id: int) -> dict[str, Any]:
+        """Return the contents of config.json for the Hugging Face form."""
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **asdict(self),
+            # Older readers look for the flat key, newer ones for the nested form; both are given.
+            "rope_parameters": rope,
+            "rope_scaling": None,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "pretraining_tp": 1,
+            "use_cache": True,
+            "bos_token_id": eos_id,
+            "eos_token_id": eos_id,
+            "dtype": "bfloat16",
+            "torch_dtype": "bfloat16",
+        }
+
+
+def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables of shape (length, head_dim) in the half-split layout of Llama."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-exponent)
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos().float(), both.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to (batch, heads, length, head_dim)."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
+
+        q = rotate(heads(self.q_proj(x)), cos, sin)
+        k = rotate(heads(self.k_proj(x)), cos, sin)
+        v = heads(self.v_proj(x))
+        # The repeat is explicit because the grouped path of the fused kernel is not on every CPU.
+        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """The SwiGLU feed-forward part."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One pre-norm block."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and the last norm; a class of its own only for the `model.` prefix."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """The whole network; the output matrix is the embedding, so there is no lm_head."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        super().__init__()
+        shape.check()
+        self.shape = shape
+        self.model = Trunk(shape)
+        cos, sin = rope_tables(shape, shape.max_position_embeddings)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        """Normal weights of width 1/sqrt(fan-in); the matrices that write the residual start small."""
+        for name, weight in self.named_parameters():
+            if weight.dim() < 2:
+                continue
+            width = 0.02 if "embed" in name else weight.size(1) ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                width *= (2 * self.shape.num_hidden_layers) ** -0.5
+            nn.init.normal_(weight, 0.0, width, generator=generator)
+
+    def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy in nats of `targets` given `ids`, both of shape (batch, length)."""
+        length = ids.size(1)
+        hidden = self.model(ids, self.cos[:length], self.sin[:length])
+        logits = F.linear(hidden, self.model.embed_tokens.weight).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)
+
+    def count(self) -> int:
+        """Number of parameters, the tied matrix counted once."""
+        return sum(p.numel() for p in self.parameters())
