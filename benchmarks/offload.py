@@ -17,6 +17,7 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -124,7 +125,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     model = arguments.model or embedded_model()
     spec = load_model_spec(model)
     suffix, output = 32, arguments.output_tokens
-    room = spec.max_position_embeddings - suffix - output
+    room = spec.max_context - suffix - output
     prefix = arguments.prefix_tokens or min(3600, room)
     if not 0 < prefix <= room:
         raise ValueError(
@@ -151,7 +152,7 @@ def embedded_model() -> Path:
 def measure(plan: Plan, console: Console) -> Report:
     """Run the server through all phases."""
     report = Report("offload", "stratakv bench offload")
-    encode = Tokenizer(plan.model).encode
+    encode = partial(Tokenizer.load(plan.model).encode, add_special_tokens=False)
     texts = documents(encode, plan.num_documents, plan.prefix_tokens)
     questions = {
         name: question(encode, index, plan.suffix_tokens)

@@ -190,6 +190,7 @@ class OffloadScheduler(KVConnectorScheduler):
         if self._closed:
             return
         self._closed = True
+        self._signal.set_wakeup(None)  # the engine's loop is over
         deadline = time.monotonic() + timeout_seconds
         if not self._signal.wait_idle(timeout_seconds):
             log.error("copies are still running %s s after the shutdown began", timeout_seconds)

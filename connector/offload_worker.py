@@ -67,7 +67,7 @@ class OffloadWorker(KVConnectorWorker):
             return
         deadline = time.monotonic() + self._store_wait_seconds
         for job_id, event in self._stores.items():
-            if not event.wait(max(0.0, deadline - time.monotonic())):
+            if job_id not in self._torn and not event.wait(max(0.0, deadline - time.monotonic())):
                 # The pass must go on, so the block is overwritten under the copy: what arrives
                 # in the slab is no block, and it is reported so once the copy has ended.
                 self._torn.add(job_id)

@@ -6,11 +6,14 @@ Knows nothing of keys, tiers or devices.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
@@ -53,13 +56,17 @@ class CopySignal:
         self._ended = 0
         self._wakeup: Callable[[], None] = _nothing
 
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """What to call from now on."""
-        self._wakeup = wakeup
+    def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
+        """What to call from now on; None: nothing."""
+        self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
         """Something outside the step loop has happened."""
-        self._wakeup()
+        try:
+            self._wakeup()
+        except Exception:
+            # It runs on threads of streams and disks, which must survive a caller's mistake.
+            log.exception("the wake-up of the engine failed")
 
     def jobs_given(self, count: int) -> None:
         """The scheduler side has handed out jobs."""
@@ -71,7 +78,7 @@ class CopySignal:
         with self._changed:
             self._ended += 1
             self._changed.notify_all()
-        self._wakeup()
+        self.wake()
 
     @property
     def ended(self) -> int:

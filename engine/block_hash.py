@@ -44,7 +44,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         extras = _encoded_extras(request, first, end)
         # The order of bytes is part of the name; on little-endian hosts this is no copy.
         tokens = request.all_token_ids[first * block_size : end * block_size]
-        raw = memoryview(tokens.astype("<i4", copy=False)).cast("B")
+        raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
 
     return hash_new_blocks

@@ -38,13 +38,13 @@ def parse_size(text: str | int, name: str = "size") -> int:
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text)
-    unit = match.group(2).lower() if match else None
-    if match is None or unit not in _UNITS:
+    number, unit = match.groups() if match else ("", "?")
+    if unit.lower() not in _UNITS:
         raise ConfigError(
             f"{name} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
             f"not {text!r}"
         )
-    return int(float(match.group(1)) * _UNITS[unit])
+    return int(float(number) * _UNITS[unit.lower()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         if self.device == "cuda":
-            raise ConfigError(
-                "--device cuda is not built yet in this version; use --device cpu"
-            )
+            raise ConfigError("--device cuda is not built yet in this version; use --device cpu")
         _one_of("--device", self.device, ("cpu",))
         if self.max_model_len is not None:
             _at_least("--max-model-len", self.max_model_len, 1)

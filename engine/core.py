@@ -169,7 +169,8 @@ class EngineCore:
         try:
             self._connector, self._connector_worker = build_offload(
                 layout,
-                namespace=root,
+                # Digests of the other form do not carry the identity, so the store must.
+                namespace=root if self.config.cache.block_hash == "sha256_cbor" else b"",
                 cpu_bytes=offload.cpu_bytes,
                 ssd_path=offload.ssd_path if "ssd" in offload.tiers else None,
                 ssd_bytes=offload.ssd_bytes,

@@ -46,9 +46,10 @@ class FullAttentionManager:
     def cache(
         self, request_id: str, digests: Sequence[bytes], num_tokens: int, computed: bool
     ) -> None:
-        """Name the full blocks among the first `num_tokens` that have no name yet."""
+        """Name the full blocks among the first `num_tokens` that have no name yet; none where the
+        request has no digests."""
         known = self._num_cached.get(request_id, 0)
-        full = num_tokens // self._block_size
+        full = min(num_tokens // self._block_size, len(digests))
         if full > known:
             blocks = self._tables[request_id][known:full]
             self._pool.cache_full_blocks(digests[known:full], blocks, self.group_id, computed)

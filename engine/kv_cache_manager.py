@@ -38,6 +38,7 @@ class KVCacheManager:
         num_groups: int = 1,
     ) -> None:
         self.block_size = block_size
+        self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
         self.pool = BlockPool(num_blocks, enable_caching)
@@ -76,10 +77,10 @@ class KVCacheManager:
         `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
         """
         computed = request.num_computed_tokens
-        if num_new_tokens == 1 and new_computed_blocks is None and not num_lookahead_tokens:
+        more = new_computed_blocks or num_lookahead_tokens or num_external_computed_tokens
+        if num_new_tokens == 1 and not more and 0 < computed % self.block_size < self._last_offset:
             # A decode in the middle of a block: its slot is there, and the block is not full yet.
-            if 0 < computed % self.block_size < self.block_size - 1:
-                return self.no_blocks
+            return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
         counts = self._fitting_counts(

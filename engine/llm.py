@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,8 @@ class LLM:
     `LLM("model", kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`.
 
     Without a model it is the embedded one. With `in_process=False` the engine core runs in a
-    process of its own. Raises ConfigError for what cannot work. Close it, or use it as a context
+    process of its own, which logs from `log_level` up; `progress` hears what a start in this process
+    is busy with. Raises ConfigError for what cannot work. Close it, or use it as a context
     manager; what is still open when Python ends is closed then.
     """
 
@@ -77,6 +78,7 @@ class LLM:
         *,
         in_process: bool = True,
         log_level: str = "warning",
+        progress: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         self.config = engine_config(model, options)
@@ -86,7 +88,7 @@ class LLM:
         self._closed = False
         self._loop = EventLoopThread("llm")
         try:
-            self._client = self._start(in_process, log_level)
+            self._client = self._start(in_process, log_level, progress)
         except BaseException:
             self._loop.close()
             raise
@@ -157,12 +159,15 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, in_process: bool, log_level: str) -> EngineClient:
+    def _start(
+        self, in_process: bool, log_level: str, progress: Callable[[str], None] | None
+    ) -> EngineClient:
         if in_process:
             from .core import EngineCore
 
             # Built in the caller's thread, so that an interrupt ends it.
-            return self._loop.run(_in_process_client(EngineCore(self.config)))
+            core = EngineCore(self.config, progress=progress)
+            return self._loop.run(_in_process_client(core))
         from .client.process import ProcessClient
 
         return self._loop.run(ProcessClient.start(self.config, log_level=log_level))

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama
 
 from stratakv.engine.config import (
     CacheConfig,
@@ -28,6 +27,8 @@ from stratakv.engine.config import (
 from stratakv.engine.core import EngineCore
 from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
+
+from .tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama
 
 OUTPUT_TOKENS = 20
 DEADLINE_STEPS = 20_000

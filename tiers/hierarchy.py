@@ -109,6 +109,9 @@ class Hierarchy:
         for start in range(0, len(keys), FIND_BLOCKS):
             batch = keys[start : start + FIND_BLOCKS]
             answers = self._slab.lookup(batch)
+            if answers.count(Answer.HIT) == len(batch) and not self._doomed:
+                tiers += [self._slab.name] * len(batch)
+                continue
             misses = [k for k, a in zip(batch, answers, strict=True) if a is Answer.MISS]
             places = dict(zip(misses, self._places(misses), strict=True))
             for key, answer in zip(batch, answers, strict=True):
@@ -208,13 +211,11 @@ class Hierarchy:
                 self._faults.count(store, error)
 
     def stats(self) -> dict[str, TierStats]:
-        """The counters of each tier by its name; the slab's `dropped_stores` includes blocks
-        evicted before they were written down."""
+        """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
         slab = self._slab.stats()
         if self._write_back is not None:
             slab.dropped_stores += self._write_back.lost_blocks
-        result = {self._slab.name: slab}
-        result.update({store.name: store.stats() for store in self._stores})
+        result = {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
         self._faults.add_to(result)
         return result
 
@@ -305,8 +306,7 @@ class Hierarchy:
         return read is None or not read.late
 
     def _is_used(self) -> bool:
-        writing = self._write_back is not None and self._write_back.in_flight > 0
-        return writing or bool(self._reads)
+        return bool(self._reads or (self._write_back and self._write_back.in_flight))
 
     def _deliver(self, completion: Callable[[], None]) -> None:
         """From any thread: have the caller's thread run `completion` in its next `poll`."""

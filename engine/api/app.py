@@ -62,6 +62,7 @@ def create_app(
         _route("/v1/completions", "POST", front, create_completion),
         _route("/v1/chat/completions", "POST", front, create_chat_completion),
         _route("/v1/models", "GET", front, partial(_list_models, created=now())),
+        _route("/v1/models/{name:path}", "GET", front, partial(_one_model, created=now())),
         _route("/health", "GET", front, _health),
         _route("/ping", "GET", front, _health),
         _route("/metrics", "GET", front, _metrics),
@@ -100,9 +101,17 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 async def _list_models(front: Front, request: Request, *, created: int) -> ASGIApp:
+    return _json(ModelList("list", [_card(front, created)]))
+
+
+async def _one_model(front: Front, request: Request, *, created: int) -> ASGIApp:
+    front.check_model(request.path_params["name"])
+    return _json(_card(front, created))
+
+
+def _card(front: Front, created: int) -> ModelCard:
     name = front.model_name
-    card = ModelCard(name, "model", created, "stratakv", name, front.client.ready.max_model_len)
-    return _json(ModelList("list", [card]))
+    return ModelCard(name, "model", created, "stratakv", name, front.client.ready.max_model_len)
 
 
 async def _health(front: Front, request: Request) -> ASGIApp:

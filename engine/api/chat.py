@@ -6,6 +6,7 @@ The model's chat template makes one prompt of the conversation. Tools are refuse
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 
@@ -77,7 +78,8 @@ async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
     request = decode_body(await read_body(http, front.settings), _decoder)
     front.check(request)
     max_tokens = _max_tokens(request)
-    text = await _render(front, request)
+    async with asyncio.timeout(front.settings.request_timeout_seconds):  # others may be before it
+        text = await _render(front, request)
     # The template has written the special tokens itself.
     (ids,) = await front.encode([text], add_special_tokens=False, param="messages")
     prompt = front.check_ids(ids, "messages")

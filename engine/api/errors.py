@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
 ENGINE = "engine_error"
+MAX_MESSAGE_CHARACTERS = 1000
 
 
 class ApiError(Exception):
@@ -33,6 +34,8 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # what the client sent may be quoted in it
+            message = message[:MAX_MESSAGE_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
         self.status = status

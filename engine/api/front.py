@@ -46,11 +46,15 @@ class Front:
         """One position is left for the first token of the answer."""
         return self.client.ready.max_model_len - 1
 
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a name that is not served; None is the one that is."""
+        if name is not None and name != self.model_name:
+            message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
     def check(self, request: SamplingFields) -> None:
         """What can be refused before any work is done."""
-        if request.model is not None and request.model != self.model_name:
-            message = f"the model `{request.model}` is not served here; use `{self.model_name}`"
-            raise ApiError(message, status=404, param="model", code="model_not_found")
+        self.check_model(request.model)
         refuse_unsupported(request)
         if request.stream_options is not None and not request.stream:
             message = "`stream_options` is for streams; send `stream: true` with it"
@@ -69,10 +73,9 @@ class Front:
         texts = [item for item in prompts if isinstance(item, str)]
         encoded = iter(await self.encode(texts, add_special_tokens=True) if texts else ())
         ids = [next(encoded) if isinstance(item, str) else item for item in prompts]
-        single = not isinstance(prompt, str) and len(ids) == 1 and ids[0] is prompt
+        one = prompts is not prompt
         return [
-            self.check_ids(item, "prompt" if single or isinstance(prompt, str) else f"prompt[{i}]")
-            for i, item in enumerate(ids)
+            self.check_ids(item, "prompt" if one else f"prompt[{i}]") for i, item in enumerate(ids)
         ]
 
     async def encode(
@@ -187,7 +190,8 @@ class Front:
 
 
 def _as_list(prompt: Prompt) -> Sequence[str | list[int]]:
-    """The prompts of a request: a list of ids is one prompt, any other list is many."""
+    """The prompts of a request: a list of ids is one prompt, any other list is many and is given
+    back as it is."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

@@ -41,9 +41,13 @@ class _Work(Generic[T]):
 
     def _run(self) -> None:
         try:
+            self._finish()
+        except (RuntimeError, Interrupted):
+            return  # the loop is closed, or the time is up: nobody waits any more
+
+    def _finish(self) -> None:
+        try:
             value = self._function()
-        except Interrupted:
-            return  # nobody waits any more
         except Exception as error:  # noqa: BLE001 - handed to the waiting side, whatever it is
             self._tell(self.result.set_exception, error)
         else:
@@ -54,10 +58,7 @@ class _Work(Generic[T]):
             if not self.result.done():
                 setter(value)
 
-        try:
-            self._loop.call_soon_threadsafe(deliver)
-        except (RuntimeError, Interrupted):
-            return  # the loop is closed, or the time ran out just now: nobody waits any more
+        self._loop.call_soon_threadsafe(deliver)
 
 
 async def run_interruptible(function: Callable[[], T], seconds: float, name: str) -> T:

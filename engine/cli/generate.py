@@ -7,6 +7,7 @@ The text alone goes to standard output; figures go to standard error.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompt, sampling, and the engine's flags."""
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="- reads standard input")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text; - reads standard input")
     for name, (_, text) in _SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, metavar="N", default=argparse.SUPPRESS, help=text)
@@ -49,10 +50,12 @@ def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
     from ..llm import LLM
 
+    if args.prompt is None:
+        raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
     params = _sampling_params(args)
-    level = log_level(args)
+    logging.basicConfig(level=log_level(args).upper(), stream=sys.stderr)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    with LLM(args.model, log_level=level, **engine_options_of(args)) as llm:
+    with LLM(args.model, progress=_print_progress, **engine_options_of(args)) as llm:
         began = time.monotonic()
         try:
             request = llm.stream(prompt, params)
@@ -64,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
             print(last.text, end="", flush=True)
         print()
         return _report(last, num_tokens, time.monotonic() - began)
+
+
+def _print_progress(text: str) -> None:
+    print(f"stratakv: {text}", file=sys.stderr, flush=True)
 
 
 def _report(last: TextOutput | None, num_tokens: int, seconds: float) -> int:

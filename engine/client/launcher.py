@@ -22,11 +22,14 @@ from ..core_start import CoreStart, encode_start
 # The path of a Unix socket has to fit into 107 bytes.
 _MAX_DIRECTORY_BYTES = 90
 # With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again, which
-# costs more than filling it where page faults are dear.
-_MALLOC = {
+# costs more than filling it where page faults are dear. And OpenMP's threads spin at the end of
+# each parallel loop: where another process wants a core that costs a time slice for each operation
+# (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
+_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GOMP_SPINCOUNT": "1000",
 }
 
 
@@ -51,7 +54,7 @@ class LaunchedCore:
             [sys.executable, "-P", "-m", "stratakv.engine.core_process"],
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people, and this process may print results
-            env={**_MALLOC, **os.environ},
+            env={**_ENVIRONMENT, **os.environ},
             # Ctrl-C is for this process alone, which then tells the core to shut down.
             start_new_session=True,
         )

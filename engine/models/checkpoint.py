@@ -88,7 +88,6 @@ class Checkpoint:
         files = {}
         for file in shards.files:
             try:
-                # mypy: the package ships stubs without types for this class.
                 files[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(

@@ -60,9 +60,7 @@ class JsonFields:
             raise self.fault(name, f"a whole number from {minimum} to {maximum}", value)
         return value  # type: ignore[return-value]
 
-    def number(
-        self, name: str, default: object = _MISSING, *, above: float = 0.0
-    ) -> float:
+    def number(self, name: str, default: object = _MISSING, *, above: float = 0.0) -> float:
         """A finite number greater than `above`."""
         value = self._get(name, default)
         if not _is_number(value) or not value > above:  # type: ignore[operator]

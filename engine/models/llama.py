@@ -28,9 +28,7 @@ class Llama:
     ) -> None:
         self.spec = spec
         self._weights = weights
-        cos, sin = rope_tables(
-            spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype
-        )
+        cos, sin = rope_tables(spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
         self._cos, self._sin = cos[:, None], sin[:, None]
 
     @classmethod

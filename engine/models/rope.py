@@ -30,9 +30,7 @@ def rope_tables(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def inverse_frequencies(
-    rope: RopeSpec, head_dim: int, max_positions: int
-) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Frequencies float32 `[head_dim // 2]`, and the factor the finished tables are scaled by."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 

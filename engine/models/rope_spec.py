@@ -126,7 +126,6 @@ def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
             raise source.fault("partial_rotary_factor", "1 (or absent) for this kind", share)
 
 
-# Kinds whose tables depend on the length of the sequence, with the length up to which they do not.
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
     """Positions up to which a token's rotation does not depend on the tokens after it.
 

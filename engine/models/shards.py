@@ -19,19 +19,20 @@ MAX_INDEX_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """`files` in the order of their names; `weight_map` (tensor → file) only for a sharded model."""
+    """`files` by name; `weight_map` (tensor → file) only where there are several."""
 
     files: tuple[Path, ...]
     weight_map: dict[str, Path] | None
 
 
 def find_shards(path: Path) -> Shards:
-    """The safetensors files under `path`; raises ConfigError where one that is needed is missing."""
+    """The safetensors files under `path`; raises ConfigError naming the one that is missing."""
     if (path / SINGLE_FILE).is_file():
         return Shards((path / SINGLE_FILE,), None)
     if not (path / INDEX_FILE).is_file():
         raise ConfigError(
-            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights must be in safetensors form"
+            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights must be in safetensors "
+            "form"
         )
     index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
     names = index.inner("weight_map").values

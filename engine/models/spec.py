@@ -147,7 +147,9 @@ def _refuse_unsupported(config: JsonFields) -> None:
     for name, neutral in _NEUTRAL.items():
         if config.has(name) and config.values[name] not in neutral:
             expected = " or ".join(repr(value) for value in neutral) or "absent"
-            raise config.fault(name, f"{expected} (anything else is not supported)", config.values[name])
+            raise config.fault(
+                name, f"{expected} (anything else is not supported)", config.values[name]
+            )
     kinds = config.values.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise config.fault("layer_types", "full_attention for every layer", kinds)
@@ -180,8 +182,8 @@ def _special_ids(
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
     value = source.values["eos_token_id"]
     ids = value if isinstance(value, list) else [value]
-    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or len(ids) > MAX_EOS_IDS or not all(0 <= i < vocab_size for i in ids):
+    good = [i for i in ids if type(i) is int and 0 <= i < vocab_size]
+    if len(good) < len(ids) or len(ids) > MAX_EOS_IDS:
         expected = f"a token id below {vocab_size}, or a list of at most {MAX_EOS_IDS} of them"
         raise source.fault("eos_token_id", expected, value)
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(good))

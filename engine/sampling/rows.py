@@ -16,9 +16,9 @@ from .params import SamplingParams
 
 
 class MinTokens(NamedTuple):
-    """Ids that must not be sampled before the output has `count` tokens."""
+    """Ids that must not be sampled before the output has `minimum` tokens."""
 
-    count: int
+    minimum: int
     banned: npt.NDArray[np.int64]
     output_token_ids: list[int]
 

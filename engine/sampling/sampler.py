@@ -79,7 +79,7 @@ class Sampler:
             return
         for index, row in enumerate(rows.tolist()):
             rule = self._rows.min_tokens.get(row)
-            if rule is not None and len(rule.output_token_ids) < rule.count:
+            if rule is not None and len(rule.output_token_ids) < rule.minimum:
                 logits[index, torch.from_numpy(rule.banned)] = -torch.inf
 
     def _draw(self, logits: Tensor, rows: IntArray) -> Tensor:
@@ -123,7 +123,8 @@ class Sampler:
 def _cutoff(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest logit kept in each row, `[rows, 1]`: top-k first, then top-p over what is left.
 
-    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, as does a `top_p` of 1.
+    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, and so does a
+    `top_p` of 1.
     """
     vocab = scaled.shape[1]
     has_k, has_p = top_k < vocab, top_p < 1.0

@@ -61,7 +61,7 @@ class AttentionPlanner:
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype
-        self._masks = _CausalMasks(dtype)
+        self._masks = _CausalMasks(dtype, max_model_len)
         fits = GATHER_BYTES * layout.num_layers // layout.page_bytes
         # One request is never cut, so the longest one must fit.
         self.max_group_blocks = max(fits, -(-max_model_len // layout.block_size), 1)
@@ -92,12 +92,9 @@ class AttentionPlanner:
         if len(decodes):
             lengths = computed[decodes] + 1
             work += self._buckets(table, rows[decodes], starts[decodes], lengths)
-        blocks, offsets, written = self._places(slots)
-        return AttentionPlan(blocks, offsets, written, fresh, self._groups(work))
+        return AttentionPlan(*self._places(slots), fresh, self._groups(work))
 
-    def _places(
-        self, slots: IntArray
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _places(self, slots: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Block and offset of each slot; slots of -1 are left out."""
         written = None
         if len(slots) and slots.min() < 0:
@@ -192,12 +189,13 @@ class AttentionPlanner:
 class _CausalMasks:
     """Masks for the rows of a tile after any context, all views of one tensor.
 
-    Its row i is 0 up to and with column `width + i` and -inf behind, so that the view of the columns
-    from `width - context` on is the mask after `context` tokens.
+    Its row i is 0 up to and with column `width + i` and -inf behind, so that the view of the
+    columns from `width - context` on is the mask after `context` tokens.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, max_context: int) -> None:
         self._dtype = dtype
+        self._max_context = max_context
         self._width = 0
         self._mask = self._make(0)
 
@@ -205,7 +203,7 @@ class _CausalMasks:
         """`[rows, context + rows]`; at most TILE_ROWS rows."""
         if context > self._width:
             # Twice what is asked for, so that a growing request does not rebuild it at every step.
-            self._width = 2 * context
+            self._width = max(context, min(2 * context, self._max_context))
             self._mask = self._make(self._width)
         return self._mask[:rows, self._width - context : self._width + rows]
 
@@ -220,4 +218,5 @@ def ranges(begins: IntArray, counts: IntArray) -> IntArray:
     """The concatenation of `begins[i] … begins[i] + counts[i] - 1`."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(begins - (ends - counts), counts)
+    shifts: IntArray = np.repeat(begins - (ends - counts), counts)
+    return np.arange(total, dtype=np.int64) + shifts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step changed in the persistent batch, for those who keep state by row.
 
-Readers apply the three lists in this order: rows removed, rows added (an added row replaces whatever
+Readers apply the three lists in this order: rows removed, rows added (an added row replaces what
 its index held), rows moved. Knows nothing of the batch itself or of what readers keep.
 """
 

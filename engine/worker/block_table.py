@@ -4,9 +4,9 @@
 Knows nothing of requests or tensors, and imports no torch. The table lives in host memory; on a CPU
 that is where the attention reads it too.
 
-Context parallelism spreads a request over `cp_size` ranks: every block of the table then stands for
-`cp_size` blocks' worth of positions, dealt out in runs of `cp_interleave` positions, and the slot of
-a position that another rank holds is -1.
+Context parallelism spreads a request over several ranks: every block of the table then stands for
+as many blocks' worth of positions, dealt out to the ranks in runs, and the slot of a position that
+another rank holds is -1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class BlockTable:
         another rank holds it. The positions must lie within the blocks of their row."""
         size, ranks, run = self.block_size, self._parallel.size, self._parallel.interleave
         if ranks == 1:
-            return self.array[rows, positions // size].astype(np.int64) * size + positions % size
+            starts: IntArray = self.array[rows, positions // size].astype(np.int64) * size
+            return starts + positions % size
         within = positions % (size * ranks)
         blocks = self.array[rows, positions // (size * ranks)].astype(np.int64)
         offsets = within // (ranks * run) * run + within % run
@@ -137,13 +138,12 @@ class MultiGroupBlockTable:
         for table in self.tables:
             table.swap_row(first, second)
 
-    def slot_mapping(
-        self, rows: npt.NDArray[np.integer], positions: IntArray
-    ) -> list[IntArray]:
+    def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> list[IntArray]:
         """The slots in each group."""
         return [table.slot_mapping(rows, positions) for table in self.tables]
 
 
 def split_blocks(block_ids: BlockArray, parts: int) -> BlockArray:
     """Kernel blocks of allocated blocks: with two parts, [0, 1, 2] becomes [0, 1, 2, 3, 4, 5]."""
-    return (block_ids[:, None] * parts + np.arange(parts, dtype=np.int32)).reshape(-1)
+    inner = np.arange(parts, dtype=np.int32)
+    return (block_ids[:, None] * np.int32(parts) + inner).reshape(-1)

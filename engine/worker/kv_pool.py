@@ -23,7 +23,9 @@ class KvPool:
     def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
         """Raises ConfigError where the memory cannot be had."""
         if num_blocks < 2:
-            raise ConfigError(f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}")
+            raise ConfigError(
+                f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
+            )
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def test_runs_say_the_same_as_the_pairs(pairs: list[tuple[int, int]]) -> None:
     runs = merge_runs([block for block, _ in pairs], [slot for _, slot in pairs])
     told = [(run.block_id + i, run.slot + i) for run in runs for i in range(run.length)]
     assert told == pairs
-    joints = zip(runs, runs[1:], strict=False)
+    joints = itertools.pairwise(runs)
     assert all(
         (a.block_id + a.length, a.slot + a.length) != (b.block_id, b.slot) for a, b in joints
     ), "two runs could have been one"
@@ -43,3 +45,19 @@ def test_the_signal_counts_and_wakes() -> None:
     threading.Timer(0.01, signal.job_ended).start()
     assert signal.wait_idle(10.0)
     assert signal.ended == 2
+
+
+def test_a_wake_up_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise OSError("the socket is closed")
+
+    signal = CopySignal()
+    signal.set_wakeup(broken)
+    signal.jobs_given(1)
+    signal.job_ended()
+    assert signal.wait_idle(0.0)
+    assert "wake-up" in caplog.text
+    signal.set_wakeup(None)
+    caplog.clear()
+    signal.wake()
+    assert not caplog.text

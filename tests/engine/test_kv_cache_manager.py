@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache manager: worked examples with block ids, all-or-nothing, and an oracle."""
+"""The KV cache manager: worked examples with block ids, and all or nothing."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -172,6 +170,13 @@ def test_skipping_and_disabling_the_cache() -> None:
     assert off.get_computed_blocks(make_request("second", "ABCDEFGHI"))[1] == 0
 
 
+def test_a_request_without_digests_gets_blocks_without_names() -> None:
+    manager = make_manager()
+    start(manager, Request("r", list(range(9)), SamplingParams()))
+    assert manager.get_block_ids("r") == ([1, 2, 3],)
+    assert all(block.block_hash is None for block in manager.pool.blocks)
+
+
 def test_no_means_nothing_has_changed() -> None:
     manager = make_manager(6)
     owner = make_request("owner", "ABCDEFGH")
@@ -214,6 +219,13 @@ def test_drafts_and_look_ahead_get_blocks_but_no_names() -> None:
         False,
         False,
     ]
+
+
+def test_look_ahead_stops_at_the_end_of_the_context() -> None:
+    manager = KVCacheManager(11, SIZE, 8)
+    request = make_request("r", "ABCDEF")
+    assert manager.allocate_slots(request, 6, num_lookahead_tokens=7) is not None
+    assert table(manager, request) == [1, 2]
 
 
 def test_a_load_delays_the_names_and_keeps_what_did_not_come() -> None:
@@ -281,122 +293,3 @@ def test_hits_go_only_before_an_empty_table() -> None:
     coordinator: KVCacheCoordinator = manager._coordinator
     with pytest.raises(RuntimeError, match="request r has blocks"):
         coordinator.attach("r", ([],))
-
-
-class Oracle:
-    """What the pool must do, said with lists: names by free order and by prefix of tokens."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free = list(range(1, num_blocks))
-        self.names: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
-        self.tables: dict[str, list[int]] = {}
-
-    def prefix(self, tokens: tuple[int, ...]) -> int:
-        known = set(self.names.values())
-        count = 0
-        while (count + 1) * SIZE < len(tokens) and tokens[: (count + 1) * SIZE] in known:
-            count += 1
-        return count
-
-    def references(self) -> Counter[int]:
-        return Counter(block for table in self.tables.values() for block in table)
-
-
-@pytest.mark.parametrize("case", range(10))
-def test_random_lives_agree_with_the_oracle(case: int, seed: int, scale: str) -> None:
-    rng = random.Random(seed + case)
-    for _ in range(30 if scale == "ci" else 3_000):
-        check_lives(rng)
-
-
-def check_lives(rng: random.Random) -> None:
-    num_blocks = rng.randint(4, 24)
-    manager = make_manager(num_blocks)
-    oracle = Oracle(num_blocks)
-    live: dict[str, Request] = {}
-    for number in range(40):
-        verb = rng.random()
-        if verb < 0.4 or not live:
-            admit(rng, manager, oracle, live, str(number))
-        elif verb < 0.75:
-            grow(rng, manager, oracle, rng.choice(list(live.values())))
-        else:
-            request = live.pop(rng.choice(list(live)))
-            manager.free(request)
-            table = oracle.tables.pop(request.request_id)
-            held = oracle.references()
-            oracle.free += [block for block in reversed(table) if not held[block]]
-        manager.pool.commit_step()
-        compare(manager, oracle)
-    for request in live.values():
-        manager.free(request)
-    assert manager.pool.is_idle
-    assert all(block.ref_cnt == 0 for block in manager.pool.blocks)
-
-
-def admit(
-    rng: random.Random,
-    manager: KVCacheManager,
-    oracle: Oracle,
-    live: dict[str, Request],
-    name: str,
-) -> None:
-    # Few different tokens, so that prefixes meet.
-    request = make_request(name, [rng.randrange(2) for _ in range(rng.randint(1, 30))])
-    tokens = tuple(int(t) for t in request.all_token_ids)
-    hits, num_hit = manager.get_computed_blocks(request)
-    assert num_hit == oracle.prefix(tokens) * SIZE
-    hit_ids = [block.block_id for block in hits[0]]
-    assert [oracle.names[i] for i in hit_ids] == [
-        tokens[:end] for end in range(SIZE, num_hit + 1, SIZE)
-    ]
-    count = rng.randint(1, len(tokens) - num_hit)
-    needed = -(-(num_hit + count) // SIZE) - len(hit_ids)
-    idle = [i for i in hit_ids if i in oracle.free]
-    added = manager.allocate_slots(request, count, num_hit, hits)
-    assert (added is not None) == (needed + len(idle) <= len(oracle.free))
-    if added is None:
-        return
-    oracle.free = [i for i in oracle.free if i not in idle]
-    request.num_computed_tokens = num_hit + count
-    live[name] = request
-    oracle.tables[name] = hit_ids
-    take(oracle, request, needed)
-
-
-def grow(rng: random.Random, manager: KVCacheManager, oracle: Oracle, request: Request) -> None:
-    if request.num_computed_tokens == request.num_tokens:
-        request.append_output_tokens([rng.randrange(2)])
-    count = rng.randint(1, request.num_tokens - request.num_computed_tokens)
-    total = request.num_computed_tokens + count
-    needed = max(0, -(-total // SIZE) - len(oracle.tables[request.request_id]))
-    added = manager.allocate_slots(request, count)
-    assert (added is not None) == (needed <= len(oracle.free))
-    if added is not None:
-        request.num_computed_tokens = total
-        take(oracle, request, needed)
-
-
-def take(oracle: Oracle, request: Request, needed: int) -> None:
-    new = oracle.free[:needed]
-    del oracle.free[:needed]
-    for block in new:
-        oracle.names.pop(block, None)
-    table = oracle.tables[request.request_id]
-    table += new
-    tokens = tuple(int(t) for t in request.all_token_ids)
-    for index in range(request.num_computed_tokens // SIZE):
-        oracle.names.setdefault(table[index], tokens[: (index + 1) * SIZE])
-
-
-def compare(manager: KVCacheManager, oracle: Oracle) -> None:
-    assert free_ids(manager) == oracle.free
-    assert manager.pool.num_free == len(oracle.free)
-    references = oracle.references()
-    assert [b.ref_cnt for b in manager.pool.blocks] == [
-        references[b.block_id] for b in manager.pool.blocks
-    ]
-    named = {b.block_id for b in manager.pool.blocks if b.block_hash is not None}
-    assert named == set(oracle.names)
-    for name, table in oracle.tables.items():
-        assert manager.get_block_ids(name) == (table,)

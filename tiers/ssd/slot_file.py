@@ -25,7 +25,8 @@ from .space import HEADER_PAGE_BYTES
 log = logging.getLogger(__name__)
 
 # One call moves about this much: enough to keep a disk busy, little enough to share among threads.
-RUN_BYTES = 4 * 1024**2
+# A little over 4 MiB, so that two blocks of 2 MiB fit with their header pages.
+RUN_BYTES = 4 * 1024**2 + 64 * 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 

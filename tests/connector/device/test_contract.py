@@ -190,9 +190,7 @@ def test_every_end_is_announced(rig: Rig) -> None:
     ("block_ids", "slots"),
     [([NUM_BLOCKS], [0]), ([-1], [0]), ([0], [NUM_SLOTS]), ([0], [-1]), ([0, 1], [0])],
 )
-def test_pairs_that_cannot_be_are_refused(
-    rig: Rig, block_ids: list[int], slots: list[int]
-) -> None:
+def test_pairs_that_cannot_be_are_refused(rig: Rig, block_ids: list[int], slots: list[int]) -> None:
     for stream in Stream:
         with pytest.raises(InvalidBlock):
             rig.device.copy(stream, block_ids, slots)
@@ -224,9 +222,7 @@ def test_copies_at_once_in_both_streams_keep_every_byte(rig: Rig) -> None:
     loaded: Event | None = None
     for turn in range(200):
         slots = [(turn + i) % NUM_SLOTS for i in range(NUM_BLOCKS)]
-        stored = rig.device.copy(
-            Stream.STORE, range(NUM_BLOCKS), slots, [loaded] if loaded else []
-        )
+        stored = rig.device.copy(Stream.STORE, range(NUM_BLOCKS), slots, [loaded] if loaded else [])
         turned = [(i + 1) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
         loaded = rig.device.copy(Stream.LOAD, turned, slots, [stored])
     assert loaded is not None

@@ -23,7 +23,13 @@ from stratakv.engine.api.app import create_app
 from stratakv.engine.api.server import make_server
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.client.in_process import InProcessClient
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+    SchedulerConfig,
+)
 from stratakv.engine.core import EngineCore
 from stratakv.engine.tokenizer import Tokenizer
 
@@ -42,8 +48,14 @@ _TEXT = ["the quick brown fox jumps over the lazy dog", "user assistant system h
 class LiveServer:
     """An engine and its HTTP server in a thread with an event loop of its own."""
 
-    def __init__(self, model_path: Path, settings: ApiSettings | None = None) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        settings: ApiSettings | None = None,
+        offload: OffloadConfig | None = None,
+    ) -> None:
         self._model_path = model_path
+        self._offload = offload or OffloadConfig()
         self._settings = settings or ApiSettings()
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._sock.getsockname()
@@ -79,7 +91,7 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         torch.set_num_threads(1)
-        self.core = EngineCore(_engine_config(self._model_path))
+        self.core = EngineCore(_engine_config(self._model_path, self._offload))
         self.client = InProcessClient(self.core)
         self.app = create_app(
             self.client,
@@ -96,11 +108,12 @@ class LiveServer:
             await self.client.close(10)
 
 
-def _engine_config(model_path: Path) -> EngineConfig:
+def _engine_config(model_path: Path, offload: OffloadConfig) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=model_path, served_name=MODEL_NAME, dtype="float32"),
         cache=CacheConfig(num_blocks=600),
         scheduler=SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=64),
+        offload=offload,
         num_threads=1,
     )
 
@@ -122,9 +135,10 @@ def server(model_path: Path) -> Iterator[LiveServer]:
     live.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    """Of the shared server. Without TLS, since loading certificates takes longer than a test."""
+    with httpx.Client(base_url=server.url, timeout=30, verify=False) as client:
         yield client
 
 

@@ -18,7 +18,7 @@ GREEDY: Any = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": T
 RENDERED = "<s><system>hello\n<user>wörld\n€\n<assistant>"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: Any) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -110,3 +110,6 @@ def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert (model.model_extra or {})["max_model_len"] == 4096
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="org/other"):
+        client.models.retrieve("org/other")

@@ -79,7 +79,7 @@ def test_a_template_refuses_in_its_own_words() -> None:
         "{{ messages[0].update({'role': 'system'}) }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{{ 'x' * 10 ** 9 }}",
-        "{{ 10 ** 10 ** 8 }}",
+        "{{ 10 ** (10 ** 8) }}",
         "{{ [0] * 10 ** 9 }}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
@@ -97,7 +97,7 @@ def test_hostile_templates_are_refused(source: str) -> None:
     "source",
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     ],
 )
 def test_a_template_without_end_is_stopped(source: str) -> None:

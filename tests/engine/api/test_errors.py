@@ -136,9 +136,18 @@ def test_unknown_model(http: httpx.Client) -> None:
     assert "use `tiny`" in refused(response, 404, "model_not_found")["message"]
 
 
+def test_what_a_client_sent_is_not_echoed_at_length(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json={"model": "m" * 100_000, "prompt": "a"})
+    refused(response, 404, "model_not_found")
+    assert len(response.content) < 500
+    response = http.post(CHAT, json={"messages": [{"role": "r" * 100_000, "content": "a"}]})
+    refused(response, 400, "invalid_type")
+    assert len(response.content) < 1500
+
+
 def test_unknown_route_and_wrong_method(http: httpx.Client) -> None:
     refused(http.get("/v1/nothing"), 404, "not_found")
-    refused(http.get("/v1/models/"), 404, "not_found")
+    refused(http.get("/v1/completions/"), 404, "not_found")
     response = http.get(COMPLETIONS)
     refused(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"

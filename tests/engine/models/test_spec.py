@@ -30,7 +30,7 @@ def test_a_plain_configuration(spec_with):
     assert set(MODELS) == set(ARCHITECTURES)
 
 
-def test_absent_keys_have_the_defaults_of_transformers(spec_with):
+def test_absent_keys_have_defaults(spec_with):
     spec = spec_with(
         num_key_value_heads=None,
         tie_word_embeddings=None,
@@ -99,7 +99,7 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
         resolve_max_model_len(spec_with(), 257)
     spec = spec_with(rope_scaling=LONGROPE)
     assert resolve_max_model_len(spec, None) == 64
-    with pytest.raises(ConfigError, match="longrope positions depend on the length .* most 64"):
+    with pytest.raises(ConfigError, match=r"longrope positions depend on the length .* most 64"):
         resolve_max_model_len(spec, 65)
 
 

@@ -46,7 +46,7 @@ def test_weights_come_in_the_type_asked_for(name, directory):
 
 
 def test_an_unknown_type_is_refused():
-    with pytest.raises(ConfigError, match="--dtype takes auto or .*, not 'int8'"):
+    with pytest.raises(ConfigError, match=r"--dtype takes auto or .*, not 'int8'"):
         compute_dtype("int8")
 
 
@@ -65,7 +65,7 @@ def test_tied_embeddings_share_memory(directory):
 def test_tied_embeddings_that_differ_are_refused(directory):
     directory.write_config(tie_word_embeddings=True)
     directory.write_single()
-    with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         load(directory)
 
 

@@ -56,13 +56,17 @@ def next_token(state: int) -> int:
     return state % VOCAB
 
 
-def reference(prompt: Sequence[int], max_tokens: int, max_model_len: int = 10**9) -> list[int]:
+def reference(
+    prompt: Sequence[int], max_tokens: int, max_model_len: int = 10**9, ignore_eos: bool = False
+) -> list[int]:
     """What a request says, computed alone and without a cache."""
     tokens = list(prompt)
     said: list[int] = []
-    while len(said) < max_tokens and len(tokens) < max_model_len and (not said or said[-1] != EOS):
+    while len(said) < max_tokens and len(tokens) < max_model_len:
         said.append(next_token(fingerprint(tokens)[-1]))
         tokens.append(said[-1])
+        if said[-1] == EOS and not ignore_eos:
+            break
     return said
 
 
@@ -370,5 +374,5 @@ def make_tiers() -> type[DictTiers]:
 
 @pytest.fixture
 def say() -> Callable[..., list[int]]:
-    """What a request says when computed alone: `say(prompt, max_tokens, max_model_len)`."""
+    """What a request says when computed alone: arguments as of `reference`."""
     return reference

@@ -60,6 +60,11 @@ def test_a_parked_request_waits_for_its_load_and_goes_on(
     engine.step()
     assert request.status is RequestStatus.WAITING
     assert request.num_computed_tokens == 12
+    # What was loaded can be found at once, and would survive a failed step.
+    pool = engine.manager.pool
+    loaded = [pool.blocks[i] for i in table[1:3]]
+    assert [pool.get_cached_block(d) for d in request.block_hashes[1:]] == [[b] for b in loaded]
+    assert pool.all_computed(loaded)
     output = engine.step()
     assert output.num_scheduled_tokens == {"r": 2}
     assert output.new_requests[0].block_ids == ([*table, engine.table("r")[3]],)
@@ -70,10 +75,6 @@ def test_a_parked_request_waits_for_its_load_and_goes_on(
     assert first.num_cached_tokens == 12
     assert first.cached_tokens_by_tier == {"pool": 4, "cpu": 8}
     assert engine.outputs["r"][-1].timings["load_seconds"] == 0.5
-    # What was loaded can be found in the pool now.
-    engine.add("again", prompt(14))
-    engine.run_all()
-    assert engine.outputs["again"][0].cached_tokens_by_tier == {"pool": 12}
 
 
 def test_parked_requests_hold_up_nobody(make_engine: Make, tiers: Any) -> None:
@@ -146,6 +147,7 @@ def test_a_request_told_to_ask_again_steps_aside(
     engine.add("slow", prompt(6))
     engine.add("fast", prompt(6, 30), max_tokens=1)
     assert engine.step().num_scheduled_tokens == {"fast": 6}
+    assert [r.request_id for r in engine.scheduler._places.skipped] == ["slow"]
     assert engine.step().num_scheduled_tokens == {}
     # Nothing to do until the tiers call, or a moment has passed.
     assert not engine.scheduler.has_runnable_work()
@@ -229,7 +231,7 @@ def test_ended_loads_give_way_to_those_that_run(make_engine: Make, tiers: Any, s
     assert engine.scheduler.stats()["loads_given_up"] == 1
     assert engine.scheduler.stats().get("preemptions", 0) == 0
     engine.run_all()
-    assert engine.said("runs") == say(prompt(15, 20), 9)
+    assert engine.said("runs") == say(prompt(15, 20), 9, ignore_eos=True)
     assert engine.said("late") == say(prompt(14), 2)
 
 
@@ -250,7 +252,7 @@ def test_the_first_running_request_waits_for_loads_and_keeps_what_it_has(
     assert not engine.scheduler.has_runnable_work()
     engine.run_all()
     assert runs.num_preemptions == 0
-    assert engine.said("runs") == say(prompt(15, 20), 9)
+    assert engine.said("runs") == say(prompt(15, 20), 9, ignore_eos=True)
 
 
 def test_ended_loads_cannot_lock_each_other_out(make_engine: Make, tiers: Any, say: Any) -> None:
@@ -265,6 +267,21 @@ def test_ended_loads_cannot_lock_each_other_out(make_engine: Make, tiers: Any, s
     engine.run_all()
     assert engine.said("a") == say(prompt(14, 1), 5)
     assert engine.said("b") == say(prompt(14, 20), 5)
+
+
+def test_an_abort_wakes_those_behind(make_engine: Make, tiers: Any) -> None:
+    """A load holds three of six blocks; the first in the queue needs four, the next one two."""
+    engine = make_engine(7, tiers=tiers, max_model_len=24)
+    keep(engine, prompt(14))
+    engine.add("parked", prompt(14))
+    engine.add("big", prompt(15, 20))
+    engine.add("small", prompt(5, 30))
+    assert engine.step().num_scheduled_tokens == {}
+    assert engine.step().num_scheduled_tokens == {}
+    assert not engine.scheduler.has_runnable_work()
+    engine.scheduler.finish_requests(["big"])
+    assert engine.scheduler.has_runnable_work()
+    assert engine.step().num_scheduled_tokens == {"small": 5}
 
 
 def test_a_report_for_nobody_is_only_noted(

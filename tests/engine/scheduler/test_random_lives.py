@@ -90,12 +90,12 @@ def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> Non
     if 0.04 <= luck < 0.08 and output.num_scheduled_tokens:
         engine.follow(output)
         engine._store()
-        spoilt |= output.num_scheduled_tokens.keys()
+        spoilt.update(output.num_scheduled_tokens)
         engine.take(scheduler.fail_step(output, "boom"))
         return
     scheduled = list(output.num_scheduled_tokens)
     engine.bad = {rng.choice(scheduled)} if scheduled and 0.08 <= luck < 0.1 else set()
-    spoilt |= engine.bad
+    spoilt.update(engine.bad)
     done = engine.run(output)
     if 0.1 <= luck < 0.12 and scheduled:
         spoilt.add(scheduled[0])

@@ -215,7 +215,9 @@ class Driver:
             self.lives[name].output += tokens
         return result
 
-    def generate(self, name: str, prompt: Sequence[int], count: int, chunk: int = 1000) -> list[int]:
+    def generate(
+        self, name: str, prompt: Sequence[int], count: int, chunk: int = 1000
+    ) -> list[int]:
         """One request alone, from prompt to end."""
         self.add(name, prompt)
         while len(self.lives[name].output) < count:

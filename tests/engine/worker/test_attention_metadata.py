@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_tiles_see_exactly_the_tokens_before_them(computed, count):
     [chunk] = plan([computed], [count]).groups[0].chunks
     rows = [(t.start, t.end) for t in chunk.tiles]
     assert rows[0][0] == 0 and rows[-1][1] == count
-    assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
     for tile in chunk.tiles:
         assert tile.mask is not None and tile.mask.shape == (tile.end - tile.start, tile.keys)
         position = computed + torch.arange(tile.start, tile.end)[:, None]

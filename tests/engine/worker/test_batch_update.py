@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.sampling.params import SamplingParams
-from stratakv.engine.worker.batch_update import AddedRow, BatchUpdateBuilder, MoveKind, MovedRow
+from stratakv.engine.worker.batch_update import AddedRow, BatchUpdateBuilder, MovedRow, MoveKind
 
 
 def added(row: int) -> AddedRow:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistent batch under random changes, seen through its own arrays and through its updates."""
+"""The persistent batch under random changes, seen through its arrays and through its updates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Follower:
 
 @given(
     st.lists(
-        st.tuples(st.sets(st.integers(0, 11), max_size=4), st.lists(st.integers(0, 11), max_size=4)),
+        st.tuples(
+            st.sets(st.integers(0, 11), max_size=4), st.lists(st.integers(0, 11), max_size=4)
+        ),
         max_size=12,
     )
 )
@@ -132,6 +134,6 @@ def test_what_the_batch_has_no_room_for_is_refused():
     with pytest.raises(ValueError, match="full with 6 requests"):
         batch.add(request("x", [1]), ([1],), 0)
     batch.finish()
+    batch.remove("5")
     with pytest.raises(ValueError, match="row 5 of the batch is empty"):
-        batch.remove("5")
         batch.append_tokens(5, [1])

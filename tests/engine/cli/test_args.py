@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's refusals: exit code 2 and one sentence that names the cause and the cure."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stratakv
+from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
+from stratakv.engine.cli.main import main
+from stratakv.engine.config import MIB, EngineConfig
+from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
+
+
+def config_of(*words: str) -> EngineConfig:
+    parser = Parser(prog="stratakv serve")
+    add_engine_arguments(parser)
+    return engine_config_of(parser.parse_all(words))
+
+
+# The words of a call and parts of the one sentence it is answered with.
+REFUSED: list[tuple[str, list[str]]] = [
+    ("serv", ["no command 'serv'", "did you mean serve"]),
+    ("frobnicate", ["no command 'frobnicate'", "serve, generate, bench"]),
+    ("--verison", ["no option '--verison'", "did you mean --version"]),
+    ("serve --kv-ofload cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),
+    ("serve --kv-ofload=cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),
+    ("serve --no-enable-prefix-cachin", ["did you mean --no-enable-prefix-caching"]),
+    ("serve --max-num-seq 4", ["did you mean --max-num-seqs"]),
+    ("serve --xyzzy", ["no option --xyzzy", "stratakv serve --help"]),
+    ("serve . other", ["'other' is one argument too many"]),
+    ("serve /nowhere/at/all", ["/nowhere/at/all is no directory", "Hugging Face"]),
+    ("serve --port", ["--port", "expected one argument"]),
+    ("serve --port http", ["--port takes a whole number from 0 to 65535", "'http'"]),
+    ("serve --port 70000", ["--port", "from 0 to 65535", "'70000'"]),
+    ("serve --host nowhere.invalid", ["--host nowhere.invalid is no address"]),
+    ("serve --log-level loud", ["--log-level takes debug or info or warning or error"]),
+    ("serve --log-level inf", ["did you mean info"]),
+    ("serve --dtype flaot16", ["--dtype takes", "'flaot16'", "did you mean float16"]),
+    ("serve --device cuda", ["--device cuda is not built yet", "--device cpu"]),
+    ("serve --device tpu", ["--device takes cpu or cuda", "'tpu'"]),
+    ("serve --block-size 24", ["--block-size takes a power of two from 1 to 256, not 24"]),
+    ("serve --block-size many", ["--block-size takes a whole number, not 'many'"]),
+    ("serve --num-blocks 1", ["--num-blocks must be at least 2, not 1"]),
+    ("serve --num-threads 0", ["--num-threads must be at least 1"]),
+    ("serve --max-model-len 0", ["--max-model-len must be at least 1"]),
+    ("serve --max-num-seqs 0", ["--max-num-seqs must be at least 1"]),
+    ("serve --max-num-seqs -3", ["--max-num-seqs must be at least 1, not -3"]),
+    (
+        "serve --max-num-batched-tokens 8",
+        ["--max-num-batched-tokens 8", "--max-num-seqs 256", "raise the first or lower the second"],
+    ),
+    ("serve --kv-cache-memory-bytes 5XB", ["--kv-cache-memory-bytes", "512MiB", "'5XB'"]),
+    ("serve --kv-cache-memory-bytes -5", ["--kv-cache-memory-bytes", "not '-5'"]),
+    (
+        "serve --num-blocks 9 --kv-cache-memory-bytes 1GiB",
+        ["--num-blocks and --kv-cache-memory-bytes", "give one"],
+    ),
+    ("serve --kv-offload gpu", ["--kv-offload takes cpu or ssd, not 'gpu'"]),
+    ("serve --kv-offload cpu,sdd", ["not 'sdd'", "did you mean ssd"]),
+    ("serve --kv-offload cpu,cpu", ["names a tier twice"]),
+    ("serve --kv-offload ssd", ["--kv-offload ssd needs the CPU tier", "use cpu,ssd"]),
+    (
+        "serve --kv-offload cpu --kv-offload-ssd-bytes 1GiB",
+        ["--kv-offload-ssd-bytes is given but ssd is not in --kv-offload", "cpu,ssd"],
+    ),
+    (
+        "serve --kv-offload-ssd-path /tmp",
+        ["--kv-offload-ssd-path is given but ssd is not in --kv-offload"],
+    ),
+    (
+        "serve --kv-offload-cpu-bytes 1GiB",
+        ["--kv-offload-cpu-bytes is given but cpu is not in --kv-offload"],
+    ),
+    ("serve --kv-offload cpu --kv-offload-cpu-bytes 5", ["--kv-offload-cpu-bytes must be at least"]),
+    (
+        "serve --kv-offload cpu,ssd --kv-offload-ssd-bytes 5",
+        ["--kv-offload-ssd-bytes must be at least"],
+    ),
+    (
+        "serve --kv-offload cpu --no-enable-prefix-caching",
+        ["--kv-offload", "--no-enable-prefix-caching", "drop one of them"],
+    ),
+    (
+        "serve --no-enable-chunked-prefill --long-prefill-token-threshold 8",
+        ["--long-prefill-token-threshold", "--no-enable-chunked-prefill", "drop one of them"],
+    ),
+    ("serve --block-hash md5", ["--block-hash takes sha256 or sha256_cbor, not 'md5'"]),
+    ("serve --served-model-name=", ["--served-model-name takes a text that is not empty"]),
+    ("serve --api-key=", ["--api-key is empty"]),
+    ("generate", ["needs --prompt TEXT"]),
+    ("generate --promt x", ["did you mean --prompt"]),
+    ("generate --prompt x --max-tokens few", ["--max-tokens takes a whole number, not 'few'"]),
+    ("generate --prompt x --max-tokens 0", ["max_tokens must be at least 1"]),
+    ("generate --prompt x --temperature hot", ["--temperature takes a number, not 'hot'"]),
+    ("generate --prompt x --top-p 2", ["top_p must be above 0 and at most 1"]),
+    ("bench", ["takes the name of a benchmark", "offload"]),
+    ("bench ofload", ["no benchmark 'ofload'", "did you mean offload"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_refusals(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("stratakv: ")
+    assert err.count("\n") == 1, "one sentence"
+    for part in parts:
+        assert part in err
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def test_nothing_given_is_the_embedded_model() -> None:
+    config = config_of()
+    assert config.model.path == EMBEDDED_MODEL
+    assert config.model.served_name == "stratakv-embedded"
+    assert config == EngineConfig(model=config.model)
+
+
+def test_every_flag_arrives(tmp_path: Path) -> None:
+    config = config_of(
+        str(tmp_path), "--served-model-name", "m", "--revision", "r", "--dtype", "float64",
+        "--max-model-len", "99", "--block-size", "32", "--num-blocks", "77", "--block-hash",
+        "sha256_cbor", "--max-num-batched-tokens", "128", "--max-num-seqs", "16",
+        "--long-prefill-token-threshold", "64", "--kv-offload", "cpu,ssd",
+        "--kv-offload-cpu-bytes", "512MiB", "--kv-offload-ssd-path", str(tmp_path / "s"),
+        "--kv-offload-ssd-bytes", "1.5GiB", "--num-threads", "3",
+    )  # fmt: skip
+    assert (config.model.path, config.model.served_name) == (tmp_path, "m")
+    assert (config.model.revision, config.model.dtype, config.model.max_model_len) == (
+        "r", "float64", 99,
+    )  # fmt: skip
+    assert (config.cache.block_size, config.cache.num_blocks) == (32, 77)
+    assert config.cache.block_hash == "sha256_cbor"
+    assert config.scheduler.max_num_batched_tokens == 128
+    assert config.scheduler.max_num_seqs == 16
+    assert config.scheduler.long_prefill_token_threshold == 64
+    assert config.offload.tiers == ("cpu", "ssd")
+    assert (config.offload.cpu_bytes, config.offload.ssd_bytes) == (512 * MIB, 1536 * MIB)
+    assert config.offload.ssd_path == tmp_path / "s"
+    assert config.num_threads == 3
+
+
+def test_switches(tmp_path: Path) -> None:
+    config = config_of("--no-enable-prefix-caching", "--no-enable-chunked-prefill")
+    assert not config.cache.enable_prefix_caching
+    assert not config.scheduler.enable_chunked_prefill
+    assert config_of("--enable-prefix-caching").cache.enable_prefix_caching
+    assert config_of("--kv-cache-memory-bytes", "2MB").cache.memory_bytes == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("/somewhere", "/somewhere/stratakv/ssd"), ("", "/home/me/.cache/stratakv/ssd")],
+)
+def test_where_the_ssd_tier_lies(
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    assert config_of("--kv-offload", "cpu,ssd").offload.ssd_path == Path(expected)
+    assert config_of("--kv-offload", "cpu").offload.ssd_path is None
+
+
+def test_the_name_is_the_directorys(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    assert config_of(f"{tmp_path}/my-model/").model.served_name == "my-model"
+
+
+def test_flags_are_never_cut_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--num-block", "9"]) == 2
+    assert "did you mean --num-blocks" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stratakv {stratakv.__version__}\n"
+    assert main(["--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert all(word in help_text for word in ("serve", "generate", "bench"))
+    assert main([]) == 2
+    for command in ("serve", "generate"):
+        with pytest.raises(SystemExit) as left:
+            main([command, "--help"])
+        assert left.value.code == 0
+        shown = capsys.readouterr().out
+        assert all(flag_of(name) in shown for name in OPTIONS)
+
+
+@pytest.fixture
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if only the base installation were there."""
+    real = builtins.__import__
+    missing = re.compile(r"(torch|zmq|uvicorn|fastapi|tokenizers|numpy)(\.|$)")
+
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if missing.match(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *rest, **more)
+
+    for name in list(__import__("sys").modules):
+        if name.startswith(("stratakv.engine.llm", "stratakv.engine.tokenizer")):
+            monkeypatch.delitem(__import__("sys").modules, name)
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    yield
+
+
+@pytest.mark.usefixtures("without_engine")
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "x"]) == 2
+    err = capsys.readouterr().err
+    assert "is not installed" in err
+    assert "pip install 'stratakv[engine]'" in err
+
+
+def test_a_failure_of_the_engine_is_another_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stratakv.engine.cli import generate
+    from stratakv.engine.client.base import EngineDead
+
+    def fail(error: BaseException) -> Any:
+        def run(args: argparse.Namespace) -> int:
+            raise error
+
+        return run
+
+    for error, code in ((EngineDead("it is gone"), 1), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr(generate, "run", fail(error))
+        assert main(["generate", "--prompt", "x"]) == code
+    assert capsys.readouterr().err == "stratakv: it is gone\n"

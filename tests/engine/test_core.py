@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core, stepped by hand: right tokens, and bad requests, faults and ends that stay small."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stratakv.engine.config import ConfigError, EngineConfig
+from stratakv.engine.core import EngineCore
+from stratakv.engine.options import engine_config
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.token_ids import pack_token_ids
+from stratakv.engine.wire import AddRequest, TokenOutput
+
+VOCAB = 257
+MAX_STEPS = 3000
+Reference = Callable[[Sequence[int], int], list[int]]
+MakeCore = Callable[..., EngineCore]
+
+
+def config_of(model: Path, **options: Any) -> EngineConfig:
+    defaults = {"dtype": "float64", "block_size": 8, "num_blocks": 80, "max_num_seqs": 8,
+                "max_num_batched_tokens": 64, "num_threads": 1}  # fmt: skip
+    return engine_config(model, defaults | options)
+
+
+@pytest.fixture
+def make_core(tiny_model: Path) -> Iterator[MakeCore]:
+    """Makes cores on the tiny model and shuts them down."""
+    cores: list[EngineCore] = []
+
+    def make(progress: Callable[[str], None] | None = None, **options: Any) -> EngineCore:
+        cores.append(EngineCore(config_of(tiny_model, **options), progress=progress))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.shutdown(5.0)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(VOCAB - 1), k=length)
+
+
+def request(request_id: str, prompt: Sequence[int], **fields: Any) -> AddRequest:
+    """A greedy request for 6 tokens; `fields` of AddRequest and of SamplingParams."""
+    of_request = {k: fields.pop(k) for k in list(fields) if k in AddRequest.__struct_fields__}
+    params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **fields})
+    return AddRequest(request_id, pack_token_ids(prompt), params, **of_request)
+
+
+def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str, TokenOutput]:
+    """Step until `count` requests have ended; what each of them got, merged."""
+    merged: dict[str, TokenOutput] = {}
+    ended = 0
+    for _ in range(MAX_STEPS):
+        for output in outputs:
+            whole = merged.setdefault(output.request_id, TokenOutput(output.request_id, []))
+            whole.new_token_ids += output.new_token_ids
+            whole.cached_tokens_by_tier = (
+                output.cached_tokens_by_tier or whole.cached_tokens_by_tier
+            )
+            whole.finish_reason, whole.error = output.finish_reason, output.error
+            whole.timings = output.timings
+            ended += output.finish_reason is not None
+        if ended == count:
+            return merged
+        outputs = core.step()
+    raise AssertionError(f"requests did not end: {merged}")
+
+
+def run(core: EngineCore, *requests: AddRequest) -> dict[str, TokenOutput]:
+    return finish(core, [o for r in requests for o in core.add(r)], len(requests))
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    prompts = [prompt_of(1), prompt_of(30), prompt_of(100)]
+    results = run(make_core(), *[request(str(i), p, max_tokens=12) for i, p in enumerate(prompts)])
+    for index, prompt in enumerate(prompts):
+        assert results[str(index)].new_token_ids == greedy_reference(prompt, 12)
+        assert results[str(index)].finish_reason == "length"
+        assert (results[str(index)].timings or {})["total_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("packed", "words"),
+    [
+        (b"", "empty"),
+        (b"\1\0\0", "no list of int32"),
+        (pack_token_ids([5, VOCAB]), f"from 0 to {VOCAB - 1}, and the prompt holds {VOCAB}"),
+        (pack_token_ids([-1, 5]), "the prompt holds -1"),
+        (pack_token_ids([1] * 256), "256 tokens, but a context of 256"),
+    ],
+)
+def test_a_bad_prompt_fails_alone(
+    make_core: MakeCore, greedy_reference: Reference, packed: bytes, words: str
+) -> None:
+    core = make_core()
+    bad = AddRequest("bad", packed, SamplingParams())
+    results = run(core, request("good", prompt_of(9)), bad)
+    assert results["bad"].finish_reason == "error"
+    assert words in (results["bad"].error or "")
+    assert results["good"].new_token_ids == greedy_reference(prompt_of(9), 6)
+
+
+def test_the_context_bounds_what_is_asked_for(make_core: MakeCore) -> None:
+    """Also the memory: a request's buffer is as long as its prompt and max_tokens."""
+    results = run(make_core(), request("r", prompt_of(250), max_tokens=2**40, min_tokens=2**39))
+    assert len(results["r"].new_token_ids) == 6
+    assert results["r"].finish_reason == "length"
+
+
+def test_the_waiting_queue_is_bounded(tiny_model: Path) -> None:
+    config = config_of(tiny_model)
+    object.__setattr__(config.scheduler, "max_waiting_requests", 2)
+    core = EngineCore(config)
+    results = run(core, *[request(str(i), prompt_of(4, i)) for i in range(3)])
+    core.shutdown(5.0)
+    assert [results[i].finish_reason for i in "012"] == ["length", "length", "error"]
+    assert "try later" in (results["2"].error or "")
+
+
+def test_aborted_requests_leave_nothing_behind(make_core: MakeCore) -> None:
+    core = make_core()
+    for number in range(3):
+        core.add(request(str(number), prompt_of(40, number), max_tokens=50))
+    core.step()
+    core.abort(["0", "1", "2", "unknown"])
+    for _ in range(3):
+        core.step()
+    stats = core.call("stats", "")["scheduler"]
+    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+    assert stats["num_free_blocks"] == stats["num_blocks"] - 1
+
+
+def test_a_fault_in_the_worker_ends_the_requests_of_its_step_only(
+    make_core: MakeCore, greedy_reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(max_num_seqs=1)
+    outputs = core.add(request("first", prompt_of(20))) + core.add(request("next", prompt_of(21)))
+    monkeypatch.setattr(core._runner.model, "forward", _raise)
+    outputs += core.step()
+    monkeypatch.undo()
+    results = finish(core, outputs, 2)
+    assert results["first"].finish_reason == "error"
+    assert "no more memory" in (results["first"].error or "")
+    assert results["next"].new_token_ids == greedy_reference(prompt_of(21), 6)
+    # What the failed step should have written must not be found.
+    again = run(core, request("again", prompt_of(20)))["again"]
+    assert again.new_token_ids == greedy_reference(prompt_of(20), 6)
+    assert not any((again.cached_tokens_by_tier or {}).values())
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise MemoryError("no more memory")
+
+
+def test_a_worker_that_fails_without_requests_is_given_up(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core()
+    monkeypatch.setattr(core._runner, "execute", _raise)
+    with pytest.raises(RuntimeError, match="fails even without requests"):
+        for _ in range(10):
+            core.step()
+
+
+def test_resetting_the_prefix_cache(make_core: MakeCore) -> None:
+    core = make_core()
+    run(core, request("a", prompt_of(40)))
+    assert run(core, request("b", prompt_of(40)))["b"].cached_tokens_by_tier == {"pool": 32}
+    core.add(request("c", prompt_of(40)))
+    core.step()
+    with pytest.raises(ValueError, match="wait until they have ended"):
+        core.call("reset_prefix_cache", "pool")
+    finish(core, [], 1)
+    assert core.call("reset_prefix_cache", "") == {"done": True}
+    assert run(core, request("d", prompt_of(40)))["d"].cached_tokens_by_tier == {"pool": 0}
+
+
+@pytest.mark.parametrize(("name", "argument"), [("restart", ""), ("reset_prefix_cache", "disk")])
+def test_calls_that_cannot_be(make_core: MakeCore, name: str, argument: str) -> None:
+    with pytest.raises(ValueError, match="stats and reset_prefix_cache|takes pool or all"):
+        make_core().call(name, argument)
+
+
+def test_salts_and_tenants_keep_blocks_apart(make_core: MakeCore) -> None:
+    core = make_core()
+    prompt = prompt_of(40)
+
+    def cached(request_id: str, **fields: Any) -> int:
+        result = run(core, request(request_id, prompt, max_tokens=1, **fields))[request_id]
+        return sum((result.cached_tokens_by_tier or {}).values())
+
+    fields: list[dict[str, Any]] = [{}, {"cache_salt": "x"}, {"tenant": "x"}, {"tenant": "y"}]
+    assert [cached(f"a{i}", **f) for i, f in enumerate(fields)] == [0, 0, 0, 0]
+    assert [cached(f"b{i}", **f) for i, f in enumerate(fields)] == [32, 32, 32, 32]
+    assert cached("c", skip_reading_prefix_cache=True) == 0
+
+
+def test_an_orderly_shutdown_keeps_the_pool_in_the_tiers(
+    make_core: MakeCore, greedy_reference: Reference, tmp_path: Path
+) -> None:
+    offload = {"kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB",
+               "kv_offload_ssd_path": str(tmp_path / "ssd"), "kv_offload_ssd_bytes": "16MiB"}  # fmt: skip
+    prompt = prompt_of(100)
+    first = make_core(**offload)
+    run(first, request("a", prompt))
+    first.shutdown()
+    first.shutdown()
+    second = make_core(**offload)
+    result = run(second, request("b", prompt))["b"]
+    assert result.new_token_ids == greedy_reference(prompt, 6)
+    assert (result.cached_tokens_by_tier or {})["ssd"] == 96
+    assert second.call("stats", "")["connector"]["tiers"]["ssd"]["hits"] > 0
+
+
+def test_a_wake_up_announces_the_blocks_from_below(make_core: MakeCore, tmp_path: Path) -> None:
+    """While a load runs there is no work; the wake-up says when there is."""
+    import threading
+
+    offload = {"kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB",
+               "kv_offload_ssd_path": str(tmp_path / "ssd"), "kv_offload_ssd_bytes": "16MiB"}  # fmt: skip
+    prompt = prompt_of(100)
+    first = make_core(**offload)
+    run(first, request("a", prompt))
+    first.shutdown()
+    second = make_core(**offload)
+    woken = threading.Event()
+    second.set_wakeup(woken.set)
+    outputs = second.add(request("b", prompt))
+    steps = 0
+    while not outputs:
+        woken.clear()
+        if second.has_work():
+            outputs = second.step()
+            steps += 1
+        else:
+            assert woken.wait(5.0), "nobody said that the load had ended"
+    assert outputs[0].new_token_ids
+    assert steps < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_blocks": 8}, "cannot hold one request of 256 tokens; it takes 33 blocks"),
+        ({"max_model_len": 512}, "--max-model-len 512 is too long"),
+        ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill"),
+        (
+            {"kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB", "kv_offload_ssd_path": "FILE",
+             "kv_offload_ssd_bytes": "16MiB"},
+            "FILE",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work(
+    make_core: MakeCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], words: str,
+) -> None:  # fmt: skip
+    (tmp_path / "FILE").write_text("not a directory")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        make_core(**options)
+
+
+def test_the_start_says_what_it_does(make_core: MakeCore, tiny_model: Path) -> None:
+    said: list[str] = []
+    make_core(progress=said.append, kv_offload="cpu", kv_offload_cpu_bytes="2MiB")
+    assert any("tiers cpu" in text for text in said)
+    assert any(str(tiny_model) in text for text in said)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged index costs a cold cache and nothing else: no crash, no wrong block, no endless scan.
+
+LMDB ends the process on such files, so the trials run in a child, which has to live to report.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stratakv.tiers.base import Answer
+from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.ssd import SsdStore, guard, scan
+from stratakv.tiers.ssd.opening import SET_ASIDE
+
+from ..blocks import SMALL, make_keys
+from ..store_contract import SECONDS, fetch, put
+
+CAPACITY = 4 * 1024**2
+KEYS = make_keys(150)
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed store whose index has branches, several leaves and pages that were freed."""
+    path = tmp_path_factory.mktemp("pristine") / "ssd"
+    store = SsdStore(path, SMALL, CAPACITY)
+    for start in range(0, 150, 30):
+        put(store, KEYS[start : start + 30])
+        store.drop(KEYS[start : start + 5])
+        put(store, KEYS[start : start + 5])
+    store.close(SECONDS)
+    return path
+
+
+def pages_in_use(index: Path) -> int:
+    with (
+        (index / "data.mdb").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return scan.newest_meta(data, PAGE).last_page + 1
+
+
+def trials_of(pages: int, rng: random.Random, count: int) -> list[list[int]]:
+    """[kind, position]: a page zeroed, the file cut, or one bit of a page's structure flipped."""
+    zeroed = [[0, page] for page in range(pages)]
+    cut = [[1, rng.randrange(pages * PAGE)] for _ in range(count)]
+    flipped = [[2, rng.randrange(pages) * PAGE + rng.randrange(200)] for _ in range(2 * count)]
+    return zeroed + cut + flipped
+
+
+def run_trials(pristine: Path, folder: Path, trials: list[list[int]]) -> list[dict[str, int]]:
+    done = subprocess.run(
+        [sys.executable, "-c", TRIALS, str(pristine), str(folder), str(CAPACITY)],
+        input=json.dumps(trials),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stderr[-2000:]}\n{done.stdout[-300:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# For each trial: damage a copy, open it, use it until free pages are taken, open it once more.
+TRIALS = """
+import hashlib, json, mmap, random, shutil, sys
+from pathlib import Path
+from stratakv.tiers.base import Answer
+from stratakv.tiers.block import BlockLayout, pack_key
+from stratakv.tiers.ssd import SsdStore
+LAYOUT = BlockLayout(1, 16, 1, 32, "float32")
+pristine, folder, capacity = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+keys = [pack_key(hashlib.sha256(f"/{i}".encode()).digest()) for i in range(150)]
+more = [pack_key(hashlib.sha256(f"more/{i}".encode()).digest()) for i in range(150)]
+memory = memoryview(mmap.mmap(-1, 150 * 4096))
+buffers = [memory[i * 4096 : (i + 1) * 4096] for i in range(150)]
+
+def right(key):
+    return random.Random(key).randbytes(4096)
+
+def load(store, keys):
+    answers = store.load(keys, buffers[:len(keys)]).result(10)
+    for key, answer, buffer in zip(keys, answers, buffers):
+        assert answer is Answer.MISS or bytes(buffer) == right(key), "served wrong bytes"
+    return answers.count(Answer.HIT)
+
+for kind, position in json.load(sys.stdin):
+    path = folder / "trial"
+    shutil.copytree(pristine, path)
+    with (path / "index" / "data.mdb").open("r+b") as file:
+        if kind == 0:
+            file.seek(position * mmap.PAGESIZE)
+            file.write(bytes(mmap.PAGESIZE))
+        elif kind == 1:
+            file.truncate(position)
+        else:
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 1 << position % 8]))
+    store = SsdStore(path, LAYOUT, capacity)
+    hits = load(store, keys)
+    for start in range(0, 60, 15):
+        some = more[start : start + 15]
+        for key, buffer in zip(some, buffers):
+            buffer[:] = right(key)
+        assert all(store.store(some, buffers[:15]).result(10)), store.stats()
+        store.drop(some[:3])
+    stats = store.stats()
+    store.close(10)
+    again = SsdStore(path, LAYOUT, capacity)
+    assert again.lookup(more[3:15]) == [Answer.HIT] * 12
+    load(again, more[:60])
+    again.close(10)
+    aside = [each.name for each in path.glob("index.bad-*")]
+    print(json.dumps({"kind": kind, "hits": hits, "aside": len(aside),
+                      "counted": stats.errors.get("index_set_aside", 0)}), flush=True)
+    shutil.rmtree(path)
+"""
+
+
+def test_no_damage_ends_the_process_or_serves_wrong_bytes(
+    pristine: Path, tmp_path: Path, rng: random.Random, scale: str
+) -> None:
+    pages = pages_in_use(pristine / "index")
+    assert pages >= 10
+    trials = trials_of(pages, rng, 5 if scale == "ci" else 2000)
+    outcomes = run_trials(pristine, tmp_path, trials)
+    assert len(outcomes) == len(trials)
+    for outcome in outcomes:
+        assert outcome["aside"] == outcome["counted"]
+        assert outcome["aside"] == 0 or outcome["hits"] == 0
+    noticed = dict.fromkeys((0, 1, 2), 0)
+    for outcome in outcomes:
+        noticed[outcome["kind"]] += outcome["aside"]
+    # Pages that were free, and bytes that mean nothing, may be lost without anybody noticing.
+    assert noticed[0] >= 6
+    assert noticed[1] >= (len(trials) - pages) // 3 * 3 // 4
+    assert noticed[2] >= 1
+
+
+def test_a_sound_index_is_found_sound_quickly(pristine: Path) -> None:
+    began = time.monotonic()
+    assert guard.find_damage(pristine / "index", 30.0) is None
+    assert time.monotonic() - began < 5.0  # 0.05 s on an idle machine
+
+
+@pytest.fixture
+def damaged(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of the store whose index ends in the middle."""
+    path = tmp_path / "ssd"
+    shutil.copytree(pristine, path)
+    with (path / "index" / "data.mdb").open("r+b") as file:
+        file.truncate(pages_in_use(path / "index") * PAGE // 2)
+    return path
+
+
+def test_a_damaged_index_is_set_aside_with_one_line(
+    damaged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SsdStore(damaged, SMALL, CAPACITY)
+    assert len(caplog.records) == 1
+    assert "is damaged (the file has " in caplog.text
+    assert "index.bad-1 and the tier starts empty" in caplog.text
+    assert store.stats().errors == {SET_ASIDE: 1}
+    assert store.lookup(KEYS) == [Answer.MISS] * 150
+    assert all(put(store, KEYS[:10]))
+    store.close(SECONDS)
+    store = SsdStore(damaged, SMALL, CAPACITY)
+    assert store.stats().errors == {}
+    assert None not in fetch(store, KEYS[:10])
+    store.close(SECONDS)
+
+
+def test_only_the_last_damaged_index_is_kept(damaged: Path) -> None:
+    for number in (1, 2, 3):
+        SsdStore(damaged, SMALL, CAPACITY).close(SECONDS)
+        assert [each.name for each in damaged.glob("index.bad-*")] == [f"index.bad-{number}"]
+        (damaged / "index" / "data.mdb").write_bytes(b"not an index")
+
+
+def test_a_damaged_index_of_a_larger_store_is_not_kept(damaged: Path) -> None:
+    SsdStore(damaged, SMALL, CAPACITY).close(SECONDS)
+    assert list(damaged.glob("index.bad-*"))
+    SsdStore(damaged, SMALL, CAPACITY // 2).close(SECONDS)
+    kept = [each.stat().st_size for each in damaged.glob("index.bad-*/data.mdb")]
+    assert all(size <= (damaged / "index" / "data.mdb").stat().st_size for size in kept)
+
+
+def test_a_scan_has_a_time_limit(pristine: Path) -> None:
+    reason = guard.find_damage(pristine / "index", 0.0001)
+    assert reason == "looking at it took longer than 0.0001 seconds"
+
+
+def test_a_scan_that_is_killed_means_damage(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "killed.py"
+    killed.write_text("import os, signal; os.kill(os.getpid(), signal.SIGBUS)\n")
+    monkeypatch.setattr(guard, "_SCAN", killed)
+    reason = guard.find_damage(pristine / "index", 30.0)
+    assert reason == f"reading it ended by {signal.SIGBUS.name}"
+
+
+def test_an_index_that_cannot_be_opened_is_refused_with_the_cure(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan that overlooks something: LMDB's own error still becomes one sentence."""
+    path = tmp_path / "ssd"
+    shutil.copytree(pristine, path)
+    (path / "index" / "data.mdb").write_bytes(b"\0" * 100_000)
+    monkeypatch.setattr(guard, "make_safe", lambda *_arguments: True)
+    with pytest.raises(TierConfigError, match=r"cannot use .* use another path"):
+        SsdStore(path, SMALL, CAPACITY)
