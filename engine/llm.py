@@ -67,8 +67,8 @@ class LLM:
     `LLM("model", kv_offload="cpu,ssd", kv_offload_cpu_bytes="512MiB")`.
 
     Without a model it is the embedded one. With `in_process=False` the engine core runs in a
-    process of its own, which logs from `log_level` up; `progress` hears what a start in this process
-    is busy with. Raises ConfigError for what cannot work. Close it, or use it as a context
+    process of its own, which logs from `log_level` up; `progress` hears what a start in this
+    process is busy with. Raises ConfigError for what cannot work. Close it, or use it as a context
     manager; what is still open when Python ends is closed then.
     """
 

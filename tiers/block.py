@@ -5,8 +5,8 @@ Knows nothing of where blocks are kept, of tensors or of requests. Everything he
 ABI described in `docs/abi.md`; golden vectors in `tests/tiers/test_block.py` keep it from drifting.
 
     root   = SHA-256(canonical CBOR of the identity)
-    digest = SHA-256(parent digest | token ids as little-endian int32 | canonical CBOR of the extras, if any)
-    key    = digest (32 bytes) | group u16 | shard rank u16 | shard count u16 | zero u16     (40 bytes)
+    digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)
+    key    = digest (32) | group u16 | shard rank u16 | shard count u16 | zero u16    (40 bytes)
 """
 
 from __future__ import annotations

@@ -69,9 +69,10 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. Requests whose logits are not finite are named and get no token; the others are
         not affected."""
-        self._update_batch(output)
+        # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
             self._connector.start_step(output.connector_meta or ConnectorMetadata())
+        self._update_batch(output)
         result = ModelRunnerOutput({})
         if output.num_scheduled_tokens:
             self._compute(output, result)

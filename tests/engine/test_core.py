@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stratakv.engine.config import ConfigError, EngineConfig
 from stratakv.engine.core import EngineCore
 from stratakv.engine.options import engine_config

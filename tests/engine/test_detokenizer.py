@@ -7,10 +7,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from stratakv.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from stratakv.engine.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from stratakv.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from stratakv.engine.tokenizer import Tokenizer
 
 TEXT = "Zwölf Boxkämpfer jagen Виктор quer über 漢字の道 🙂🙃 the naïve café, 123 times. "
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.config import ConfigError
 

@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.output_processor import OutputProcessor, TextOutput, generate_text
 from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids, unpack_token_ids
 from stratakv.engine.tokenizer import Tokenizer
 from stratakv.engine.wire import AddRequest, TokenOutput
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import ConfigError, EngineConfig

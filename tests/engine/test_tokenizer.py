@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from stratakv.engine.config import ConfigError
-from stratakv.engine.tokenizer import PromptTooLong, Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
+
+from stratakv.engine.config import ConfigError
+from stratakv.engine.tokenizer import PromptTooLong, Tokenizer
 
 
 @pytest.fixture

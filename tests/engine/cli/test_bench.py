@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+
 from stratakv.engine.cli import bench
 from stratakv.engine.cli.main import main
 

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
+
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.cli.main import main
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stratakv.engine.cli.serve import bind
 from stratakv.engine.config import ConfigError
 
