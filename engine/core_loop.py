@@ -15,7 +15,17 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .wire import AbortRequests, AddRequest, Call, FromCore, Outputs, Reply, ToCore, TokenOutput
+from .wire import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    Fatal,
+    FromCore,
+    Outputs,
+    Reply,
+    ToCore,
+    TokenOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +79,27 @@ class CoreLoop:
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
 
-    def run(self) -> None:
-        """Run until stopped, then shut the core down. What `step` raises comes out here."""
-        try:
-            while not self._stopping.is_set():
-                outputs = self._take_messages(may_wait=not self._core.has_work())
-                if not self._stopping.is_set() and self._core.has_work():
-                    outputs += self._core.step()
-                if outputs:
-                    self._emit(Outputs(outputs))
-        finally:
-            self._shut_down()
+    def run(self) -> bool:
+        """Run until stopped, then shut the core down. False where the core failed: its clients
+        were told at once, and what could be saved is saved."""
+        failed = False
+        for part in (self._step_until_stopped, self._shut_down):
+            try:
+                part()
+            except Exception as error:
+                failed = True
+                logger.exception("the engine core failed")
+                self._emit(Fatal(f"{type(error).__name__}: {error}"))
+        return not failed
+
+    def _step_until_stopped(self) -> None:
+        core = self._core
+        while not self._stopping.is_set():
+            outputs = self._take_messages(may_wait=not core.has_work())
+            if not self._stopping.is_set() and core.has_work():
+                outputs += core.step()
+            if outputs:
+                self._emit(Outputs(outputs))
 
     def _take_messages(self, may_wait: bool) -> list[TokenOutput]:
         """Handle what is queued; the outputs of requests that were refused."""

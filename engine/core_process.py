@@ -77,8 +77,7 @@ class CoreServer:
             self._loop = CoreLoop(core, self._send)
             reader.start()
             self._send(core.ready())
-            self._loop.run()
-            return 0
+            return 0 if self._loop.run() else EXIT_FAILED
         except Exception as error:  # noqa: BLE001 - whatever ends the core, its client is told
             return self._fail(error)
         finally:

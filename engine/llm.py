@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .client.base import EngineClient
+from .client.base import EngineClient, EngineDead
 from .event_loop_thread import EventLoopThread
 from .options import engine_config
 from .output_processor import OutputProcessor, TextOutput, generate_text
@@ -174,6 +174,8 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> AddRequest:
         """Check a prompt and make it a request; raises ValueError."""
+        if self._closed:
+            raise EngineDead("this LLM was closed; make a new one")
         ready = self._client.ready
         longest = ready.max_model_len - 1
         if isinstance(prompt, str):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..core import EngineCore
 from ..core_loop import CoreLoop
-from ..wire import Fatal, FromCore, ToCore
+from ..wire import FromCore, ToCore
 from .message_client import SEND_SECONDS, MessageClient
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,6 @@ class InProcessClient(MessageClient):
     def _run(self) -> None:
         try:
             self._core_loop.run()
-        except Exception as error:
-            logger.exception("the engine core failed")
-            self._emit(Fatal(f"{type(error).__name__}: {error}"))
         finally:
             self._on_event_loop(self._ended.set)
 

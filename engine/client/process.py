@@ -43,6 +43,7 @@ class ProcessClient(MessageClient):
         self._to_core = self._bind(zmq.PUSH, self._core.to_core_endpoint)
         self._from_core = self._bind(zmq.PULL, self._core.from_core_endpoint)
         self._reader = asyncio.ensure_future(self._read())
+        self._reader.add_done_callback(self._reader_ended)
 
     @classmethod
     async def start(
@@ -139,6 +140,11 @@ class ProcessClient(MessageClient):
             if isinstance(message, Ready | Fatal) and not self._started.done():
                 self._start_ended(message)
             self._receive(message)
+
+    def _reader_ended(self, reader: asyncio.Future[None]) -> None:
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            logger.error("the core's messages can no longer be read", exc_info=error)
+            self._die(f"the connection to the engine core broke ({error})")
 
     def _start_ended(self, message: Ready | Fatal) -> None:
         if isinstance(message, Ready) and message.protocol_version == PROTOCOL_VERSION:

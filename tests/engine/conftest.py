@@ -11,6 +11,8 @@ import pytest
 VOCAB = 257
 END_ID = 256
 
+# Options of small cpu and ssd tiers.
+Tiers = dict[str, str]
 Reference = Callable[[Sequence[int], int], list[int]]
 
 
@@ -67,3 +69,14 @@ def greedy_reference(tiny_model: Path) -> Reference:
         return ids[len(prompt) :]
 
     return answer
+
+
+@pytest.fixture
+def small_tiers(tmp_path: Path) -> Tiers:
+    """Options of a small cpu tier and a small ssd tier, which survives the engine."""
+    return {
+        "kv_offload": "cpu,ssd",
+        "kv_offload_cpu_bytes": "1MiB",
+        "kv_offload_ssd_path": str(tmp_path / "ssd"),
+        "kv_offload_ssd_bytes": "16MiB",
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The incremental detokenizer gives the same text as decoding at once, and never half a character."""
+"""The incremental detokenizer gives the text of decoding at once, and never half a character."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
+from stratakv.engine.client.base import EngineDead
 from stratakv.engine.config import ConfigError
 
 VOCAB = 257
@@ -100,7 +101,7 @@ def test_a_stream_is_the_same_text(llm: LLM) -> None:
     parts = list(llm.stream(prompt_of(7), GREEDY))
     [output] = llm.generate([prompt_of(7)], GREEDY)
     assert "".join([part.text for part in parts]) == output.text
-    assert sum([part.token_ids for part in parts], []) == output.token_ids
+    assert [token for part in parts for token in part.token_ids] == output.token_ids
     assert parts[-1].finish_reason == "length"
 
 
@@ -167,6 +168,8 @@ def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
         assert [output.token_ids for output in other.generate(prompts, params)] == expected
         other.reset_prefix_cache(reset_tiers=True)
     other.close()
+    with pytest.raises(EngineDead, match="was closed"):
+        other.generate(prompts, params)
 
 
 LEFT_OPEN = """
@@ -189,6 +192,7 @@ def test_an_engine_left_open_is_closed_with_python(tiny_model: Path, tmp_path: P
             capture_output=True,
             text=True,
             timeout=60,
+            check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
         answers.append(done.stdout.strip())
@@ -201,7 +205,12 @@ def test_the_import_is_light() -> None:
         "print([n for n in ('torch', 'numpy', 'zmq', 'tokenizers', 'fastapi') if n in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == "[]", done.stderr
     import stratakv.engine

@@ -58,7 +58,7 @@ def test_tokens_and_text_end_at_a_stop_string(tokenizer: Tokenizer, count: int) 
     outputs = outputs_of(tokenizer, "one, two. Three.", count)
     results = process(tokenizer, SamplingParams(stop=(". ",), max_tokens=99), outputs)
     assert "".join([r.text for r in results]) == "one, two"
-    assert sum([r.token_ids for r in results], []) == tokenizer.encode("one, two. ")
+    assert [token for r in results for token in r.token_ids] == tokenizer.encode("one, two. ")
     assert (results[-1].finish_reason, results[-1].stop_reason) == ("stop", ". ")
     assert all(r.finish_reason is None for r in results[:-1])
 
@@ -73,7 +73,7 @@ def test_before_the_minimum_nothing_stops(tokenizer: Tokenizer) -> None:
     params = SamplingParams(stop=("a",), min_tokens=4, max_tokens=9)
     results = process(tokenizer, params, outputs_of(tokenizer, "aaabcad", 2))
     assert "".join([r.text for r in results]) == "aaabc"
-    assert sum([r.token_ids for r in results], []) == tokenizer.encode("aaabca")
+    assert [token for r in results for token in r.token_ids] == tokenizer.encode("aaabca")
 
 
 def test_an_end_token_is_no_text(tokenizer: Tokenizer) -> None:

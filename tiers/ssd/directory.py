@@ -62,6 +62,8 @@ class StoreDirectory:
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
@@ -69,5 +71,9 @@ class StoreDirectory:
                 f"the SSD tier in {self.path} is in use by process {owner}; stop that process or "
                 "use another path"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._lock)
+            raise TierConfigError(
+                f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
+                "local disk with room"
+            ) from error

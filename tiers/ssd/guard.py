@@ -49,6 +49,7 @@ def find_damage(folder: Path, timeout_seconds: float) -> str | None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_SCAN), str(folder)],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",

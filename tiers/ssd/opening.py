@@ -97,7 +97,8 @@ def _prepare_index(directory: StoreDirectory, plan: SpacePlan, identity: Identit
     index = IndexFile(directory.index, plan.index_bytes)
     try:
         index.reserve(plan.index_bytes)
-        index.write_identity(identity)
+        if index.identity() is None:
+            index.write_identity(identity)
     finally:
         index.close()
     return rows

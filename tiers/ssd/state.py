@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import lmdb
+
 from ..base import TierStats
 from ..block import BlockLayout
 from ..errors import TierClosed, TierError
@@ -51,7 +53,11 @@ class StoreState:
             first = kind not in self.stats.errors
             self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
         if first:
-            log.warning("the SSD tier met a fault, and counts further ones: %s", error)
+            # A fault that nobody foresaw is a mistake of ours, and its place says which.
+            trace = None if isinstance(error, OSError | lmdb.Error) else error
+            log.warning(
+                "the SSD tier met a fault, and counts further ones: %s", error, exc_info=trace
+            )
 
 
 class Job(Generic[_T]):

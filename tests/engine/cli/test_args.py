@@ -8,7 +8,6 @@ import builtins
 import re
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def without_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if only the base installation were there."""
     real = builtins.__import__
     missing = re.compile(r"(torch|zmq|uvicorn|fastapi|tokenizers|numpy)(\.|$)")
@@ -223,7 +222,6 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith(("stratakv.engine.llm", "stratakv.engine.tokenizer")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
-    yield
 
 
 @pytest.mark.usefixtures("without_engine")

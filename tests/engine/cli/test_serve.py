@@ -72,10 +72,9 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_a_life(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_life(tiny_model: Path, small_tiers: dict[str, str]) -> None:
     """Ready, an answer, Ctrl-C: exit code 0, and the blocks are there in the next life."""
-    flags = ["--kv-offload", "cpu,ssd", "--kv-offload-cpu-bytes", "1MiB",
-             "--kv-offload-ssd-path", str(tmp_path / "ssd"), "--kv-offload-ssd-bytes", "16MiB"]  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in small_tiers.items()]
     body = {"prompt": [7] * 100, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     answers = []
     for number in (signal.SIGINT, signal.SIGTERM):

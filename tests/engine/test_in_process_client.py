@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core in a thread: a core that breaks is told of, a queue that is full is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from stratakv.engine import core_loop
+from stratakv.engine.client.base import EngineDead
+from stratakv.engine.client.in_process import InProcessClient
+from stratakv.engine.core import EngineCore
+from stratakv.engine.options import engine_config
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.token_ids import pack_token_ids
+from stratakv.engine.wire import AddRequest
+
+
+@asynccontextmanager
+async def running(model: Path) -> AsyncIterator[tuple[EngineCore, InProcessClient]]:
+    core = EngineCore(engine_config(model, {"num_blocks": 60, "num_threads": 1}))
+    client = InProcessClient(core)
+    try:
+        yield core, client
+    finally:
+        await client.close(10)
+
+
+def request(request_id: str, max_tokens: int) -> AddRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return AddRequest(request_id, pack_token_ids([1, 2, 3]), params)
+
+
+async def count(client: InProcessClient, asked: AddRequest) -> int:
+    return sum([len(output.new_token_ids) async for output in client.generate(asked)])
+
+
+def test_a_core_that_breaks_is_the_end_of_its_client(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise KeyError("a fault of the scheduler")
+
+    async def run() -> None:
+        async with running(tiny_model) as (core, client):
+            task = asyncio.ensure_future(count(client, request("r", 200)))
+            while not (await client.call("stats"))["scheduler"]["num_running"]:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(core.scheduler, "schedule", broken)
+            began = time.monotonic()
+            with pytest.raises(EngineDead, match="a fault of the scheduler"):
+                await task
+            assert time.monotonic() - began < 1.0
+            assert not client.is_alive
+            with pytest.raises(EngineDead):
+                await client.call("stats")
+
+    asyncio.run(run())
+
+
+def test_more_messages_than_the_queue_holds(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_loop, "QUEUE_MESSAGES", 2)
+
+    async def run() -> list[int]:
+        async with running(tiny_model) as (_, client):
+            tasks = [count(client, request(str(number), 3)) for number in range(40)]
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(run()) == [3] * 40
+
+
+def test_running_requests_end_with_the_client(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with running(tiny_model) as (_, client):
+            stream = client.generate(request("r", 200))
+            assert (await anext(stream)).new_token_ids
+            await client.close(10)
+            with pytest.raises(EngineDead, match="was closed"):
+                while True:
+                    await anext(stream)
+
+    asyncio.run(run())

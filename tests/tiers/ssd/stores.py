@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the SSD store share: sizes and ways to look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.space import plan_space
+
+from ..blocks import SMALL
+
+BIG = BlockLayout(num_layers=4, block_size=16, num_kv_heads=2, head_dim=64, kv_dtype="float32")
+Open = Callable[..., SsdStore]
+
+
+def capacity_for(slots: int, layout: BlockLayout = SMALL) -> int:
+    """The smallest capacity that gives so many slots."""
+    low, high = 1, 2**40
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            enough = plan_space(layout, middle).num_slots >= slots
+        except TierConfigError:
+            enough = False
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
+
+
+def store_keys(store: SsdStore) -> list[bytes]:
+    return store._state.index.keys()

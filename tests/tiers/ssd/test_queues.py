@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls under way in the SSD store: full queues, blocks that go while they come, closing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from stratakv.tiers.base import Answer
+from stratakv.tiers.block import ALIGNMENT
+from stratakv.tiers.errors import TierBusy, TierClosed
+from stratakv.tiers.ssd.slot_file import SlotFile
+
+from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
+from ..store_contract import SECONDS, fetch, put, wait_until
+from .stores import Open
+
+
+def test_a_full_write_queue_is_busy_and_takes_nothing(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(queue_bytes=4 * SMALL.page_bytes)
+    gate, real = threading.Event(), SlotFile.sync
+    monkeypatch.setattr(SlotFile, "sync", lambda self: (gate.wait(SECONDS), real(self))[1])
+    keys = make_keys(12)
+    future = store.store(keys[:6], filled_buffers(keys[:6], SMALL))  # taken: it was empty
+    with pytest.raises(TierBusy, match="6 writes"):
+        store.store(keys[6:7], filled_buffers(keys[6:7], SMALL))
+    assert store.lookup(keys) == [Answer.PENDING] * 6 + [Answer.MISS] * 6
+    gate.set()
+    assert future.result(SECONDS) == [True] * 6
+    assert put(store, keys[6:]) == [True] * 6
+
+
+def test_a_full_read_queue_is_busy(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(queue_bytes=4 * SMALL.page_bytes, io_threads=1)
+    keys = make_keys(4)
+    put(store, keys)
+    gate = hold_reads(monkeypatch)
+    future = store.load(keys, make_buffers(4, SMALL))
+    with pytest.raises(TierBusy, match="4 reads"):
+        store.load(keys[:1], make_buffers(1, SMALL))
+    gate.set()
+    assert future.result(SECONDS) == [Answer.HIT] * 4
+    assert None not in fetch(store, keys)
+
+
+def hold_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads wait, before they reach the file, until the event is set."""
+    gate, real = threading.Event(), SlotFile.read
+
+    def wait(self: SlotFile, *arguments: object) -> int:
+        gate.wait(SECONDS)
+        return real(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "read", wait)
+    return gate
+
+
+def test_a_slot_being_read_is_not_reused(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(slots=4)
+    keys = make_keys(12)
+    put(store, keys[:4])
+    gate = hold_reads(monkeypatch)
+    buffers = make_buffers(2, SMALL)
+    reading = store.load(keys[:2], buffers)
+    assert store.drop(keys[:1]) == 1  # forgotten while it is read
+    for start in range(4, 12, 4):
+        assert put(store, keys[start : start + 4]).count(True) == 2
+    assert store.lookup(keys[:2]) == [Answer.MISS, Answer.HIT]
+    gate.set()
+    assert reading.result(SECONDS) == [Answer.HIT] * 2
+    assert [bytes(buffer) for buffer in buffers] == [payload_of(key, SMALL) for key in keys[:2]]
+    assert put(store, make_keys(4, "after")) == [True] * 4
+    assert store.stats().rejected == {}
+
+
+def test_a_block_dropped_on_its_way_in_is_not_kept(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    keys = make_keys(3)
+    gate, real = threading.Event(), SlotFile.sync
+    entered = threading.Event()
+
+    def wait(self: SlotFile) -> None:
+        entered.set()
+        gate.wait(SECONDS)
+        real(self)
+
+    monkeypatch.setattr(SlotFile, "sync", wait)
+    writing = store.store(keys[:2], filled_buffers(keys[:2], SMALL))
+    assert entered.wait(SECONDS)
+    queued = store.store(keys[2:], filled_buffers(keys[2:], SMALL))
+    assert store.drop(keys[1:]) == 2
+    assert store.drop(keys[1:]) == 0
+    again = store.store(keys[1:2], filled_buffers(keys[1:2], SMALL))
+    gate.set()
+    assert writing.result(SECONDS) == [True, False]
+    assert queued.result(SECONDS) == [False]
+    assert again.result(SECONDS) == [True]
+    assert store.lookup(keys) == [Answer.HIT, Answer.HIT, Answer.MISS]
+    store.close(SECONDS)
+    assert open_store().lookup(keys) == [Answer.HIT, Answer.HIT, Answer.MISS]
+
+
+def test_close_writes_what_is_queued(open_store: Open) -> None:
+    store = open_store()
+    keys = make_keys(30)
+    futures = [store.store([key], filled_buffers([key], SMALL)) for key in keys]
+    store.close(SECONDS)
+    assert [future.result(0) for future in futures] == [[True]] * 30
+    assert None not in fetch(open_store(), keys)
+
+
+def test_close_abandons_what_the_time_does_not_allow(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    keys = make_keys(3)
+    gate, real = threading.Event(), SlotFile.sync
+    entered = threading.Event()
+
+    def wait(self: SlotFile) -> None:
+        entered.set()
+        gate.wait(SECONDS)
+        real(self)
+
+    monkeypatch.setattr(SlotFile, "sync", wait)
+    first = store.store(keys[:1], filled_buffers(keys[:1], SMALL))
+    assert entered.wait(SECONDS)
+    second = store.store(keys[1:], filled_buffers(keys[1:], SMALL))
+    threading.Timer(0.3, gate.set).start()
+    store.close(0.1)
+    assert first.result(SECONDS) == [True]
+    with pytest.raises(TierClosed):
+        second.result(SECONDS)
+    assert open_store().lookup(keys) == [Answer.HIT, Answer.MISS, Answer.MISS]
+
+
+def test_no_view_of_a_buffer_outlives_its_call(open_store: Open) -> None:
+    store = open_store()
+    keys = make_keys(3)
+    memory = bytearray(3 * ALIGNMENT)
+    views = [memoryview(memory)[i * ALIGNMENT :][:ALIGNMENT] for i in range(3)]
+    store.store(keys, views).result(SECONDS)
+    store.load(keys, views).result(SECONDS)
+    del views
+
+    def is_free() -> bool:
+        try:
+            memory.append(0)
+        except BufferError:
+            return False
+        return True
+
+    wait_until(is_free)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths, sizes and settings of the SSD store: bounds that hold, refusals with cause and cure."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratakv.tiers.base import Answer
+from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.ssd import SsdStore
+
+from ..blocks import ODD, SMALL, make_keys
+from ..store_contract import SECONDS, fetch, put
+from .stores import BIG, Open, capacity_for, store_keys
+
+
+def test_space_on_the_disk_stays_within_the_capacity(open_store: Open, tmp_path: Path) -> None:
+    for slots, layout in ((9, BIG), (200, SMALL), (300, ODD)):
+        path = tmp_path / f"bound-{slots}"
+        store = open_store(slots=slots, layout=layout, path=path)
+        for start in range(0, 3 * slots, 50):
+            put(store, make_keys(50, f"{start}"))
+        assert on_disk(path) <= store.stats().capacity_bytes
+        assert store.stats().used_bytes <= store.stats().capacity_bytes
+        # Most of it is blocks; what is not, is what the index may ever need.
+        assert store.stats().blocks >= slots * 15 // 16
+        store.close(SECONDS)
+        assert on_disk(path) <= store.stats().capacity_bytes
+
+
+def on_disk(path: Path) -> int:
+    """Bytes that the file system has given to everything below and including `path`."""
+    return sum(each.lstat().st_blocks * 512 for each in [path, *path.rglob("*")])
+
+
+def test_files_are_private(open_store: Open, tmp_path: Path) -> None:
+    put(open_store(), make_keys(2))
+    for each in [tmp_path / "ssd", *(tmp_path / "ssd").rglob("*")]:
+        mode = stat.S_IMODE(each.stat().st_mode)
+        assert mode == (0o700 if each.is_dir() else 0o600), each
+
+
+@pytest.mark.parametrize("slots", [16, 40, 200])
+def test_another_capacity_keeps_what_fits(open_store: Open, tmp_path: Path, slots: int) -> None:
+    keys = make_keys(40)
+    store = open_store(slots=40)
+    put(store, keys)
+    store.close(SECONDS)
+    store = open_store(slots=slots)
+    hits = store.lookup(keys).count(Answer.HIT)
+    assert hits == min(slots, 40)
+    found = fetch(store, keys)
+    assert len(found) - found.count(None) == hits
+    assert on_disk(tmp_path / "ssd") <= store.stats().capacity_bytes
+    put(store, make_keys(slots, "more"))
+    store.close(SECONDS)
+    store = open_store(slots=slots)
+    assert None not in fetch(store, store_keys(store))
+    assert len(store_keys(store)) >= slots * 15 // 16
+
+
+def test_a_small_loss_of_slots_rewrites_no_index(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(40)
+    store = open_store(slots=40)
+    put(store, keys)
+    store.close(SECONDS)
+    monkeypatch.setattr("stratakv.tiers.ssd.opening.rebuild", None)
+    store = open_store(slots=38)
+    assert store.lookup(keys).count(Answer.HIT) == 38
+
+
+def test_a_second_process_is_refused_with_the_owner(open_store: Open, tmp_path: Path) -> None:
+    open_store()
+    code = (
+        "import sys; from stratakv.tiers.ssd import SsdStore\n"
+        "from stratakv.tiers.block import BlockLayout\n"
+        "try: SsdStore(sys.argv[1], BlockLayout(1, 16, 1, 32, 'float32'), 10**7)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ssd")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"in use by process {os.getpid()};" in done.stdout
+    with pytest.raises(TierConfigError, match=f"in use by process {os.getpid()}"):
+        open_store()
+
+
+def test_another_layout_namespace_or_format_is_refused(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(3)
+    store = open_store(namespace=b"\x01\x02")
+    put(store, keys)
+    store.close(SECONDS)
+    with pytest.raises(TierConfigError, match=r"heads of 32, .* has .* heads of 48, .*delete"):
+        open_store(layout=ODD, namespace=b"\x01\x02")
+    with pytest.raises(TierConfigError, match=r"namespace 0102, .* has namespace \(none\);"):
+        open_store()
+    with monkeypatch.context() as patch:
+        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", 2)
+        with pytest.raises(TierConfigError, match=r"for format 1, and this engine has format 2;"):
+            open_store(namespace=b"\x01\x02")
+    # Nothing was changed by the refusals.
+    assert None not in fetch(open_store(namespace=b"\x01\x02"), keys)
+
+
+def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    for path in (file, file / "below"):
+        with pytest.raises(TierConfigError, match=r"needs a directory and .* is in the way"):
+            SsdStore(path, SMALL, 10**7)
+    with pytest.raises(TierConfigError, match=r"cannot write to /proc/stratakv .*permissions"):
+        SsdStore("/proc/stratakv", SMALL, 10**7)
+    smallest = capacity_for(1)
+    with pytest.raises(TierConfigError, match=f"at least {smallest} bytes .*, not {smallest - 1}"):
+        SsdStore(tmp_path / "a", SMALL, smallest - 1)
+    with pytest.raises(TierConfigError, match=r"bytes are free; lower its size by \d+ bytes"):
+        SsdStore(tmp_path / "b", SMALL, 2**60)
+    with pytest.raises(TierConfigError, match="I/O thread"):
+        SsdStore(tmp_path / "c", SMALL, 10**7, io_threads=0)
+    SsdStore(tmp_path / "d", SMALL, smallest).close(SECONDS)
+
+
+def test_a_refused_opening_leaves_nothing_open(open_store: Open) -> None:
+    open_store(slots=8).close(SECONDS)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(TierConfigError):
+            open_store(layout=ODD)
+    assert len(os.listdir("/proc/self/fd")) == before
+    open_store(slots=8)
