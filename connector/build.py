@@ -44,7 +44,7 @@ def build_offload(
     `progress` is called with bytes done and bytes in all while memory is faulted in. Raises
     TierConfigError for sizes and paths that cannot work; nothing stays open then.
     """
-    slab = CpuSlab(layout, cpu_bytes, populate_threads=populate_threads, progress=progress)
+    # The store first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores: list[StoreTier] = []
     try:
         if ssd_path is not None:
@@ -57,11 +57,15 @@ def build_offload(
                 queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
             )
             stores.append(store)
-        return _connect(slab, stores, watermark, read_seconds)
+        slab = CpuSlab(layout, cpu_bytes, populate_threads=populate_threads, progress=progress)
+        try:
+            return _connect(slab, stores, watermark, read_seconds)
+        except BaseException:
+            slab.close()
+            raise
     except BaseException:
         for opened in stores:
             opened.close(CLOSE_SECONDS)
-        slab.close()
         raise
 
 

@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import torch
 
-from ..connector.base import EvictedBlock, KVConnectorScheduler, KVConnectorWorker
+from ..connector.base import KVConnectorScheduler, KVConnectorWorker
 from ..connector.build import build_offload
 from ..tiers.block import BlockLayout, Identity, tenant_salt
 from ..tiers.errors import TierConfigError
 from .block_hash import make_block_hasher
-from .block_pool import BlockPool
 from .config import ConfigError, EngineConfig
 from .kv_cache_manager import KVCacheManager
 from .models.dtypes import compute_dtype, dtype_name
@@ -30,9 +29,9 @@ from .models.spec import load_model_spec, resolve_max_model_len
 from .request import BlockHasher, Request, TokenArray
 from .sampling.params import SamplingParams
 from .scheduler.output import SchedulerOutput
-from .scheduler.scheduler import RETRY_SECONDS, Scheduler
+from .scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
 from .token_ids import BYTES_PER_TOKEN
-from .wire import PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
+from .wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
 from .worker.kv_pool import check_pool_size, num_blocks_in
 from .worker.model_runner import ModelRunner
 
@@ -98,15 +97,19 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request. One that cannot run ends here: its only output is returned."""
+        code = None
         try:
             self.scheduler.add_request(self._make_request(request))
             return []
+        except QueueFull as error:
+            text, code = str(error), OVERLOADED
         except ValueError as error:
             text = str(error)
         except Exception as error:  # one request must not stop the others
             logger.exception("request %s could not be queued", request.request_id)
             text = f"the request could not be queued ({type(error).__name__}: {error})"
-        return [TokenOutput(request.request_id, [], finish_reason="error", error=text)]
+        refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
+        return [refusal]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests whose client is gone; unknown ids are ignored."""
@@ -158,7 +161,7 @@ class EngineCore:
         deadline = time.monotonic() + timeout_seconds
         self.scheduler.finish_requests(list(self.scheduler.requests))
         if self._connector is not None and self._connector_worker is not None:
-            resident = _resident_blocks(self.scheduler.manager.pool)
+            resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
             self._connector_worker.start_step(self._connector.build_final_meta(resident))
         self._close_connector(deadline - time.monotonic())
@@ -268,15 +271,6 @@ class EngineCore:
         self._connector_worker.shutdown()
         self._connector.update_from_worker(self._connector_worker.poll())
         self._connector.shutdown(max(0.0, timeout_seconds))
-
-
-def _resident_blocks(pool: BlockPool) -> list[EvictedBlock]:
-    """The computed blocks that could be found in an idle pool, least recently used first."""
-    return [
-        EvictedBlock(block.block_id, block.block_hash)
-        for block in pool.free_queue
-        if block.block_hash is not None and pool.all_computed((block,))
-    ]
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:

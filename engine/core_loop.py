@@ -89,8 +89,15 @@ class CoreLoop:
             except Exception as error:
                 failed = True
                 logger.exception("the engine core failed")
-                self._emit(Fatal(f"{type(error).__name__}: {error}"))
+                self._tell(Fatal(f"{type(error).__name__}: {error}"))
         return not failed
+
+    def _tell(self, last_words: Fatal) -> None:
+        """The tiers are still to be written, so a client that cannot hear must not matter."""
+        try:
+            self._emit(last_words)
+        except Exception:
+            logger.exception("nobody was told")
 
     def _step_until_stopped(self) -> None:
         core = self._core

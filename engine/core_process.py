@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
 # A client that reads nothing for so long is not coming back.
-_SEND_MILLISECONDS = 120_000
-_POLL_MILLISECONDS = 1000
+_SEND_SECONDS = 120.0
+_POLL_MILLISECONDS = 500
 # Beyond the time for an orderly shutdown, for the step that is running.
 _GRACE_SECONDS = 15.0
 EXIT_FAILED = 1
@@ -57,7 +57,6 @@ class CoreServer:
         self._output = self._context.socket(zmq.PUSH)
         self._output.set_hwm(_HIGH_WATER_MESSAGES)
         self._output.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
-        self._output.setsockopt(zmq.SNDTIMEO, _SEND_MILLISECONDS)
         self._output.connect(start.from_core_endpoint)
         self._loop: CoreLoop | None = None
         self._ended = threading.Event()
@@ -82,10 +81,8 @@ class CoreServer:
             return self._fail(error)
         finally:
             self._ended.set()
-            if reader.ident is not None:
-                reader.join(2 * _POLL_MILLISECONDS / 1000)
             self._output.close()
-            self._context.term()
+            self._context.term()  # ends the wait of the input thread too
 
     def _build(self) -> EngineCore:
         try:
@@ -101,15 +98,28 @@ class CoreServer:
         message = str(error) if is_config else f"{type(error).__name__}: {error}"
         try:
             self._send(Fatal(message, is_config_error=is_config))
-        except zmq.ZMQError:
+        except (zmq.ZMQError, TimeoutError):
             logger.error("nobody is left to be told: %s", message)
         return EXIT_CONFIG if is_config else EXIT_FAILED
 
     def _send(self, message: FromCore) -> None:
+        """Wait for room; a client that has left, or reads nothing for long, gets nothing."""
+        deadline = time.monotonic() + _SEND_SECONDS
+        while not self._output.poll(_POLL_MILLISECONDS, zmq.POLLOUT):
+            if self._loop is not None and self._loop.is_stopping:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the client has read nothing for {_SEND_SECONDS:g} s")
         self._output.send(encoder.encode(message))
 
     def _read(self) -> None:
         """The input thread."""
+        try:
+            self._read_until_ended()
+        except zmq.ContextTerminated:
+            pass
+
+    def _read_until_ended(self) -> None:
         with self._context.socket(zmq.PULL) as source:
             source.set_hwm(_HIGH_WATER_MESSAGES)
             source.connect(self._start.to_core_endpoint)

@@ -36,6 +36,7 @@ class TextOutput:
     num_cached_tokens: int | None = None
     cached_tokens_by_tier: dict[str, int] | None = None
     error: str | None = None
+    error_code: str | None = None
     timings: dict[str, float] | None = None
 
 
@@ -70,6 +71,7 @@ class OutputProcessor:
             num_cached_tokens=output.num_cached_tokens,
             cached_tokens_by_tier=output.cached_tokens_by_tier,
             error=output.error,
+            error_code=output.error_code,
             timings=output.timings,
         )
         if self._params.stop:

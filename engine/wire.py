@@ -13,6 +13,8 @@ from .sampling.params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
+OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
+
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
@@ -52,6 +54,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
     cached_tokens_by_tier: dict[str, int] | None = None  # "pool" | "cpu" | "ssd" → tokens
     error: str | None = None
     timings: dict[str, float] | None = None  # with the last one: queue, prefill, ... in seconds
+    error_code: str | None = None  # of errors that a client can act on: OVERLOADED
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):

@@ -181,7 +181,7 @@ class Hierarchy:
         if self._write_back is None:
             return True
         deadline = time.monotonic() + timeout_seconds
-        self._write_back.recheck()
+        self._write_back.recheck(self._doomed)
         while True:
             accepted = self._write_back.flush_some()
             if not self._write_back.pending:

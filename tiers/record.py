@@ -7,7 +7,7 @@
         10     2 header bytes (128)
         12     4 flags (0)
         16     8 payload bytes
-        24     8 generation: a number no other write of this store has, so a reused slot is recognised
+        24     8 generation: a number no other write of the store has; tells a reused slot
         32    16 layout id
         48    40 key
         88    24 reserved, zero

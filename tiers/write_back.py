@@ -11,7 +11,7 @@ its own calls and from completions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from itertools import islice
 
@@ -110,14 +110,16 @@ class WriteBack:
                 return False
         return True
 
-    def recheck(self) -> None:
-        """Before a flush: every block of the slab that the store lacks is to be written, but no
-        more than the store has room for, so that late batches do not displace earlier ones."""
+    def recheck(self, forgotten: Container[bytes]) -> None:
+        """Before a flush: every block of the slab that the store lacks is to be written, except
+        `forgotten` ones, but no more than the store has room for, so that late batches do not
+        displace earlier ones."""
         self._dirty.clear()
         # A store may spend up to one unit of alignment on a header.
         unit = self._store.layout.slot_bytes + ALIGNMENT
         room = self._store.stats().capacity_bytes // unit
-        newest_first = self._slab.keys()[::-1][:room]
+        kept = [key for key in reversed(self._slab.keys()) if key not in forgotten]
+        newest_first = kept[:room]
         answers = self._faults.lookup(self._store, newest_first)
         self.added([k for k, a in zip(newest_first, answers, strict=True) if a is Answer.MISS])
 

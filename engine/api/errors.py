@@ -23,7 +23,8 @@ MAX_MESSAGE_CHARACTERS = 1000
 
 
 class ApiError(Exception):
-    """An answer of its own: HTTP status and the fields of OpenAI's error object."""
+    """An answer of its own: HTTP status and the fields of OpenAI's error object. `retry_seconds`:
+    the same request may succeed after that time."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class ApiError(Exception):
         kind: str = INVALID,
         param: str | None = None,
         code: str | None = None,
+        retry_seconds: int | None = None,
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARACTERS:  # what the client sent may be quoted in it
             message = message[:MAX_MESSAGE_CHARACTERS] + "..."
@@ -42,6 +44,7 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
+        self.retry_seconds = retry_seconds
 
 
 class ClientGone(Exception):
@@ -104,5 +107,7 @@ def error_response(error: ApiError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["Connection"] = "close"
+    if error.retry_seconds is not None:
+        headers["Retry-After"] = str(error.retry_seconds)
     body = encode_error(error)
     return Response(body, error.status, headers=headers, media_type="application/json")

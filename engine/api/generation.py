@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..output_processor import TextOutput, generate_text
 from ..token_ids import BYTES_PER_TOKEN, unpack_token_ids
-from ..wire import AddRequest
+from ..wire import OVERLOADED, AddRequest
 from .errors import ENGINE, ApiError
 from .front import Front
 from .protocol import PromptTokensDetails, Usage
@@ -99,4 +99,6 @@ async def run_all(
 
 def _engine_error(output: TextOutput) -> ApiError:
     message = output.error or "the engine failed on this request"
+    if output.error_code == OVERLOADED:
+        return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
     return ApiError(message, status=500, kind=ENGINE, code="request_failed")

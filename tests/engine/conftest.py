@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,12 +55,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a context of 8192, for requests that run for seconds."""
+    directory = tmp_path_factory.mktemp("long-llama")
+    for path in tiny_model.iterdir():
+        (directory / path.name).symlink_to(path)
+    config = json.loads((tiny_model / "config.json").read_text())
+    config["max_position_embeddings"] = 8192
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def greedy_reference(tiny_model: Path) -> Reference:
     """`greedy_reference(prompt, n)`: the n next tokens in float64, end tokens not being special."""
     import torch
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
+    # Threads that wait for each other at every operation take a hundred times longer where others
+    # want the cores too.
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
 
     @torch.inference_mode()
     def answer(prompt: Sequence[int], count: int) -> list[int]:

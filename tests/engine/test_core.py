@@ -16,7 +16,7 @@ from stratakv.engine.core import EngineCore
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
-from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.engine.wire import OVERLOADED, AddRequest, TokenOutput
 
 VOCAB = 257
 MAX_STEPS = 3000
@@ -122,10 +122,14 @@ def test_the_waiting_queue_is_bounded(tiny_model: Path) -> None:
     config = config_of(tiny_model)
     object.__setattr__(config.scheduler, "max_waiting_requests", 2)
     core = EngineCore(config)
-    results = run(core, *[request(str(i), prompt_of(4, i)) for i in range(3)])
+    [refusal] = [o for i in range(3) for o in core.add(request(str(i), prompt_of(4, i)))]
+    results = finish(core, [refusal], 3)
     core.shutdown(5.0)
     assert [results[i].finish_reason for i in "012"] == ["length", "length", "error"]
-    assert "try later" in (results["2"].error or "")
+    assert "try later" in (refusal.error or "")
+    assert refusal.error_code == OVERLOADED
+    [bad] = core.add(AddRequest("bad", b"", SamplingParams()))
+    assert bad.error_code is None
 
 
 def test_aborted_requests_leave_nothing_behind(make_core: MakeCore) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core in a thread: a core that breaks is told of, a queue that is full is waited for."""
+"""The engine core in a thread: a broken core is told of, a full queue is waited for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from stratakv.engine.core import EngineCore
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.wire import AddRequest, TokenOutput
 
 
 @asynccontextmanager
 async def running(model: Path) -> AsyncIterator[tuple[EngineCore, InProcessClient]]:
-    core = EngineCore(engine_config(model, {"num_blocks": 60, "num_threads": 1}))
+    core = EngineCore(engine_config(model, {"num_blocks": 600, "num_threads": 1}))
     client = InProcessClient(core)
     try:
         yield core, client
@@ -40,15 +40,19 @@ async def count(client: InProcessClient, asked: AddRequest) -> int:
     return sum([len(output.new_token_ids) async for output in client.generate(asked)])
 
 
+async def rest_of(stream: AsyncIterator[TokenOutput]) -> list[TokenOutput]:
+    return [output async for output in stream]
+
+
 def test_a_core_that_breaks_is_the_end_of_its_client(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> None:
         raise KeyError("a fault of the scheduler")
 
     async def run() -> None:
-        async with running(tiny_model) as (core, client):
-            task = asyncio.ensure_future(count(client, request("r", 200)))
+        async with running(long_model) as (core, client):
+            task = asyncio.ensure_future(count(client, request("r", 4000)))
             while not (await client.call("stats"))["scheduler"]["num_running"]:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(core.scheduler, "schedule", broken)
@@ -64,26 +68,25 @@ def test_a_core_that_breaks_is_the_end_of_its_client(
 
 
 def test_more_messages_than_the_queue_holds(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_loop, "QUEUE_MESSAGES", 2)
 
     async def run() -> list[int]:
-        async with running(tiny_model) as (_, client):
+        async with running(long_model) as (_, client):
             tasks = [count(client, request(str(number), 3)) for number in range(40)]
             return await asyncio.gather(*tasks)
 
     assert asyncio.run(run()) == [3] * 40
 
 
-def test_running_requests_end_with_the_client(tiny_model: Path) -> None:
+def test_running_requests_end_with_the_client(long_model: Path) -> None:
     async def run() -> None:
-        async with running(tiny_model) as (_, client):
-            stream = client.generate(request("r", 200))
+        async with running(long_model) as (_, client):
+            stream = client.generate(request("r", 4000))
             assert (await anext(stream)).new_token_ids
             await client.close(10)
             with pytest.raises(EngineDead, match="was closed"):
-                while True:
-                    await anext(stream)
+                await rest_of(stream)
 
     asyncio.run(run())

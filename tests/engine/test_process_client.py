@@ -26,11 +26,13 @@ from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 VOCAB = 257
+LONG = 4000  # tokens: seconds, so that a request surely runs when it is looked at
 Reference = Callable[[Sequence[int], int], list[int]]
 
 
 def config_of(model: Path, **options: Any) -> EngineConfig:
-    defaults = {"dtype": "float64", "num_blocks": 200, "max_num_seqs": 16, "num_threads": 1}
+    defaults = {"num_blocks": 300, "max_model_len": 4096, "dtype": "float64", "max_num_seqs": 16,
+                "num_threads": 1}  # fmt: skip
     return engine_config(model, defaults | options)
 
 
@@ -42,9 +44,9 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 @pytest.fixture(scope="module")
-def client(loop: EventLoopThread, tiny_model: Path) -> Iterator[ProcessClient]:
+def client(loop: EventLoopThread, long_model: Path) -> Iterator[ProcessClient]:
     """A core that several tests share."""
-    started = loop.run(ProcessClient.start(config_of(tiny_model), timeout_seconds=60))
+    started = loop.run(ProcessClient.start(config_of(long_model), timeout_seconds=60))
     yield started
     loop.run(started.close(20))
 
@@ -112,8 +114,8 @@ def test_many_at_once_get_their_own_tokens(
 
 def test_ready_tells_of_the_core(client: ProcessClient) -> None:
     assert client.is_alive
-    assert (client.ready.max_model_len, client.ready.vocab_size) == (256, VOCAB)
-    assert (client.ready.num_blocks, client.ready.block_size) == (200, 16)
+    assert (client.ready.max_model_len, client.ready.vocab_size) == (4096, VOCAB)
+    assert (client.ready.num_blocks, client.ready.block_size) == (300, 16)
     assert client.ready.eos_token_ids == [256]
 
 
@@ -130,7 +132,7 @@ def test_a_bad_request_fails_alone(loop: EventLoopThread, client: ProcessClient)
 
 def test_closing_the_iterator_aborts(loop: EventLoopThread, client: ProcessClient) -> None:
     async def run() -> bool:
-        stream = client.generate(request("closed", prompt_of(2), max_tokens=230))
+        stream = client.generate(request("closed", prompt_of(2), max_tokens=LONG))
         assert (await anext(stream)).new_token_ids
         assert await running(client) == 1
         await stream.aclose()
@@ -141,7 +143,7 @@ def test_closing_the_iterator_aborts(loop: EventLoopThread, client: ProcessClien
 
 def test_a_cancelled_reader_aborts(loop: EventLoopThread, client: ProcessClient) -> None:
     async def run() -> bool:
-        asked = request("cancelled", prompt_of(3), max_tokens=230)
+        asked = request("cancelled", prompt_of(3), max_tokens=LONG)
         task = asyncio.ensure_future(collect(client, asked))
         while not await running(client):
             await asyncio.sleep(0.01)
@@ -155,7 +157,7 @@ def test_a_cancelled_reader_aborts(loop: EventLoopThread, client: ProcessClient)
 
 def test_abort_ends_the_iterator(loop: EventLoopThread, client: ProcessClient) -> None:
     async def run() -> list[TokenOutput]:
-        asked = request("aborted", prompt_of(4), max_tokens=230)
+        asked = request("aborted", prompt_of(4), max_tokens=LONG)
         task = asyncio.ensure_future(collect(client, asked))
         while not await running(client):
             await asyncio.sleep(0.01)
@@ -185,7 +187,7 @@ def test_a_slow_reader_holds_up_nobody_and_misses_nothing(
 
 def test_an_id_that_is_running_is_refused(loop: EventLoopThread, client: ProcessClient) -> None:
     async def run() -> None:
-        first = client.generate(request("same", prompt_of(9), max_tokens=100))
+        first = client.generate(request("same", prompt_of(9), max_tokens=LONG))
         await anext(first)
         with pytest.raises(ValueError, match="already running"):
             await collect(client, request("same", prompt_of(9)))
@@ -208,10 +210,10 @@ def test_calls(loop: EventLoopThread, client: ProcessClient) -> None:
     loop.run(run())
 
 
-def test_a_killed_core_is_noticed_by_everybody(loop: EventLoopThread, tiny_model: Path) -> None:
+def test_a_killed_core_is_noticed_by_everybody(loop: EventLoopThread, long_model: Path) -> None:
     async def run() -> float:
-        client = await ProcessClient.start(config_of(tiny_model), timeout_seconds=60)
-        asked = [request(str(i), prompt_of(i), max_tokens=230) for i in range(4)]
+        client = await ProcessClient.start(config_of(long_model), timeout_seconds=60)
+        asked = [request(str(i), prompt_of(i), max_tokens=LONG) for i in range(4)]
         tasks = [asyncio.ensure_future(collect(client, each)) for each in asked]
         while not await running(client):
             await asyncio.sleep(0.01)
@@ -233,14 +235,14 @@ def test_a_killed_core_is_noticed_by_everybody(loop: EventLoopThread, tiny_model
 
 
 def test_an_orderly_end(
-    loop: EventLoopThread, tiny_model: Path, small_tiers: dict[str, str]
+    loop: EventLoopThread, long_model: Path, small_tiers: dict[str, str]
 ) -> None:
     """Running requests end, the tiers are written, the process and its directory are gone."""
 
     async def life(prompt: list[int], end: Callable[[ProcessClient], Any]) -> TokenOutput:
-        client = await ProcessClient.start(config_of(tiny_model, **small_tiers), timeout_seconds=60)
+        client = await ProcessClient.start(config_of(long_model, **small_tiers), timeout_seconds=60)
         first = (await collect(client, request("done", prompt)))[0]
-        hanging = asyncio.ensure_future(collect(client, request("hangs", prompt_of(3), 230)))
+        hanging = asyncio.ensure_future(collect(client, request("hangs", prompt_of(3), LONG)))
         while not await running(client):
             await asyncio.sleep(0.01)
         await end(client)
@@ -265,17 +267,17 @@ def test_an_orderly_end(
 
 
 def test_a_setting_that_cannot_work_comes_back_as_one(
-    loop: EventLoopThread, tiny_model: Path
+    loop: EventLoopThread, long_model: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="it takes 17 blocks"):
-        loop.run(ProcessClient.start(config_of(tiny_model, num_blocks=9), timeout_seconds=60))
+    with pytest.raises(ConfigError, match="it takes 257 blocks"):
+        loop.run(ProcessClient.start(config_of(long_model, num_blocks=9), timeout_seconds=60))
 
 
 def test_a_start_that_takes_too_long_leaves_nothing(
-    loop: EventLoopThread, tiny_model: Path
+    loop: EventLoopThread, long_model: Path
 ) -> None:
     with pytest.raises(TimeoutError, match=r"not up within 0\.05 s"):
-        loop.run(ProcessClient.start(config_of(tiny_model), timeout_seconds=0.05))
+        loop.run(ProcessClient.start(config_of(long_model), timeout_seconds=0.05))
 
 
 PARENT = """
@@ -283,20 +285,24 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.options import engine_config
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.wire import AddRequest
 
 async def run():
-    config = engine_config(sys.argv[1], {"num_blocks": 200, "num_threads": 1})
+    config = engine_config(sys.argv[1], {"num_blocks": 600, "num_threads": 1})
     client = await ProcessClient.start(config)
     print(client.pid, flush=True)
+    params = SamplingParams(max_tokens=8000, ignore_eos=True)
+    await anext(client.generate(AddRequest("r", bytes(4), params)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(run())
 """
 
 
-def test_a_core_does_not_outlive_its_launcher(tiny_model: Path) -> None:
+def test_a_core_does_not_outlive_its_launcher(long_model: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, str(tiny_model)],
+        [sys.executable, "-c", PARENT, str(long_model)],
         cwd="/",
         capture_output=True,
         text=True,

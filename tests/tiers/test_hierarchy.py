@@ -423,6 +423,22 @@ def test_clear_forgets_everything_also_what_is_under_way(rig: Rig) -> None:
     rig.store.hold_loads = rig.store.hold_stores = False
 
 
+def test_a_flush_does_not_write_down_what_was_forgotten(rig: Rig) -> None:
+    rig.store.hold_stores = True
+    rig.put(*range(13))
+    written = list(rig.store.written)
+    rig.hierarchy.clear()
+    first_batch, _ = rig.store.held
+    rig.store.held.remove(first_batch)
+    first_batch()
+    assert not rig.hierarchy.flush(0.02)  # the second batch is still being written, and pinned
+    rig.store.release()
+    assert rig.hierarchy.flush(WAIT_SECONDS)
+    assert rig.store.written == written
+    assert rig.store.stats().blocks == 0
+    rig.store.hold_stores = False
+
+
 def test_close_does_not_unmap_memory_that_a_hung_read_may_write_to() -> None:
     rig = Rig(4)
     rig.put_below(1)

@@ -30,22 +30,27 @@ SPECIALS = (END, *(f"<|{role}|>" for role in ROLES))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|' + (message['role'] if message['role'] in ['system', 'assistant'] else 'user') + '|>' }}"
-    "{{ message['content'] }}{{ '<|endoftext|>' }}"
+    "{% set known = message['role'] in ['system', 'assistant'] %}"
+    "{{ '<|' + (message['role'] if known else 'user') + '|>' }}"
+    "{{ message['content'] ~ '<|endoftext|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 # Directives whose whole block says nothing to a reader of plain text.
-DROPPED = set(
-    "index module moduleauthor sectionauthor tabularcolumns toctree include literalinclude highlight "
-    "audit-event audit-event-table testsetup testcleanup currentmodule contents image figure program "
-    "limited-api-list miscnews py:module py:currentmodule raw".split()
+DROPPED = re.compile(
+    r"index|(py:)?(current)?module|(module|section)author|tabularcolumns|toctree|(literal)?include|"
+    r"highlight|audit-event(-table)?|test(setup|cleanup)|contents|image|figure|program|"
+    r"limited-api-list|miscnews|raw"
 )
 # Directives that only frame a block: the block stays, the line goes.
-FRAMES = set(
-    "code-block sourcecode doctest testcode testoutput parsed-literal only list-table table "
-    "glossary epigraph sidebar rubric productionlist".split()
+FRAMES = re.compile(
+    r"(code-block|sourcecode|doctest|test(code|output)|parsed-literal|only|(list-)?table|"
+    r"glossary|epigraph|sidebar|productionlist)"
+)
+# Credits name people; they are noise for a language model of this size.
+CREDIT = re.compile(
+    r"\s*\((?:Contributed|Patch|Written|Implemented|Suggested)\b[^()]*(?:\([^()]*\)[^()]*)*\)"
 )
 LABELS = {
     "versionadded": "New in version",
@@ -62,12 +67,18 @@ LABELS = {
 }
 
 # Standard-library folders that hold tests, generated data or text of another origin.
-SKIPPED_PARTS = {"test", "tests", "idle_test", "site-packages", "pydoc_data", "lib2to3", "encodings", "_vendor"}
+SKIPPED_PARTS = re.compile(
+    r"tests?|idle_test|site-packages|pydoc_data|lib2to3|encodings|_vendor|config-.*"
+)
 
 # Pages of legal text and tables of contents, which teach a language model nothing.
 SKIPPED_PAGES = {"license", "copyright", "contents", "distributing/index", "installing/index"}
 
-SYSTEM_TEXTS = ("You are a helpful assistant.", "You answer questions about Python.", "Be brief and exact.")
+SYSTEM_TEXTS = (
+    "You are a helpful assistant.",
+    "You answer questions about Python.",
+    "Be brief and exact.",
+)
 QUESTIONS = (
     "What does {name} do?",
     "Explain {name}.",
@@ -88,8 +99,7 @@ class Document:
 
 def clean_inline(text: str) -> str:
     """Replace RST roles, links and emphasis by the words that a reader would see."""
-    # Credits name people; they are noise for a language model of this size.
-    text = re.sub(r"\s*\((?:Contributed|Patch|Written|Implemented|Suggested)\b[^()]*(?:\([^()]*\)[^()]*)*\)", "", text)
+    text = CREDIT.sub("", text)
     text = re.sub(r":[a-z0-9:+-]+:`[!~]?([^`<]*?)\s*<[^`>]*>`", r"\1", text)
     text = re.sub(r":(func|meth|c:func|py:meth):`[!~]?([^`]*?)(\(\))?`", r"\2()", text)
     text = re.sub(r":(pep|rfc):`([^`]*)`", lambda m: f"{m[1].upper()} {m[2]}", text)
@@ -111,7 +121,7 @@ def directive_line(indent: str, name: str, rest: str) -> str | None:
         return f"{indent}{LABELS[name]} {rest}{ending}".rstrip()
     if name == "rubric":
         return f"{indent}{rest}"
-    if name in FRAMES:
+    if FRAMES.fullmatch(name):
         return None
     kind = name.split(":")[-1]
     return f"{indent}{kind} {rest}".rstrip()
@@ -131,7 +141,7 @@ def cleaned_lines(lines: list[str]) -> Iterator[str]:
             continue
         options = False
         found = re.match(r"\s*\.\. ([\w:+-]+)::\s*(.*)$", line)
-        if found and found[1] not in DROPPED:
+        if found and not DROPPED.fullmatch(found[1]):
             options = True
             plain = directive_line(indent, found[1], found[2])
             if plain is not None:
@@ -167,7 +177,7 @@ def documentation(root: Path) -> Iterator[Document]:
     """Every RST source below `root`, cleaned, in a fixed order."""
     for path in sorted([*root.rglob("*.rst"), *root.rglob("*.rst.txt")]):
         name = path.relative_to(root).as_posix().split("_sources/")[-1].split(".rst")[0]
-        # Manual pages of a module share the topic of its docstrings, so that both are held out together.
+        # A module's manual page shares the topic of its docstrings: both are held out together.
         folder, _, stem = name.partition("/")
         topic = re.split(r"[.-]", stem)[0] if folder == "library" else name
         text = clean_rst(path.read_text(encoding="utf-8", errors="ignore"))
@@ -215,11 +225,11 @@ def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document
 
 
 def standard_library() -> Iterator[Document]:
-    """Docstrings of the running interpreter's own modules, one document per module, and their chats."""
+    """Docstrings of the running interpreter's modules, one document each, and their chats."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_PARTS & set(relative.parts) or "config-" in str(relative):
+        if any(SKIPPED_PARTS.fullmatch(part) for part in relative.parts):
             continue
         module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
         try:
@@ -242,7 +252,7 @@ def is_held_out(topic: str, share: float) -> bool:
 
 
 def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Document]]:
-    """All documents, split into those for training and those held out (no chats among the latter)."""
+    """All documents, split into those for training and those held out (which have no chats)."""
     everything = [*(documentation(docs) if docs else ()), *standard_library()]
     train = [d for d in everything if not is_held_out(d.topic, share)]
     held = [d for d in everything if is_held_out(d.topic, share) and not d.name.startswith("chat:")]
@@ -264,6 +274,14 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
     plain = (d.text for d in documents if not d.name.startswith("chat:"))
     tokenizer.train_from_iterator(plain, trainer=trainer)
     return tokenizer
+
+
+def end_id(tokenizer: Tokenizer) -> int:
+    """The id of the token that begins and ends every document."""
+    found = tokenizer.token_to_id(END)
+    if found is None:
+        raise ValueError(f"The tokenizer has no {END}.")
+    return int(found)
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:

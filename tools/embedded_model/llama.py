@@ -5,17 +5,25 @@ The names match on purpose: a state dict of this module is a valid weight file
 for `LlamaForCausalLM` with tied embeddings, so that the export needs no renaming.
 
 What it does not know: optimisers, data, tokenizers, key-value caches or sampling.
-It computes losses for training and for the held-out evaluation, nothing else.
+It computes losses for training and for the held-out evaluation, and writes weights.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+# Ranges of positions for which the evaluation gives a loss each.
+BUCKETS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096))
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ class Attention(nn.Module):
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        mixed: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return mixed
 
 
 class MLP(nn.Module):
@@ -132,7 +141,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class Layer(nn.Module):
@@ -147,7 +157,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
 
 
 class Trunk(nn.Module):
@@ -163,11 +174,15 @@ class Trunk(nn.Module):
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        y: Tensor = self.norm(x)
+        return y
 
 
 class Llama(nn.Module):
     """The whole network; the output matrix is the embedding, so there is no lm_head."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         super().__init__()
@@ -180,7 +195,7 @@ class Llama(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Normal weights of width 1/sqrt(fan-in); the matrices that write the residual start small."""
+        """Normal weights of width 1/sqrt(fan-in); what writes the residual starts smaller."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
@@ -200,3 +215,49 @@ class Llama(nn.Module):
     def count(self) -> int:
         """Number of parameters, the tied matrix counted once."""
         return sum(p.numel() for p in self.parameters())
+
+    def rounded(self) -> dict[str, Tensor]:
+        """The weights as they are shipped: bfloat16, under their Hugging Face names."""
+        return {n: p.detach().bfloat16().contiguous() for n, p in self.named_parameters()}
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the target, then rename, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    write(beside)
+    # The safetensors writer leaves files that only their owner can read.
+    beside.chmod(0o644)
+    os.replace(beside, path)
+
+
+def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """One safetensors file, complete or absent."""
+    write_atomically(path, lambda beside: save_file(weights, beside, metadata=metadata))
+
+
+@torch.no_grad()
+def evaluate(model: Llama, stream: Tensor, text_bytes: int) -> dict[str, Any]:
+    """Bits per byte of a token stream of `text_bytes` bytes, and the loss by position.
+
+    The stream is read in windows of the longest length, with the rounded weights that are
+    shipped; the last window may be shorter and does not count for the losses by position.
+    """
+    length = model.shape.max_position_embeddings
+    shipped = Llama(model.shape)
+    shipped.load_state_dict({name: weight.float() for name, weight in model.rounded().items()})
+    total, full = 0.0, []
+    for at in range(0, len(stream) - 1, length):
+        ids = stream[at : at + length + 1].long()[None]
+        loss = shipped(ids[:, :-1], ids[:, 1:], reduction="none")[0]
+        total += loss.double().sum().item()
+        if len(loss) == length:
+            full.append(loss)
+    mean = torch.stack(full).mean(0) if full else torch.full((length,), math.nan)
+    return {
+        "held_out_bits_per_byte": total / math.log(2) / text_bytes,
+        "held_out_nats_per_token": total / (len(stream) - 1),
+        "held_out_tokens": len(stream),
+        "held_out_bytes": text_bytes,
+        "nats_by_position": {f"{a}-{b}": mean[a:b].mean().item() for a, b in BUCKETS},
+    }

@@ -160,6 +160,20 @@ def test_an_error_keeps_the_connection_and_the_server(http: httpx.Client) -> Non
     assert http.post(COMPLETIONS, content=body).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_told_as_such(http: httpx.Client, server: Any, stream: bool) -> None:
+    config = server.core.scheduler.config
+    usual = config.max_waiting_requests
+    object.__setattr__(config, "max_waiting_requests", 0)
+    try:
+        response = http.post(COMPLETIONS, json={"prompt": [[5], [6, 7]], "stream": stream})
+    finally:
+        object.__setattr__(config, "max_waiting_requests", usual)
+    assert "try later" in refused(response, 503, "overloaded")["message"]
+    assert int(response.headers["retry-after"]) >= 1
+    assert http.post(COMPLETIONS, json={"prompt": [5]}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of an engine that go wrong at random: a store, a copy device and a model.
+
+Each fault is one that the part may show in the field and that its user has promised to survive.
+Knows nothing of what a test then expects.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from stratakv.tiers.base import Answer, StoreTier, TierStats
+from stratakv.tiers.errors import TierBusy, TierError
+
+T = TypeVar("T")
+
+MODEL_FAULT = "the model was told to fail"
+SLOW_COPY_SECONDS = 0.004
+
+
+class Mischief:
+    """Draws what goes wrong. `rates` are probabilities by the name of a fault, none if missing.
+    Any thread may ask."""
+
+    def __init__(self, seed: int, rates: Mapping[str, float]) -> None:
+        self._rng = random.Random(seed)
+        self._rates = rates
+        self._lock = threading.Lock()
+
+    def happens(self, fault: str) -> bool:
+        rate = self._rates.get(fault, 0.0)
+        if not rate:
+            return False
+        with self._lock:
+            return self._rng.random() < rate
+
+    def below(self, bound: float) -> float:
+        """A random number from 0 to `bound`."""
+        with self._lock:
+            return self._rng.uniform(0.0, bound)
+
+
+class FaultyStore(StoreTier):
+    """Another store, but slow, busy, forgetful and failing by turns."""
+
+    def __init__(self, store: StoreTier, mischief: Mischief, late_seconds: float) -> None:
+        self.name = store.name
+        self.layout = store.layout
+        self._store = store
+        self._mischief = mischief
+        self._late_seconds = late_seconds
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        if self._mischief.happens("lookup fails"):
+            raise TierError("a look-up failed")
+        answers = self._store.lookup(keys)
+        return [Answer.MISS if self._mischief.happens("lookup lies") else a for a in answers]
+
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+        self._refuse()
+        return self._late(self._store.load(keys, buffers), self._lose)
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        self._refuse()
+        return self._late(self._store.store(keys, buffers), lambda kept: kept)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        return self._store.drop(keys)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def stats(self) -> TierStats:
+        return self._store.stats()
+
+    def close(self, timeout_seconds: float) -> None:
+        self._store.close(timeout_seconds)
+
+    def _refuse(self) -> None:
+        if self._mischief.happens("busy"):
+            raise TierBusy("the queue is full")
+        if self._mischief.happens("refuses"):
+            raise TierError("the call failed")
+
+    def _lose(self, answers: list[Answer]) -> list[Answer]:
+        return [Answer.MISS if self._mischief.happens("load misses") else a for a in answers]
+
+    def _late(self, inner: Future[T], change: Callable[[T], T]) -> Future[T]:
+        """The same result a moment later, or an error in its place."""
+        outer: Future[T] = Future()
+        outer.set_running_or_notify_cancel()
+
+        def end() -> None:
+            error = inner.exception()
+            if error is None and self._mischief.happens("future fails"):
+                error = TierError("the answer was lost")
+            if error is not None:
+                outer.set_exception(error)
+            else:
+                outer.set_result(change(inner.result()))
+
+        def ended(_: Future[T]) -> None:
+            if self._mischief.happens("late"):
+                timer = threading.Timer(self._mischief.below(self._late_seconds), end)
+                timer.daemon = True
+                timer.start()
+            else:
+                end()
+
+        inner.add_done_callback(ended)
+        return outer
+
+
+def faulty_copies(copy: Callable[..., None], mischief: Mischief) -> Callable[..., None]:
+    """`copy` of the CPU device, sometimes slow, sometimes broken half way."""
+
+    def copy_runs(source: Any, target: Any, runs: Sequence[tuple[int, int, int]]) -> None:
+        if mischief.happens("slow copy"):
+            time.sleep(mischief.below(SLOW_COPY_SECONDS))
+        if mischief.happens("copy fails"):
+            copy(source, target, runs[: len(runs) // 2])
+            raise OSError("the copy stopped half way")
+        copy(source, target, runs)
+
+    return copy_runs
+
+
+def faulty_forward(
+    forward: Callable[..., torch.Tensor], mischief: Mischief
+) -> Callable[..., torch.Tensor]:
+    """`forward` of a model that sometimes raises, before or after its work, or answers NaN."""
+
+    def run(*args: Any) -> torch.Tensor:
+        if mischief.happens("forward raises"):
+            raise MemoryError(MODEL_FAULT)
+        logits = forward(*args)
+        if mischief.happens("forward raises"):
+            raise MemoryError(MODEL_FAULT)
+        if len(logits) and mischief.happens("logits are NaN"):
+            logits[int(mischief.below(len(logits) - 1))] = float("nan")
+        return logits
+
+    return run

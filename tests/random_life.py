@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One random life of a whole engine core: drawn from a seed, lived, and looked through at its end.
+
+A life has ages: between two of them the engine is shut down and started again on the same SSD.
+Knows nothing of how many lives are lived.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stratakv.connector import build
+from stratakv.connector.device import cpu as cpu_device
+from stratakv.engine import core as core_module
+from stratakv.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    OffloadConfig,
+    SchedulerConfig,
+)
+from stratakv.engine.core import EngineCore
+from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.token_ids import pack_token_ids
+from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.tiers.base import Answer, StoreTier
+from stratakv.tiers.ssd.store import SsdStore
+
+from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, faulty_copies, faulty_forward
+
+MAX_MODEL_LEN = 128
+OUTPUT_TOKENS = 10
+# An engine that steps so often in a row without a token or a sleep is spinning.
+MAX_EMPTY_STEPS = 200
+AGE_SECONDS = 60.0
+# Two indexes and the small files of an SSD store that holds a few blocks.
+SSD_BASE_BYTES = 2 * 67 * 4096 + 128 * 1024
+NAN_FAULT = "were not finite"
+
+STORE_FAULTS = {"lookup fails": 0.05, "lookup lies": 0.1, "busy": 0.1, "refuses": 0.05,
+                "load misses": 0.1, "future fails": 0.1, "late": 0.3}  # fmt: skip
+COPY_FAULTS = {"slow copy": 0.3, "copy fails": 0.1}
+MODEL_FAULTS = {"forward raises": 0.02, "logits are NaN": 0.02}
+
+Reference = Callable[[tuple[int, ...]], Sequence[int]]  # prompt -> its first OUTPUT_TOKENS tokens
+
+
+@dataclass(frozen=True)
+class World:
+    """What lives have in common."""
+
+    model: Path
+    prompts: Sequence[tuple[int, ...]]
+    answer: Reference
+
+
+@dataclass
+class Asked:
+    """One request and everything it got."""
+
+    prompt: tuple[int, ...]
+    expected: list[int]
+    salt: str
+    skips: bool
+    token_ids: list[int] = field(default_factory=list)
+    last: TokenOutput | None = None
+    spoilt: bool = False
+
+
+class Life:
+    """Drawn from `seed`, lived by `live`. What goes wrong is raised as an AssertionError."""
+
+    def __init__(self, world: World, seed: int, path: Path) -> None:
+        self._world = world
+        self._rng = rng = random.Random(seed)
+        self._path = path
+        rates: dict[str, float] = {}
+        for faults in (STORE_FAULTS, COPY_FAULTS, MODEL_FAULTS):
+            if rng.random() < 0.5:
+                rates |= faults
+        self._mischief = Mischief(seed, rates)
+        self._late_seconds = rng.choice([0.005, 0.1])
+        self._read_seconds = rng.choice([0.03, 5.0])
+        self._tiers = rng.choice([(), ("cpu",), ("cpu", "ssd"), ("cpu", "ssd"), ("cpu", "ssd")])
+        self._block_size = rng.choice([1, 2, 4, 8, 16])
+        self._block_hash = rng.choice(["sha256", "sha256", "sha256_cbor"])
+        self._abort_rate = rng.choice([0.0, 0.02, 0.1])
+        self._cut_rate = rng.choice([0.0, 0.0, 0.01])
+        self._salts = rng.choice([("",), ("", "a", "b")])
+        self._number = 0
+        # By salt, what blocks may hold the K and V of.
+        self._known: dict[str, list[tuple[int, ...]]] = {salt: [] for salt in self._salts}
+        self._wake = threading.Event()
+        self.core: EngineCore
+
+    def live(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From the first start to the last shutdown."""
+        copies = faulty_copies(cpu_device._copy_runs, self._mischief)
+        monkeypatch.setattr(cpu_device, "_copy_runs", copies)
+        monkeypatch.setattr(build, "SsdStore", self._make_store)
+        offload = functools.partial(build.build_offload, read_seconds=self._read_seconds)
+        monkeypatch.setattr(core_module, "build_offload", offload)
+        ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
+        for age in range(ages):
+            if age:
+                self._damage()
+            self._start()
+            try:
+                self._age()
+            finally:
+                self.core.shutdown(self._rng.choice([0.0, 20.0, 20.0]))
+            self._check_threads()
+
+    def _make_store(self, *args: Any, **kwargs: Any) -> StoreTier:
+        return FaultyStore(SsdStore(*args, **kwargs), self._mischief, self._late_seconds)
+
+    def _start(self) -> None:
+        self.core = EngineCore(self._config())
+        self._wake.clear()
+        self.core.set_wakeup(self._wake.set)
+        model = self.core._runner.model
+        model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
+        self._asked: dict[str, Asked] = {}
+        self._empty_steps = 0
+        self._deadline = time.monotonic() + AGE_SECONDS
+
+    def _config(self) -> EngineConfig:
+        rng = self._rng
+        size = self._block_size
+        num_seqs = rng.randint(1, 6)
+        chunked = rng.random() < 0.8
+        budget = num_seqs + rng.choice([0, 1, 5, 30, 150]) if chunked else MAX_MODEL_LEN + 3
+        config = EngineConfig(
+            model=ModelConfig(self._world.model, "tiny", dtype="float64",
+                              max_model_len=MAX_MODEL_LEN),
+            cache=CacheConfig(
+                block_size=size,
+                # From just enough for one request to plenty for all.
+                num_blocks=1 + MAX_MODEL_LEN // size + rng.choice([0, 1, 5, 20, 200]),
+                watermark=rng.choice([0.0, 0.01, 0.2]),
+                block_hash=self._block_hash,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=num_seqs,
+                long_prefill_token_threshold=rng.choice([0, 0, 7]) if chunked else 0,
+                enable_chunked_prefill=chunked,
+                max_waiting_requests=rng.choice([3, 4096]),
+            ),
+            offload=OffloadConfig(tiers=self._tiers, ssd_path=self._path, io_threads=2),
+            num_threads=1,
+        )  # fmt: skip
+        # Below what an operator may ask for, so that everything is evicted all the time.
+        slot_bytes = 4096 * -(-size * 512 // 4096)
+        slots = MAX_MODEL_LEN // size
+        for name, wanted in (
+            ("cpu_bytes", slot_bytes * rng.choice([1, 3, slots // 2, slots, 8 * slots])),
+            ("ssd_bytes", SSD_BASE_BYTES + (slot_bytes + 4096) * rng.choice([3, slots, 8 * slots])),
+        ):
+            object.__setattr__(config.offload, name, max(wanted, slot_bytes))
+        return config
+
+    def _age(self) -> None:
+        """Ask, abort, forget and step until all has been answered, or until the plug is pulled."""
+        rng = self._rng
+        to_ask = rng.randint(2, 12)
+        pace = rng.choice([0.05, 0.3, 1.0])
+        while to_ask or self._open():
+            if to_ask and (rng.random() < pace or not self._open()):
+                self._ask()
+                to_ask -= 1
+            if rng.random() < self._abort_rate:
+                self._abort()
+            if rng.random() < (0.02 if self._open() else 0.2):
+                self._forget()
+            if rng.random() < self._cut_rate:
+                return
+            self._turn()
+            if rng.random() < 0.2:
+                self._check_references()
+        self._calm_down()
+        self._check_answers()
+        self._check_nothing_left()
+
+    def _open(self) -> list[str]:
+        return [name for name, asked in self._asked.items() if asked.last is None]
+
+    def _ask(self) -> None:
+        rng = self._rng
+        prompt = rng.choice(self._world.prompts)
+        expected = list(self._world.answer(prompt))[: rng.randint(1, OUTPUT_TOKENS)]
+        max_tokens = len(expected)
+        stops: tuple[int, ...] = ()
+        if rng.random() < 0.2:
+            stops = (rng.choice(expected),)
+            expected = expected[: expected.index(stops[0]) + 1]
+        asked = Asked(prompt, expected, rng.choice(self._salts), rng.random() < 0.1)
+        # A name may come back once its bearer is gone.
+        name = f"r{self._number if rng.random() < 0.8 else rng.randint(0, 2)}"
+        if name in self._asked or name in self.core.scheduler._places.parked:
+            name = f"n{self._number}"
+        self._number += 1
+        self._asked[name] = asked
+        self._known[asked.salt].append((*prompt, *expected))
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=stops
+        )
+        self._take(
+            self.core.add(
+                AddRequest(
+                    name,
+                    pack_token_ids(prompt),
+                    params,
+                    cache_salt=asked.salt,
+                    skip_reading_prefix_cache=asked.skips,
+                )
+            )
+        )
+
+    def _abort(self) -> None:
+        for name in self._open():
+            if self._rng.random() < 0.3:
+                self.core.abort([name])
+                self._asked[name].spoilt = True
+                self._asked[name].last = TokenOutput(name, [], finish_reason="abort")
+
+    def _forget(self) -> None:
+        scope = self._rng.choice(["pool", "all"])
+        idle = self.core.scheduler.manager.pool.is_idle
+        try:
+            self.core.call("reset_prefix_cache", scope)
+        except ValueError:
+            assert not idle
+            return
+        assert idle
+        if scope == "all" or not self._tiers:
+            waiting = [self._asked[name] for name in self._open()]
+            for salt in self._known:
+                self._known[salt] = [(*a.prompt, *a.expected) for a in waiting if a.salt == salt]
+
+    def _turn(self) -> None:
+        """What the loop around the core does: step while there is work, else wait to be woken."""
+        assert time.monotonic() < self._deadline, f"stuck with {self._open()}"
+        core = self.core
+        if not core.has_work():
+            self._empty_steps = 0
+            self._sleep()
+            return
+        before = core.scheduler._places.counts["scheduled_tokens"]
+        self._take(core.step())
+        got_tokens = core.scheduler._places.counts["scheduled_tokens"] > before
+        self._empty_steps = 0 if got_tokens else self._empty_steps + 1
+        assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
+
+    def _sleep(self) -> None:
+        core = self.core
+        if self._wake.wait(min(core.idle_seconds(), 0.05)):
+            self._wake.clear()
+            return
+        retry_at = core.scheduler._retry_at
+        if core.has_work() and (retry_at is None or retry_at > time.monotonic()):
+            assert self._wake.wait(2.0), "there is work, and nobody woke the engine"
+
+    def _take(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            asked = self._asked[output.request_id]
+            assert asked.last is None, f"{output} after {asked.last}"
+            if output.num_cached_tokens is not None:
+                self._check_cached(asked, output)
+            asked.token_ids += output.new_token_ids
+            if output.finish_reason is not None:
+                asked.last = output
+                asked.spoilt |= output.finish_reason == "error"
+
+    def _check_cached(self, asked: Asked, output: TokenOutput) -> None:
+        """No more was found than requests of the same salt have brought."""
+        cached = output.num_cached_tokens or 0
+        assert cached == sum((output.cached_tokens_by_tier or {}).values())
+        assert not (asked.skips and cached)
+        mine = (*asked.prompt, *asked.expected)
+        others = list(self._known[asked.salt])
+        others.remove(mine)
+        longest = max((common_length(asked.prompt, other) for other in others), default=0)
+        longest = min(longest, len(asked.prompt) - 1) // self._block_size * self._block_size
+        assert cached <= longest, f"{cached} tokens cached, where {longest} can be"
+
+    def _busy(self) -> bool:
+        """Whether something is under way that will end by itself."""
+        connector: Any = self.core._connector
+        if connector is None:
+            return False
+        hierarchy = connector._hierarchy
+        return bool(
+            self.core.scheduler._places.parked
+            or connector._stores
+            or connector._parked
+            or hierarchy._reads
+            or (hierarchy._write_back and hierarchy._write_back.in_flight)
+        )
+
+    def _calm_down(self) -> None:
+        self._take(self.core.step())  # tells the worker who is gone
+        # Asking for work may start some.
+        while self.core.has_work() or self._busy():
+            self._turn()
+
+    def _check_answers(self) -> None:
+        for name, asked in self._asked.items():
+            last = asked.last
+            assert last is not None
+            if asked.spoilt:
+                assert asked.token_ids == asked.expected[: len(asked.token_ids)], name
+                assert last.finish_reason != "error" or expected_fault(last), last
+            else:
+                assert asked.token_ids == asked.expected, name
+                assert last.finish_reason in ("stop", "length"), last
+
+    def _check_references(self) -> None:
+        """The references to blocks are tables, and what nobody holds is in the queue."""
+        manager = self.core.scheduler.manager
+        references = [0] * manager.pool.num_blocks
+        for table in manager._coordinator._groups[0]._tables.values():
+            for block in table:
+                references[block.block_id] += 1
+        assert [block.ref_cnt for block in manager.pool.blocks] == references
+        free = sorted(block.block_id for block in manager.pool.free_queue)
+        assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
+
+    def _check_nothing_left(self) -> None:
+        scheduler = self.core.scheduler
+        places, manager = scheduler._places, scheduler.manager
+        self._check_references()
+        assert manager.pool.is_idle
+        assert manager._coordinator._groups[0]._tables == {}
+        assert not (places.requests or places.progress or places.running or places.loaded)
+        assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
+        assert not (self.core._runner._requests or self.core._runner.batch.row_of)
+        connector: Any = self.core._connector
+        if connector is None:
+            return
+        assert not (connector._reading or connector._ready or connector._loads)
+        assert not (connector._reports or connector._stores)
+        slab = connector._hierarchy._slab
+        assert all(slot.committed and not slot.pins for slot in slab._slots.values())
+        assert len(slab._free) + len(slab._slots) == slab.num_slots
+        write_back = connector._hierarchy._write_back
+        if write_back is not None:
+            assert set(write_back._dirty) <= set(slab.keys())
+        self._check_bytes(slab)
+
+    def _check_bytes(self, slab: Any) -> None:
+        """A block is the same wherever it lies, but for the rounding of another batch."""
+        pool = self.core._runner.pool.tensor
+        for block_id, name in self.core.scheduler.manager.pool.resident():
+            key = name + bytes([0, 0, 1, 0, 0, 0])
+            if slab.lookup([key]) == [Answer.HIT]:
+                [slot] = slab.pin([key], touch=False)
+                size = slab.layout.page_bytes
+                kept = np.frombuffer(bytes(slab.buffer(slot)[:size]), np.float64)
+                slab.unpin([key])
+                np.testing.assert_allclose(kept, pool[block_id].numpy().ravel(), atol=1e-6)
+
+    def _check_threads(self) -> None:
+        deadline = time.monotonic() + 2.0
+        while (left := list(engine_threads())) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert left == []
+
+    def _damage(self) -> None:
+        """Between two ages, to the slot file: nothing, some flipped bits, or its end cut off."""
+        path, rng = self._path / "blocks", self._rng
+        kind = rng.choice(["none", "bits", "cut"])
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            if kind == "cut":
+                file.truncate(rng.randrange(size))
+            for _ in range(size // 4096 if kind == "bits" else 0):
+                place = rng.randrange(size)
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading items are equal."""
+    length = min(len(first), len(second))
+    return next((i for i in range(length) if first[i] != second[i]), length)
+
+
+def expected_fault(output: TokenOutput) -> bool:
+    """Whether an error is one that was asked for."""
+    words = (MODEL_FAULT, NAN_FAULT, "requests are waiting")
+    return any(word in (output.error or "") for word in words)
+
+
+def engine_threads() -> Iterator[str]:
+    """Names of threads that belong to an engine."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("stratakv"):
+            yield thread.name

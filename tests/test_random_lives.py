@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random lives of a whole engine: everybody ends with the right tokens, and nothing is left.
+
+Requests share prefixes, come and are aborted at any moment; pool, slab and SSD are too small for
+them; stores, copies and the model fail; the engine is restarted on an SSD that was damaged. The
+reference is transformers, in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .random_life import MAX_MODEL_LEN, OUTPUT_TOKENS, Life, World
+from .tiny_models import VOCAB, greedy_reference, make_llama
+
+LIVES = 25
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def make_world(directory: Path, num_prompts: int) -> World:
+    """A model, and prompts that grow out of three documents, parting at any token."""
+    model = make_llama(directory, **SIZES)
+    rng = random.Random(7)
+    longest = MAX_MODEL_LEN - OUTPUT_TOKENS
+    documents = [[rng.randrange(3, VOCAB) for _ in range(longest)] for _ in range(3)]
+    prompts = []
+    for _ in range(num_prompts):
+        text = rng.choice(documents)[: rng.randint(0, longest)]
+        text = text + [rng.randrange(3, VOCAB) for _ in range(rng.randint(0, 6))]
+        prompts.append(tuple(text[:longest] or [5]))
+
+    @functools.cache
+    def answer(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(greedy_reference(model, prompt, OUTPUT_TOKENS))
+
+    return World(model, prompts, answer)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, scale: str) -> Iterator[World]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make_world(tmp_path_factory.mktemp("lives"), 40 if scale == "ci" else 300)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("number", range(LIVES))
+def test_a_random_life(number: int, world: World, seed: int, scale: str, tmp_path: Path) -> None:
+    for turn in range(1 if scale == "ci" else 400):
+        live(world, seed + turn, tmp_path / str(turn))
+
+
+def live(world: World, seed: int, path: Path) -> None:
+    """One life; a failure says which."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        try:
+            Life(world, seed, path).live(monkeypatch)
+        except BaseException as error:
+            error.add_note(f"this was the life of seed {seed}")
+            raise
