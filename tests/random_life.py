@@ -75,6 +75,7 @@ class Asked:
     token_ids: list[int] = field(default_factory=list)
     last: TokenOutput | None = None
     spoilt: bool = False
+    known_before: list[tuple[int, ...]] = field(default_factory=list)  # of its salt, since cleared
 
 
 class Life:
@@ -245,6 +246,8 @@ class Life:
         assert idle
         if scope == "all" or not self._tiers:
             waiting = [self._asked[name] for name in self._open()]
+            for asked in waiting:  # it may have run, and been preempted, before
+                asked.known_before += self._known[asked.salt]
             for salt in self._known:
                 self._known[salt] = [(*a.prompt, *a.expected) for a in waiting if a.salt == salt]
 
@@ -290,6 +293,7 @@ class Life:
         mine = (*asked.prompt, *asked.expected)
         others = list(self._known[asked.salt])
         others.remove(mine)
+        others += asked.known_before
         longest = max((common_length(asked.prompt, other) for other in others), default=0)
         longest = min(longest, len(asked.prompt) - 1) // self._block_size * self._block_size
         assert cached <= longest, f"{cached} tokens cached, where {longest} can be"
