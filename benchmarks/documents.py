@@ -16,7 +16,7 @@ _MODULES = (
     "email.message", "fractions", "functools", "heapq", "http.client", "inspect", "ipaddress",
     "json", "logging", "mailbox", "optparse", "pathlib", "pdb", "pickletools", "random", "shutil",
     "smtplib", "socket", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading",
-    "typing", "unittest.mock", "urllib.request", "uuid", "zipfile",
+    "unittest.mock", "urllib.request", "uuid", "zipfile",
 )  # fmt: skip
 
 QUESTIONS = (

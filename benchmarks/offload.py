@@ -14,9 +14,9 @@ answered from where it should have been is an error, not a figure.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +27,16 @@ from ..engine.models.spec import load_model_spec
 from ..engine.tokenizer import Tokenizer
 from . import limits
 from .documents import documents, question
+from .offload_report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases
 from .plots import plot_phases
-from .report import Report, median, percentile, print_table
+from .report import Report
 from .served import Answer, ServedModel, ServerFailed
 
-PHASES = ("cold", "pool", "cpu", "ssd")
-WARM_PHASES = PHASES[1:]
+# With fewer, the pool's room beyond one request would keep part of each document.
+MIN_DOCUMENTS = 3
+# The tiers hold all documents and the questions asked about them.
+ROOM_TO_SPARE = 2.0
+MIN_TIER_BYTES = 64 * 2**20
 # What a warm phase must find of the document in its tier; the rest is block rounding.
 _EXPECTED_HIT = 0.95
 _PAID_METRIC = "stratakv:load_seconds_paid_total"
@@ -42,57 +46,6 @@ Ask = Callable[[str, int, str], Answer]
 
 class BenchmarkFailed(RuntimeError):
     """A phase gave other tokens, or was not answered from its tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is asked, of what."""
-
-    model: Path
-    num_documents: int
-    prefix_tokens: int
-    suffix_tokens: int
-    output_tokens: int
-    block_size: int
-    cpu_bytes: int
-    ssd_bytes: int
-
-    @property
-    def pool_blocks(self) -> int:
-        """Room for one whole request and a quarter of the next document, and the null block."""
-        longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
-        return 1 + int(1.25 * -(-longest // self.block_size))
-
-    def serve_arguments(self, ssd_path: Path) -> list[str]:
-        """The command line of the server under test."""
-        return [
-            str(self.model), "--kv-offload", "cpu,ssd",
-            "--num-blocks", str(self.pool_blocks),
-            "--block-size", str(self.block_size),
-            "--kv-offload-cpu-bytes", str(self.cpu_bytes),
-            "--kv-offload-ssd-path", str(ssd_path),
-            "--kv-offload-ssd-bytes", str(self.ssd_bytes),
-            "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
-        ]  # fmt: skip
-
-
-@dataclass(slots=True)
-class Phase:
-    """The answers of one phase and what it cost to load them."""
-
-    answers: list[Answer] = field(default_factory=list)
-    seconds_loading: float = 0.0
-
-    @property
-    def first_token_seconds(self) -> list[float]:
-        return [answer.first_token_seconds for answer in self.answers]
-
-    def cached_by_tier(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for answer in self.answers:
-            for tier, tokens in answer.cached_by_tier.items():
-                totals[tier] = totals.get(tier, 0) + tokens
-        return totals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,15 +85,24 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             f"--prefix-tokens {prefix} does not fit: with {suffix} tokens of question and {output} "
             f"of output the model has room for {room}"
         )
+    count = arguments.documents or (3 if arguments.quick else 5)
+    if count < MIN_DOCUMENTS:
+        raise ValueError(
+            f"--documents {count} is too few: the pool would keep part of each; ask for at least "
+            f"{MIN_DOCUMENTS}"
+        )
+    layout = spec.layout(arguments.block_size, "float32")
+    blocks = count * -(-(prefix + suffix + output) // arguments.block_size)
+    tier_bytes = int(ROOM_TO_SPARE * blocks * layout.slot_bytes)
     return Plan(
         model=model,
-        num_documents=arguments.documents or (3 if arguments.quick else 5),
+        num_documents=count,
         prefix_tokens=prefix,
         suffix_tokens=suffix,
         output_tokens=output,
         block_size=arguments.block_size,
-        cpu_bytes=512 * 2**20,
-        ssd_bytes=2 * 2**30,
+        cpu_bytes=max(MIN_TIER_BYTES, tier_bytes),
+        ssd_bytes=max(MIN_TIER_BYTES, 2 * tier_bytes),
     )
 
 
@@ -186,25 +148,32 @@ def measure(plan: Plan, console: Console) -> Report:
             ask_tier(server, asker(server), len(texts), "cpu", phases["cpu"])
         with serve() as server:
             bar.advance(steps)
+            warm_up(server)
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
     check_phases(plan, phases, expected)
-    fill_report(report, plan, phases)
+    fill_report(report, plan, load_model_spec(plan.model), phases)
     return report
 
 
 def measure_limits(directory: Path) -> dict[str, float]:
     """Ceilings of this machine, before anything else runs on it."""
     return {
+        "matmul_gflops_per_second": limits.matmul_gflops(len(os.sched_getaffinity(0))),
         "memory_copy_gb_per_second": limits.memory_copy_gb_per_second(),
         "disk_read_gb_per_second": limits.disk_read_gb_per_second(directory),
     }
+
+
+def warm_up(server: ServedModel) -> None:
+    """The first request of a process pays for lazy initialisation; that is not what is measured."""
+    server.ask([1, 2, 3], 2)
 
 
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
     """Every question of every warm phase with empty caches; the tokens all must agree on."""
-    server.ask([1, 2, 3], 2)  # the first request ever pays for lazy initialisation
+    warm_up(server)
     expected = {}
     for document in range(count):
         for name in WARM_PHASES:
@@ -251,67 +220,6 @@ def check_phases(
                     f"phase {name}, document {document + 1}: {found} of {plan.prefix_tokens} "
                     f"tokens came from there, the others from {answer.cached_by_tier}"
                 )
-
-
-def fill_report(report: Report, plan: Plan, phases: dict[str, Phase]) -> None:
-    """Turn answers into figures and ratios."""
-    cold = median(phases["cold"].first_token_seconds)
-    cold_per_token = cold / (plan.prefix_tokens + plan.suffix_tokens)
-    report.figures["plan"] = {
-        **asdict(plan),
-        "model": plan.model.name,
-        "pool_blocks": plan.pool_blocks,
-    }
-    report.figures["phases"] = {
-        name: phase_figures(phase, cold_per_token) for name, phase in phases.items()
-    }
-    for name in WARM_PHASES:
-        warm = median(phases[name].first_token_seconds)
-        report.ratios[f"ttft_cold_over_{name}"] = cold / warm
-
-
-def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
-    """One row of the table; seconds saved are cached tokens at the cold phase's rate."""
-    first = phase.first_token_seconds
-    cached = sum(answer.cached_tokens for answer in phase.answers)
-    generated = sum(len(answer.token_ids) for answer in phase.answers)
-    return {
-        "requests": len(phase.answers),
-        "ttft_p50_seconds": median(first),
-        "ttft_p99_seconds": percentile(first, 99),
-        "tokens_per_second": generated / sum(answer.total_seconds for answer in phase.answers),
-        "cached_tokens_by_tier": phase.cached_by_tier(),
-        "prefill_seconds_saved": cached * cold_seconds_per_token,
-        "load_seconds_paid": phase.seconds_loading,
-    }
-
-
-def print_phases(report: Report) -> None:
-    """The table a person reads."""
-    rows = []
-    for name, figures in report.figures["phases"].items():
-        tiers = figures["cached_tokens_by_tier"]
-        rows.append(
-            [
-                name,
-                str(figures["requests"]),
-                f"{1e3 * figures['ttft_p50_seconds']:.1f}",
-                f"{1e3 * figures['ttft_p99_seconds']:.1f}",
-                f"{report.ratios.get(f'ttft_cold_over_{name}', 1.0):.1f}x",
-                f"{figures['tokens_per_second']:.0f}",
-                " ".join(f"{tier} {tokens}" for tier, tokens in tiers.items() if tokens) or "-",
-                f"{figures['prefill_seconds_saved']:.2f}",
-                f"{figures['load_seconds_paid']:.3f}",
-            ]
-        )
-    plan = report.figures["plan"]
-    title = (
-        f"{plan['num_documents']} documents of {plan['prefix_tokens']} tokens, a pool of "
-        f"{plan['pool_blocks']} blocks of {plan['block_size']}, one request at a time"
-    )
-    columns = ["phase", "requests", "TTFT p50 ms", "p99 ms", "cold / this", "tokens/s",
-               "cached tokens", "prefill s saved", "load s paid"]  # fmt: skip
-    print_table(title, columns, rows)
 
 
 def _progress(console: Console) -> Progress:

@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Requests remembered, for their look-up or their failure; far above what waits at one time.
-REMEMBERED_REQUESTS = 4096
+# Failed requests remembered; far above what waits at one time.
+REMEMBERED_FAILURES = 4096
+# Look-ups remembered. One of a long context holds the keys of thousands of blocks, and a step asks
+# for few requests again: the first that waits, and those that were told to.
+REMEMBERED_LOOKUPS = 256
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
 _GROUP_BYTES = 2
@@ -216,7 +219,7 @@ class OffloadScheduler(KVConnectorScheduler):
         else:
             keys = known.keys
         lookup = _Lookup(first, keys, self._hierarchy.find(keys), version)
-        _remember(self._lookups, request.request_id, lookup)
+        _remember(self._lookups, request.request_id, lookup, REMEMBERED_LOOKUPS)
         return lookup
 
     def _collect(self) -> None:
@@ -278,7 +281,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._parked.discard(load.request_id)
         num_blocks = 0 if failure else load.num_whole
         if num_blocks < len(load.block_ids):
-            _remember(self._failed, load.request_id, None)
+            _remember(self._failed, load.request_id, None, REMEMBERED_FAILURES)
             self._counters.count_failure(failure or "partial")
         by_tier = {
             tier: count * self._block_size
@@ -294,9 +297,9 @@ class OffloadScheduler(KVConnectorScheduler):
         self._reports.append(report)
 
 
-def _remember(memory: OrderedDict[str, T], request_id: str, value: T) -> None:
-    """Keep the newest, forget the oldest beyond the bound."""
+def _remember(memory: OrderedDict[str, T], request_id: str, value: T, most: int) -> None:
+    """Keep the newest `most`, forget the oldest."""
     memory[request_id] = value
     memory.move_to_end(request_id)
-    if len(memory) > REMEMBERED_REQUESTS:
+    if len(memory) > most:
         memory.popitem(last=False)

@@ -16,7 +16,7 @@ from stratakv.connector.base import (
     LoadReport,
     MatchKind,
 )
-from stratakv.connector.offload_scheduler import REMEMBERED_REQUESTS, OffloadScheduler
+from stratakv.connector.offload_scheduler import REMEMBERED_LOOKUPS, OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
@@ -325,9 +325,9 @@ def test_an_answer_is_kept_until_something_changes(
 
 
 def test_what_is_remembered_of_requests_is_bounded(rig: Rig) -> None:
-    for number in range(REMEMBERED_REQUESTS + 10):
+    for number in range(REMEMBERED_LOOKUPS + 10):
         rig.side.get_matched_tokens(request(f"r{number}", 1), 0)
-    assert len(rig.side._lookups) == REMEMBERED_REQUESTS
+    assert len(rig.side._lookups) == REMEMBERED_LOOKUPS
 
 
 def test_reset_forgets_every_tier(rig: Rig) -> None:
