@@ -23,6 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..engine.config import CacheConfig, ConfigError
 from ..engine.models.spec import load_model_spec
 from ..engine.tokenizer import Tokenizer
 from . import limits
@@ -40,6 +41,8 @@ MIN_TIER_BYTES = 64 * 2**20
 # What a warm phase must find of the document in its tier; the rest is block rounding.
 _EXPECTED_HIT = 0.95
 _PAID_METRIC = "stratakv:load_seconds_paid_total"
+# So that what a hit leaves out, less than one block, stays below what _EXPECTED_HIT allows.
+MIN_PREFIX_BLOCKS = 20
 
 Ask = Callable[[str, int, str], Answer]
 
@@ -58,36 +61,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all phases; 0, or 1 with the reason on the terminal."""
+    """Run all phases; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    plan = make_plan(arguments)
     console = Console(stderr=True)
     try:
-        plan = make_plan(arguments)
         report = measure(plan, console)
+        path = report.write(arguments.out)
+    except ConfigError:
+        raise
     except (BenchmarkFailed, ServerFailed, ValueError, OSError) as error:
-        console.print(f"bench offload: {error}", style="red", markup=False)
+        console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
         return 1
-    path = report.write(arguments.out)
-    plot = plot_phases(report.figures["phases"], arguments.out / "offload.png")
     print_phases(report)
-    print(f"written: {path} {plot}")
+    print(f"written: {path}")
+    print(f"written: {plot_phases(report.figures['phases'], arguments.out / 'offload.png')}")
     return 0
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan for this model; raises ValueError where the model's context is too short."""
+    """The plan for this model; raises ConfigError for numbers that cannot work."""
     model = arguments.model or embedded_model()
     spec = load_model_spec(model)
+    CacheConfig(block_size=arguments.block_size)  # raises for a size that cannot be
     suffix, output = 32, arguments.output_tokens
     room = spec.max_context - suffix - output
-    prefix = arguments.prefix_tokens or min(3600, room)
-    if not 0 < prefix <= room:
-        raise ValueError(
+    if output < 1:
+        raise ConfigError(f"--output-tokens must be at least 1, not {output}")
+    prefix = min(3600, room) if arguments.prefix_tokens is None else arguments.prefix_tokens
+    if prefix < MIN_PREFIX_BLOCKS * arguments.block_size:
+        raise ConfigError(
+            f"--prefix-tokens {prefix} is too few: a block that is not full would count for much; "
+            f"ask for at least {MIN_PREFIX_BLOCKS * arguments.block_size}"
+        )
+    if prefix > room:
+        raise ConfigError(
             f"--prefix-tokens {prefix} does not fit: with {suffix} tokens of question and {output} "
             f"of output the model has room for {room}"
         )
-    count = arguments.documents or (3 if arguments.quick else 5)
+    count = arguments.documents
+    if count is None:
+        count = 3 if arguments.quick else 5
     if count < MIN_DOCUMENTS:
-        raise ValueError(
+        raise ConfigError(
             f"--documents {count} is too few: the pool would keep part of each; ask for at least "
             f"{MIN_DOCUMENTS}"
         )
@@ -115,7 +130,10 @@ def measure(plan: Plan, console: Console) -> Report:
     """Run the server through all phases."""
     report = Report("offload", "stratakv bench offload")
     encode = partial(Tokenizer.load(plan.model).encode, add_special_tokens=False)
-    texts = documents(encode, plan.num_documents, plan.prefix_tokens)
+    try:
+        texts = documents(encode, plan.num_documents, plan.prefix_tokens)
+    except ValueError as error:
+        raise ConfigError(f"--documents and --prefix-tokens: {error}") from error
     questions = {
         name: question(encode, index, plan.suffix_tokens)
         for index, name in enumerate((*WARM_PHASES, "prime"))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .extras import explain_missing_module
+
 if TYPE_CHECKING:
     from .llm import LLM, RequestOutput
     from .sampling.params import SamplingParams
@@ -22,4 +24,8 @@ _HOMES = {"LLM": ".llm", "RequestOutput": ".llm", "SamplingParams": ".sampling.p
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    try:
+        module = importlib.import_module(_HOMES[name], __name__)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(explain_missing_module(error), name=error.name) from error
+    return getattr(module, name)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .nearest import did_you_mean
+
 MIB = 1024**2
 GIB = 1024**3
 
@@ -27,6 +29,13 @@ OFFLOAD_TIERS = ("cpu", "ssd")
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 MAX_BLOCK_SIZE = 256
+# Far above what any machine can use, and small enough for every table that is made of them.
+MAX_SIZE_BYTES = 2**60
+MAX_BLOCKS = 2**24
+MAX_SEQS = 2**16
+MAX_TOKENS = 2**24
+MAX_WAITING = 2**24
+MAX_THREADS = 1024
 
 
 class ConfigError(ValueError):
@@ -44,7 +53,18 @@ def parse_size(text: str | int, name: str = "size") -> int:
             f"{name} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
             f"not {text!r}"
         )
-    return int(float(number) * _UNITS[unit.lower()])
+    size = float(number) * _UNITS[unit.lower()]
+    if size > MAX_SIZE_BYTES:  # also what is too large for a float
+        raise ConfigError(f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {text[:40]}")
+    return int(size)
+
+
+def show_size(size_bytes: int) -> str:
+    """Bytes as a flag takes them, exactly: `512MiB`, or `1000 bytes` where no unit divides it."""
+    for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return f"{size_bytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +84,8 @@ class ModelConfig:
             raise ConfigError("--device cuda is not built yet in this version; use --device cpu")
         _one_of("--device", self.device, ("cpu",))
         if self.max_model_len is not None:
-            _at_least("--max-model-len", self.max_model_len, 1)
+            # One token to read and one to answer with.
+            _within("--max-model-len", self.max_model_len, 2, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +106,8 @@ class CacheConfig:
                 f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}"
             )
         if self.num_blocks is not None:
-            _at_least("--num-blocks", self.num_blocks, 2)
-        _at_least("--kv-cache-memory-bytes", self.memory_bytes, 1)
+            _within("--num-blocks", self.num_blocks, 2, MAX_BLOCKS)
+        _size_within("--kv-cache-memory-bytes", self.memory_bytes, 1)
         _one_of("--block-hash", self.block_hash, BLOCK_HASHES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
@@ -103,10 +124,11 @@ class SchedulerConfig:
     max_waiting_requests: int = 4096
 
     def __post_init__(self) -> None:
-        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
-        _at_least("--max-num-seqs", self.max_num_seqs, 1)
-        _at_least("--long-prefill-token-threshold", self.long_prefill_token_threshold, 0)
-        _at_least("--max-waiting-requests", self.max_waiting_requests, 1)
+        _within("--max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
+        _within("--max-num-seqs", self.max_num_seqs, 1, MAX_SEQS)
+        threshold = self.long_prefill_token_threshold
+        _within("--long-prefill-token-threshold", threshold, 0, MAX_TOKENS)
+        _within("the number of waiting requests", self.max_waiting_requests, 1, MAX_WAITING)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot give each of "
@@ -127,23 +149,33 @@ class OffloadConfig:
     shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for tier in self.tiers:
-            _one_of("--kv-offload", tier, OFFLOAD_TIERS)
-        if len(set(self.tiers)) != len(self.tiers):
-            raise ConfigError(f"--kv-offload names a tier twice: {','.join(self.tiers)}")
-        if "ssd" in self.tiers and "cpu" not in self.tiers:
-            raise ConfigError(
-                "--kv-offload ssd needs the CPU tier that blocks pass through; use cpu,ssd"
-            )
+        self._check_tiers()
         if "ssd" in self.tiers and self.ssd_path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
-        _at_least("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
-        _at_least("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
-        _at_least("the number of I/O threads", self.io_threads, 1)
+        _size_within("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
+        _size_within("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
+        _within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
 
     @property
     def enabled(self) -> bool:
         return bool(self.tiers)
+
+    def _check_tiers(self) -> None:
+        given = ",".join(self.tiers)
+        for tier in self.tiers:
+            if tier not in OFFLOAD_TIERS:
+                near = did_you_mean(tier, OFFLOAD_TIERS)
+                raise ConfigError(f"--kv-offload takes cpu or cpu,ssd, not {given!r}{near}")
+        if len(set(self.tiers)) != len(self.tiers):
+            raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
+        if self.tiers == ("ssd",):
+            raise ConfigError(
+                "--kv-offload ssd needs the CPU tier that blocks pass through; use cpu,ssd"
+            )
+        if self.tiers == ("ssd", "cpu"):
+            raise ConfigError(
+                "--kv-offload names the tiers from the pool down; use cpu,ssd, not ssd,cpu"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +196,7 @@ class EngineConfig:
                 "--no-enable-prefix-caching; drop one of them"
             )
         if self.num_threads is not None:
-            _at_least("--num-threads", self.num_threads, 1)
+            _within("--num-threads", self.num_threads, 1, MAX_THREADS)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -172,6 +204,15 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} takes {' or '.join(known)}, not {value!r}")
 
 
-def _at_least(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ConfigError(f"{name} must be at least {minimum}, not {value}")
+def _within(name: str, value: int, low: int, high: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")
+    if value > high:
+        raise ConfigError(f"{name} must be at most {high}, not {value}")
+
+
+def _size_within(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {show_size(low)}, not {show_size(value)}")
+    if value > MAX_SIZE_BYTES:
+        raise ConfigError(f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {value} bytes")

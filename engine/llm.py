@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .client.base import EngineClient, EngineDead
 from .event_loop_thread import EventLoopThread
-from .options import engine_config
+from .options import LOG_LEVELS, engine_config, one_of
 from .output_processor import OutputProcessor, TextOutput, generate_text
 from .sampling.params import SamplingParams
 from .token_ids import pack_token_ids, unpack_token_ids
@@ -82,6 +82,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(model, options)
+        one_of(*LOG_LEVELS)("log_level", log_level)
         has_tokenizer = (self.config.model.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(self.config.model.path) if has_tokenizer else None
         self._ids = itertools.count(1)
@@ -106,8 +107,8 @@ class LLM:
         Raises ValueError, before anything runs, for a prompt that cannot be used, and EngineDead.
         A request that fails later has the finish reason "error", and the others go on.
         """
-        single = isinstance(prompts, str)
-        chosen: list[Any] = [prompts] if single else list(prompts)
+        self._check_open()
+        chosen = _list_of(prompts)
         params = _params_for(len(chosen), sampling_params)
         requests = []
         for index, prompt in enumerate(chosen):
@@ -133,11 +134,13 @@ class LLM:
     def reset_prefix_cache(self, reset_tiers: bool = False) -> None:
         """Forget cached blocks, of the pool or of all tiers. Raises ValueError, and changes
         nothing, while requests run."""
+        self._check_open()
         scope = "all" if reset_tiers else "pool"
         self._loop.run(self._client.call("reset_prefix_cache", scope))
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
+        self._check_open()
         result: dict[str, Any] = self._loop.run(self._client.call("stats"))
         return result
 
@@ -174,17 +177,24 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> AddRequest:
         """Check a prompt and make it a request; raises ValueError."""
-        if self._closed:
-            raise EngineDead("this LLM was closed; make a new one")
+        self._check_open()
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling parameters are SamplingParams, not {_kind(params)}")
+        _check_salt(cache_salt)
         ready = self._client.ready
         longest = ready.max_model_len - 1
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
-                    f"{self.config.model.path} holds no tokenizer.json, so prompts must be lists "
-                    "of token ids"
+                    f"{self.config.model.path} holds no tokenizer.json; copy the model's there, "
+                    "or give prompts as lists of token ids"
                 )
             ids: Sequence[int] = self.tokenizer.encode(prompt, max_tokens=longest)
+        elif isinstance(prompt, bytes | dict) or not hasattr(prompt, "__len__"):
+            raise ValueError(
+                f"a prompt is a text or a list of token ids, not {_kind(prompt)}; put a single "
+                "list of ids into a list"
+            )
         else:
             ids = prompt
         packed = pack_token_ids(ids)
@@ -229,8 +239,36 @@ class LLM:
         try:
             while (part := self._loop.run(following())) is not None:
                 yield part
+                self._check_open()
         finally:
-            self._loop.run(parts.aclose())
+            if not self._closed:  # or the request has ended with the engine
+                self._loop.run(parts.aclose())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM was closed; make a new one")
+
+
+def _list_of(prompts: Any) -> list[Any]:
+    """Several prompts, or the only one; raises ValueError for what can be neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | dict) or not hasattr(prompts, "__iter__"):
+        raise ValueError(f"prompts are a text or a list of prompts, not {_kind(prompts)}")
+    return list(prompts)
+
+
+def _check_salt(salt: object) -> None:
+    try:
+        is_text = isinstance(salt, str) and salt.encode() is not None
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise ValueError(f"cache_salt is a text of valid Unicode, not {salt!r}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def _params_for(
@@ -239,6 +277,8 @@ def _params_for(
     """One for each prompt; raises ValueError where the numbers differ."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"sampling parameters are SamplingParams or a list, not {_kind(given)}")
     if len(given) != count:
         raise ValueError(
             f"{count} prompts need one or {count} sampling parameters, not {len(given)}"

@@ -6,8 +6,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_MOST_BEGINNINGS = 3
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean X?"`, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`"; did you mean X?"`, or nothing where no known word is near.
+
+    Words that begin with the wrong one are nearest, since a person may have cut one short; where
+    it is the beginning of many, it says little and the likeness decides.
+    """
+    words = list(known)
+    near = [each for each in words if word and each.startswith(word)]
+    if not 0 < len(near) <= _MOST_BEGINNINGS:
+        near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

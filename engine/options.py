@@ -31,6 +31,9 @@ EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option: where it goes and how its value is read."""
@@ -57,7 +60,8 @@ def _integer(flag: str, value: Any) -> int:
 
 
 def _size(flag: str, value: Any) -> int:
-    return parse_size(value if isinstance(value, int) else str(value), flag)
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return parse_size(value if is_count else str(value), flag)
 
 
 def _switch(flag: str, value: Any) -> bool:
@@ -73,7 +77,14 @@ def _text(flag: str, value: Any) -> str:
 
 
 def _path(flag: str, value: Any) -> Path:
-    return Path(_text(flag, os.fspath(value))).expanduser()
+    """Raises ConfigError for what names no place in a file system."""
+    text = _text(flag, str(value) if isinstance(value, Path) else value)
+    if "\0" in text:
+        raise ConfigError(f"{flag} takes a path, and {text!r} holds a zero byte; leave it out")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # `~name` of nobody on this machine
+        raise ConfigError(f"{flag} takes a path, not {text!r} ({error})") from error
 
 
 def one_of(*known: str) -> Callable[[str, Any], str]:
@@ -90,8 +101,12 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
 
 
 def _tiers(flag: str, value: Any) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else list(value)
-    return tuple(one_of(*OFFLOAD_TIERS)(flag, name) for name in names)
+    """Which tiers there are, and in which order, is for OffloadConfig to say."""
+    names = value.split(",") if isinstance(value, str) else value
+    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not is_list or value == "":
+        raise ConfigError(f"{flag} takes cpu or cpu,ssd, not {value!r}")
+    return tuple(name.strip() for name in names)
 
 
 OPTIONS: Mapping[str, Option] = {
@@ -184,11 +199,11 @@ def _model(model: str | Path | None) -> tuple[Path, str]:
     """Directory and served name of a model."""
     if model is None:
         return EMBEDDED_MODEL, EMBEDDED_NAME
-    path = Path(model).expanduser()
+    path = _path("MODEL", model)
     if not path.is_dir():
         raise ConfigError(
-            f"{path} is no directory; give a model directory as Hugging Face saves it, or leave "
-            "MODEL out for the embedded one"
+            f"{path} is no directory; give a model directory as Hugging Face saves it (nothing is "
+            "downloaded), or leave MODEL out for the embedded one"
         )
     return path, path.resolve().name
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an engine that go wrong at random: a store, a copy device and a model.
+"""Parts of an engine that go wrong at random: a store, a copy device, a model and a file.
 
 Each fault is one that the part may show in the field and that its user has promised to survive.
 Knows nothing of what a test then expects.
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -148,3 +149,18 @@ def faulty_forward(
         return logits
 
     return run
+
+
+def damage(path: Path, rng: random.Random) -> None:
+    """Do to a file: nothing, flip a bit for every 4 KiB of it, or cut its end off."""
+    size = path.stat().st_size
+    kind = rng.choice(["nothing", "bits", "cut"])
+    with path.open("r+b") as file:
+        if kind == "cut":
+            file.truncate(rng.randrange(size))
+        for _ in range(size // 4096 if kind == "bits" else 0):
+            place = rng.randrange(size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))

@@ -2,7 +2,8 @@
 """One random life of a whole engine core: drawn from a seed, lived, and looked through at its end.
 
 A life has ages: between two of them the engine is shut down and started again on the same SSD.
-Knows nothing of how many lives are lived.
+Knows nothing of how many lives are lived; what must not be left inside the engine is looked for by
+`leftovers.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stratakv.connector import build
@@ -33,10 +33,18 @@ from stratakv.engine.core import EngineCore
 from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
-from stratakv.tiers.base import Answer, StoreTier
+from stratakv.tiers.base import StoreTier
 from stratakv.tiers.ssd.store import SsdStore
 
-from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, faulty_copies, faulty_forward
+from .faulty_parts import (
+    MODEL_FAULT,
+    FaultyStore,
+    Mischief,
+    damage,
+    faulty_copies,
+    faulty_forward,
+)
+from .leftovers import check_nothing_left, check_references, check_threads, is_busy
 
 MAX_MODEL_LEN = 128
 OUTPUT_TOKENS = 10
@@ -50,7 +58,7 @@ NAN_FAULT = "were not finite"
 STORE_FAULTS = {"lookup fails": 0.05, "lookup lies": 0.1, "busy": 0.1, "refuses": 0.05,
                 "load misses": 0.1, "future fails": 0.1, "late": 0.3}  # fmt: skip
 COPY_FAULTS = {"slow copy": 0.3, "copy fails": 0.1}
-MODEL_FAULTS = {"forward raises": 0.02, "logits are NaN": 0.02}
+MODEL_FAULTS = {"forward raises": 0.01, "logits are NaN": 0.01}
 
 Reference = Callable[[tuple[int, ...]], Sequence[int]]  # prompt -> its first OUTPUT_TOKENS tokens
 
@@ -98,6 +106,8 @@ class Life:
         self._abort_rate = rng.choice([0.0, 0.02, 0.1])
         self._cut_rate = rng.choice([0.0, 0.0, 0.01])
         self._salts = rng.choice([("",), ("", "a", "b")])
+        # The fewer there are, the more often is a block asked for again.
+        self._prompts = rng.sample(world.prompts, rng.choice([3, 6, 20]))
         self._number = 0
         # By salt, what blocks may hold the K and V of.
         self._known: dict[str, list[tuple[int, ...]]] = {salt: [] for salt in self._salts}
@@ -114,13 +124,13 @@ class Life:
         ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
         for age in range(ages):
             if age:
-                self._damage()
+                damage(self._path / "blocks", self._rng)
             self._start()
             try:
                 self._age()
             finally:
                 self.core.shutdown(self._rng.choice([0.0, 20.0, 20.0]))
-            self._check_threads()
+            check_threads()
 
     def _make_store(self, *args: Any, **kwargs: Any) -> StoreTier:
         return FaultyStore(SsdStore(*args, **kwargs), self._mischief, self._late_seconds)
@@ -147,7 +157,7 @@ class Life:
             cache=CacheConfig(
                 block_size=size,
                 # From just enough for one request to plenty for all.
-                num_blocks=1 + MAX_MODEL_LEN // size + rng.choice([0, 1, 5, 20, 200]),
+                num_blocks=1 + MAX_MODEL_LEN // size + rng.choice([0, 0, 1, 5, 40]),
                 watermark=rng.choice([0.0, 0.01, 0.2]),
                 block_hash=self._block_hash,
             ),
@@ -156,7 +166,7 @@ class Life:
                 max_num_seqs=num_seqs,
                 long_prefill_token_threshold=rng.choice([0, 0, 7]) if chunked else 0,
                 enable_chunked_prefill=chunked,
-                max_waiting_requests=rng.choice([3, 4096]),
+                max_waiting_requests=rng.choice([3, 4096, 4096, 4096]),
             ),
             offload=OffloadConfig(tiers=self._tiers, ssd_path=self._path, io_threads=2),
             num_threads=1,
@@ -165,7 +175,7 @@ class Life:
         slot_bytes = 4096 * -(-size * 512 // 4096)
         slots = MAX_MODEL_LEN // size
         for name, wanted in (
-            ("cpu_bytes", slot_bytes * rng.choice([1, 3, slots // 2, slots, 8 * slots])),
+            ("cpu_bytes", slot_bytes * rng.choice([1, slots // 2, slots, 8 * slots, 8 * slots])),
             ("ssd_bytes", SSD_BASE_BYTES + (slot_bytes + 4096) * rng.choice([3, slots, 8 * slots])),
         ):
             object.__setattr__(config.offload, name, max(wanted, slot_bytes))
@@ -174,7 +184,7 @@ class Life:
     def _age(self) -> None:
         """Ask, abort, forget and step until all has been answered, or until the plug is pulled."""
         rng = self._rng
-        to_ask = rng.randint(2, 12)
+        to_ask = rng.randint(2, 20)
         pace = rng.choice([0.05, 0.3, 1.0])
         while to_ask or self._open():
             if to_ask and (rng.random() < pace or not self._open()):
@@ -188,17 +198,17 @@ class Life:
                 return
             self._turn()
             if rng.random() < 0.2:
-                self._check_references()
+                check_references(self.core)
         self._calm_down()
         self._check_answers()
-        self._check_nothing_left()
+        check_nothing_left(self.core)
 
     def _open(self) -> list[str]:
         return [name for name, asked in self._asked.items() if asked.last is None]
 
     def _ask(self) -> None:
         rng = self._rng
-        prompt = rng.choice(self._world.prompts)
+        prompt = rng.choice(self._prompts)
         expected = list(self._world.answer(prompt))[: rng.randint(1, OUTPUT_TOKENS)]
         max_tokens = len(expected)
         stops: tuple[int, ...] = ()
@@ -229,8 +239,11 @@ class Life:
         )
 
     def _abort(self) -> None:
-        for name in self._open():
-            if self._rng.random() < 0.3:
+        names = self._open()
+        if self._rng.random() < 0.5:  # those that are being loaded
+            names = [name for name in names if name in self.core.scheduler._places.parked]
+        for name in names:
+            if self._rng.random() < 0.5:
                 self.core.abort([name])
                 self._asked[name].spoilt = True
                 self._asked[name].last = TokenOutput(name, [], finish_reason="abort")
@@ -272,7 +285,7 @@ class Life:
             return
         retry_at = core.scheduler._retry_at
         if core.has_work() and (retry_at is None or retry_at > time.monotonic()):
-            assert self._wake.wait(2.0), "there is work, and nobody woke the engine"
+            assert self._wake.wait(10.0), "there is work, and nobody woke the engine"
 
     def _take(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
@@ -298,24 +311,10 @@ class Life:
         longest = min(longest, len(asked.prompt) - 1) // self._block_size * self._block_size
         assert cached <= longest, f"{cached} tokens cached, where {longest} can be"
 
-    def _busy(self) -> bool:
-        """Whether something is under way that will end by itself."""
-        connector: Any = self.core._connector
-        if connector is None:
-            return False
-        hierarchy = connector._hierarchy
-        return bool(
-            self.core.scheduler._places.parked
-            or connector._stores
-            or connector._parked
-            or hierarchy._reads
-            or (hierarchy._write_back and hierarchy._write_back.in_flight)
-        )
-
     def _calm_down(self) -> None:
         self._take(self.core.step())  # tells the worker who is gone
         # Asking for work may start some.
-        while self.core.has_work() or self._busy():
+        while self.core.has_work() or is_busy(self.core):
             self._turn()
 
     def _check_answers(self) -> None:
@@ -329,72 +328,6 @@ class Life:
                 assert asked.token_ids == asked.expected, name
                 assert last.finish_reason in ("stop", "length"), last
 
-    def _check_references(self) -> None:
-        """The references to blocks are tables, and what nobody holds is in the queue."""
-        manager = self.core.scheduler.manager
-        references = [0] * manager.pool.num_blocks
-        for table in manager._coordinator._groups[0]._tables.values():
-            for block in table:
-                references[block.block_id] += 1
-        assert [block.ref_cnt for block in manager.pool.blocks] == references
-        free = sorted(block.block_id for block in manager.pool.free_queue)
-        assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
-
-    def _check_nothing_left(self) -> None:
-        scheduler = self.core.scheduler
-        places, manager = scheduler._places, scheduler.manager
-        self._check_references()
-        assert manager.pool.is_idle
-        assert manager._coordinator._groups[0]._tables == {}
-        assert not (places.requests or places.progress or places.running or places.loaded)
-        assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-        assert not (self.core._runner._requests or self.core._runner.batch.row_of)
-        connector: Any = self.core._connector
-        if connector is None:
-            return
-        assert not (connector._reading or connector._ready or connector._loads)
-        assert not (connector._reports or connector._stores)
-        slab = connector._hierarchy._slab
-        assert all(slot.committed and not slot.pins for slot in slab._slots.values())
-        assert len(slab._free) + len(slab._slots) == slab.num_slots
-        write_back = connector._hierarchy._write_back
-        if write_back is not None:
-            assert set(write_back._dirty) <= set(slab.keys())
-        self._check_bytes(slab)
-
-    def _check_bytes(self, slab: Any) -> None:
-        """A block is the same wherever it lies, but for the rounding of another batch."""
-        pool = self.core._runner.pool.tensor
-        for block_id, name in self.core.scheduler.manager.pool.resident():
-            key = name + bytes([0, 0, 1, 0, 0, 0])
-            if slab.lookup([key]) == [Answer.HIT]:
-                [slot] = slab.pin([key], touch=False)
-                size = slab.layout.page_bytes
-                kept = np.frombuffer(bytes(slab.buffer(slot)[:size]), np.float64)
-                slab.unpin([key])
-                np.testing.assert_allclose(kept, pool[block_id].numpy().ravel(), atol=1e-6)
-
-    def _check_threads(self) -> None:
-        deadline = time.monotonic() + 2.0
-        while (left := list(engine_threads())) and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert left == []
-
-    def _damage(self) -> None:
-        """Between two ages, to the slot file: nothing, some flipped bits, or its end cut off."""
-        path, rng = self._path / "blocks", self._rng
-        kind = rng.choice(["none", "bits", "cut"])
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            if kind == "cut":
-                file.truncate(rng.randrange(size))
-            for _ in range(size // 4096 if kind == "bits" else 0):
-                place = rng.randrange(size)
-                file.seek(place)
-                byte = file.read(1)[0]
-                file.seek(place)
-                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """How many leading items are equal."""
@@ -406,10 +339,3 @@ def expected_fault(output: TokenOutput) -> bool:
     """Whether an error is one that was asked for."""
     words = (MODEL_FAULT, NAN_FAULT, "requests are waiting")
     return any(word in (output.error or "") for word in words)
-
-
-def engine_threads() -> Iterator[str]:
-    """Names of threads that belong to an engine."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("stratakv"):
-            yield thread.name

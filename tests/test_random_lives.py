@@ -12,6 +12,7 @@ import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from .random_life import MAX_MODEL_LEN, OUTPUT_TOKENS, Life, World
 from .tiny_models import VOCAB, greedy_reference, make_llama
 
 LIVES = 25
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
 
 def make_world(directory: Path, num_prompts: int) -> World:

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
+from .host_memory import available_memory_bytes
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
 
@@ -235,25 +236,13 @@ def _count_slots(layout: BlockLayout, capacity_bytes: int) -> int:
             f"the CPU tier needs at least {layout.slot_bytes} bytes for one block, "
             f"not {capacity_bytes}"
         )
-    available = _available_memory_bytes()
+    available = available_memory_bytes()
     if available is not None and capacity_bytes > available:
         raise TierConfigError(
             f"the CPU tier was given {capacity_bytes} bytes and the host has {available} bytes "
             "of memory available; make the tier smaller or free some memory"
         )
     return capacity_bytes // layout.slot_bytes
-
-
-def _available_memory_bytes() -> int | None:
-    """What the kernel believes it can hand out without swapping; None where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
 
 
 def _map_and_populate(fd: int, size: int, threads: int, progress: Progress | None) -> mmap.mmap:

@@ -8,7 +8,7 @@ its validation and its response classes cost more per request than decoding a pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ... import __version__
@@ -26,6 +26,7 @@ from ..client.base import EngineClient, EngineDead
 from ..nearest import did_you_mean
 from ..tokenizer import Tokenizer
 from .auth import ApiKeyMiddleware
+from .body import MAX_QUOTED_CHARACTERS
 from .chat import create_chat_completion
 from .chat_template import ChatTemplate
 from .completions import create_completion
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
+RESET_ROUTE = "/reset_prefix_cache"
 RESETS = ("pool", "all")
 CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
 
@@ -58,7 +60,7 @@ def create_app(
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
     front = Front(client, model_name, tokenizer, template, settings, Metrics(model_name))
-    routes: list[BaseRoute] = [
+    routes = [
         _route("/v1/completions", "POST", front, create_completion),
         _route("/v1/chat/completions", "POST", front, create_chat_completion),
         _route("/v1/models", "GET", front, partial(_list_models, created=now())),
@@ -69,11 +71,11 @@ def create_app(
         _route("/version", "GET", front, _version),
     ]
     if settings.enable_dev_routes:
-        routes.append(_route("/reset_prefix_cache", "POST", front, _reset_prefix_cache))
+        routes.append(_route(RESET_ROUTE, "POST", front, _reset_prefix_cache))
     # No generated documentation: handlers check their input themselves, so it would be empty.
-    app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=routes)
+    app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
     app.router.redirect_slashes = False
-    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     return app
@@ -92,11 +94,22 @@ def _route(path: str, method: str, front: Front, handler: Handler) -> Route:
     return Route(path, endpoint, methods=[method])
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
+async def _answer_http_exception(
+    routes: Sequence[Route], request: Request, error: Exception
+) -> Response:
     """What the router raises: no such route, or not for this method."""
-    response = error_response(to_api_error(error))
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})
+    answer = to_api_error(error)
+    path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
+    if answer.status == 404:
+        cure = did_you_mean(path, [route.path for route in routes]) or "; the API lies under /v1"
+        if path == RESET_ROUTE:
+            cure = "; start the server with --enable-dev-routes"
+        answer = ApiError(f"there is no route {path}{cure}", status=404, code=answer.code)
+    elif answer.status == 405:
+        message = f"{path} does not take {request.method[:16]}; use {headers.get('Allow')}"
+        answer = ApiError(message, status=405, code=answer.code)
+    response = error_response(answer)
+    response.headers.update(headers)
     return response
 
 

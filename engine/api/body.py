@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.requests import ClientDisconnect, Request
 
 from ..config import MIB
@@ -24,6 +26,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(.*?)`(?: - at `(.*)`)?", re.DOTALL)
 _AT_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_INDEX = re.compile(r"\[[^]]*\]")
+JSON = "application/json"
 MAX_QUOTED_CHARACTERS = 64
 # Most clients read no answer before they have sent everything, and a connection that is closed
 # before that looks like a fault of the network. So this much beyond the limit is read, and dropped.
@@ -32,10 +36,13 @@ DISCARDED_BYTES = 64 * MIB
 
 async def read_body(request: Request, settings: ApiSettings) -> bytes:
     """The whole body. Raises ApiError 413 where it is over the limit, 408 where it does not arrive
-    in time, and ClientGone where the client leaves before the end."""
+    in time, 415 where it says that it is no plain JSON, and ClientGone where the client leaves
+    before the end."""
     try:
         async with asyncio.timeout(settings.body_timeout_seconds):
-            return await _read(request, settings.max_body_bytes)
+            body = await _read(request, settings.max_body_bytes)
+            _check_kind(request)
+            return body
     except ClientDisconnect:
         raise ClientGone from None
     except TimeoutError:
@@ -65,8 +72,26 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
+def _check_kind(request: Request) -> None:
+    """A browser sends any other kind to any host without asking that host first, so that a page
+    from elsewhere could use a server without a key."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if kind == JSON and encoding == "identity":
+        return
+    came = f"`Content-Type: {kind[:MAX_QUOTED_CHARACTERS]}`" if kind else "no Content-Type"
+    cure = f"with `Content-Type: {JSON}`"
+    if kind == JSON:
+        came = f"`Content-Encoding: {encoding[:MAX_QUOTED_CHARACTERS]}`"
+        cure = "uncompressed"
+    message = f"the body came with {came}; send JSON {cure}"
+    raise ApiError(message, status=415, code="unsupported_media_type")
+
+
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """The typed request. Raises ApiError naming the place, such as `$.temperature`."""
+    if not body.strip():
+        raise ApiError("the body is empty; send a JSON object", code="invalid_json")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -84,10 +109,41 @@ def _invalid(message: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
         return _unknown_field(unknown.group(1), unknown.group(2) or "", decoder)
     missing = _MISSING_FIELD.search(message)
     if missing:
-        name = missing.group(1)
-        return ApiError(f"{message}; add it", param=name, code="missing_field")
+        path = [(missing.group(2) or "").removeprefix("$").removeprefix("."), missing.group(1)]
+        param = ".".join(filter(None, path))
+        return ApiError(f"{message}; add it", param=param, code="missing_field")
     place = _AT_PATH.search(message)
-    return ApiError(message, param=place.group(1) if place else None, code="invalid_type")
+    param = place.group(1) if place else ""
+    if message.startswith("Invalid enum value"):
+        message += _known_words(decoder.type, param)
+    return ApiError(message, param=param or None, code="invalid_type")
+
+
+def _known_words(kind: type, path: str) -> str:
+    """The words that the field at `path` takes, as the end of a sentence."""
+    here = [msgspec.inspect.type_info(kind)]
+    for name in _INDEX.sub("", path).split("."):
+        here = [
+            field.type
+            for struct in _alternatives(here)
+            if isinstance(struct, msgspec.inspect.StructType)
+            for field in struct.fields
+            if field.encode_name == name
+        ]
+    literals = [t for t in _alternatives(here) if isinstance(t, msgspec.inspect.LiteralType)]
+    words = sorted(str(value) for literal in literals for value in literal.values)
+    return f"; send {' or '.join(words)}" if words else ""
+
+
+def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
+    """What may stand there, with unions and lists opened."""
+    for each in types:
+        if isinstance(each, msgspec.inspect.UnionType):
+            yield from _alternatives(each.types)
+        elif isinstance(each, msgspec.inspect.ListType):
+            yield from _alternatives((each.item_type,))
+        else:
+            yield each
 
 
 def _unknown_field(name: str, parent: str, decoder: msgspec.json.Decoder[T]) -> ApiError:

@@ -60,7 +60,9 @@ class Front:
             message = "`stream_options` is for streams; send `stream: true` with it"
             raise ApiError(message, param="stream_options", code="invalid_value")
         if len(request.cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
-            message = f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters"
+            message = (
+                f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"
+            )
             raise ApiError(message, param="cache_salt", code="invalid_value")
 
     async def resolve_prompts(self, prompt: Prompt) -> list[bytes]:
@@ -68,7 +70,10 @@ class Front:
         prompts = _as_list(prompt)
         most = self.settings.max_prompts_per_request
         if len(prompts) > most:
-            message = f"the request holds {len(prompts)} prompts and at most {most} are taken"
+            message = (
+                f"the request holds {len(prompts)} prompts and at most {most} are taken; send the "
+                "others in requests of their own"
+            )
             raise ApiError(message, param="prompt", code="too_many_prompts")
         texts = [item for item in prompts if isinstance(item, str)]
         encoded = iter(await self.encode(texts, add_special_tokens=True) if texts else ())

@@ -13,6 +13,8 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from .http_protocol import HttpProtocol
+
 # Of the request line and all headers together, before they are complete.
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
@@ -37,7 +39,7 @@ def make_server(app: ASGIApp, *, log_level: str, shutdown_seconds: float) -> Htt
     requests that run when the end is asked for have `shutdown_seconds` to finish."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_level=log_level,

@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 
 from ..config import ConfigError, EngineConfig
 from ..nearest import did_you_mean
-from ..options import OPTIONS, engine_config, flag_of, one_of
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
+from ..options import LOG_LEVELS, OPTIONS, engine_config, flag_of, one_of
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,5 +47,19 @@ def run(args: argparse.Namespace) -> int:
         help="where the results go (default: build/bench/NAME)",
     )  # fmt: skip
     benchmark.add_arguments(parser)
-    code: int = benchmark.run(parser.parse_all(args.rest))
+    options = parser.parse_all(args.rest)
+    _make_directory(options.out)
+    code: int = benchmark.run(options)
     return code
+
+
+def _make_directory(path: Path) -> None:
+    """Before minutes are spent on results that could not be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path} cannot be made a directory ({error.strerror}); choose another one"
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"--out {path} may not be written by this user; choose another one")

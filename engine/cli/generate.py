@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
+from ..options import flag_of
 from ..sampling.params import SamplingParams
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 
@@ -36,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompt, sampling, and the engine's flags."""
     parser.add_argument("--prompt", metavar="TEXT", help="the text; - reads standard input")
     for name, (_, text) in _SAMPLING.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, metavar="N", default=argparse.SUPPRESS, help=text)
+        parser.add_argument(flag_of(name), metavar="N", default=argparse.SUPPRESS, help=text)
     parser.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeat"
     )
@@ -92,9 +92,10 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
             given[name] = kind(text)
         except ValueError:
             word = "a whole number" if kind is int else "a number"
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} takes {word}, not {text!r}") from None
+            raise ConfigError(f"{flag_of(name)} takes {word}, not {text!r}") from None
     try:
         return SamplingParams(**given, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        # The field is named first, and here it is a flag.
+        name, _, rest = str(error).partition(" ")
+        raise ConfigError(f"{flag_of(name)} {rest}") from error

@@ -81,7 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"--host {host} is no address of this machine ({error}); use 127.0.0.1 or 0.0.0.0"
+            f"--host {host or repr(host)} is no address of this machine ({error}); use 127.0.0.1 "
+            "or 0.0.0.0"
         ) from error
     sock = socket.socket(info[0], info[1], info[2])
     try:

@@ -63,14 +63,15 @@ class Checkpoint:
         unknown = [name for name in self.names if name not in expected]
         if unknown:
             raise ConfigError(
-                f"{self.path} holds {_count(unknown)} that its architecture does not know"
+                f"{self.path} holds {_count(unknown)} that config.json does not describe; correct "
+                "config.json or download the model again"
             )
         for name, shape in expected.items():
             found = self._where[name].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise ConfigError(
                     f"{self.path}: {name} must have shape {list(shape)} by config.json, "
-                    f"not {found.get_shape()}"
+                    f"not {found.get_shape()}; correct config.json or download the model again"
                 )
             if found.get_dtype() not in FLOAT_TYPES:
                 raise ConfigError(

@@ -29,13 +29,17 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
             f"{path} cannot be read ({error.strerror}); the model must be a Hugging Face directory"
         ) from error
     if len(raw) > max_bytes:
-        raise ConfigError(f"{path} must have at most {max_bytes} bytes and has more")
+        raise ConfigError(
+            f"{path} must have at most {max_bytes} bytes and has more; download it again"
+        )
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(values).__name__}")
+        raise ConfigError(
+            f"{path} must hold a JSON object, not {type(values).__name__}; download it again"
+        )
     return JsonFields(values, str(path))
 
 
@@ -109,7 +113,7 @@ class JsonFields:
         if value is not None:
             return value
         if default is _MISSING:
-            raise ConfigError(f"{self.where}: the key {name} is missing")
+            raise ConfigError(f"{self.where}: the key {name} is missing; download the file again")
         return default
 
 

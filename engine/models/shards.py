@@ -31,8 +31,8 @@ def find_shards(path: Path) -> Shards:
         return Shards((path / SINGLE_FILE,), None)
     if not (path / INDEX_FILE).is_file():
         raise ConfigError(
-            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights must be in safetensors "
-            "form"
+            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the weights "
+            "in safetensors form"
         )
     index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
     names = index.inner("weight_map").values

@@ -91,7 +91,7 @@ def load_model_spec(path: Path) -> ModelSpec:
         expected = f"a divisor of num_attention_heads ({num_heads})"
         raise config.fault("num_key_value_heads", expected, num_kv_heads)
     head_dim = _head_dim(config, hidden_size, num_heads)
-    max_positions = config.integer("max_position_embeddings")
+    max_positions = config.integer("max_position_embeddings", minimum=2)
     vocab_size = config.integer("vocab_size")
     eos, bos = _special_ids(path, config, vocab_size)
     return ModelSpec(

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from ..worker.batch_update import AddedRow, BatchUpdate, MoveKind
 from .params import SamplingParams
 
+_SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+
 
 class MinTokens(NamedTuple):
     """Ids that must not be sampled before the output has `minimum` tokens."""
@@ -54,7 +56,9 @@ class SamplingRows:
 
     def _add(self, added: AddedRow) -> None:
         row, params = added.row, added.params
-        self.temperature[row] = params.temperature
+        # Below, a division in float32 would be by zero; such draws are greedy anyway.
+        is_random = params.temperature >= _SMALLEST_TEMPERATURE
+        self.temperature[row] = params.temperature if is_random else 0.0
         self.top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self.top_p[row] = params.top_p
         if params.seed is not None and not params.is_greedy:

@@ -94,12 +94,14 @@ class Admission:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
             return Verdict.LATER
-        while not self._places.parked.park(
+        places = self._places
+        if not places.parked.park(
             request, hits, num_hit_tokens, num_external_tokens, connector, self._keep_free()
         ):
-            if not self._make_room(request):
-                return Verdict.NO_ROOM
-        self._places.counts["loads"] += 1
+            # A load never takes the blocks of another one: two could do so in turn for ever.
+            # With nothing running, those that have loaded come first, since they can run.
+            return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
+        places.counts["loads"] += 1
         return Verdict.PARKED
 
     def _allocate(

@@ -14,7 +14,8 @@ Nobody can block everybody:
   last to come is the first to go. Only loads in flight can still be in its way; then it keeps what
   it has and waits for their report, which the connector owes.
 - With nothing running, the first waiting request takes room from ended loads too, and the watermark
-  does not count.
+  does not count. It may do so to run, not for a load of its own: then it lets those pass first that
+  have loaded.
 - A request that could not run even alone is refused by `add_request`.
 """
 

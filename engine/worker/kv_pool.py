@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from ...tiers.block import BlockLayout
-from ..config import ConfigError
+from ...tiers.host_memory import available_memory_bytes
+from ..config import MAX_BLOCKS, ConfigError
 from ..models.dtypes import compute_dtype
 
 NULL_BLOCK = 0
@@ -55,9 +56,11 @@ def num_blocks_in(layout: BlockLayout, memory_bytes: int) -> int:
 
 
 def check_pool_size(layout: BlockLayout, num_blocks: int, max_model_len: int) -> None:
-    """Raise ConfigError where one request of `max_model_len` tokens could never be computed."""
+    """Raise ConfigError where one request of `max_model_len` tokens could never be computed, or
+    where the memory is not there. To be asked before anything is built for each block."""
     needed = blocks_for_one_request(layout, max_model_len)
     if num_blocks >= needed:
+        _check_memory(layout, num_blocks)
         return
     fits = max(num_blocks - 1, 0) * layout.block_size
     lower = f", or lower --max-model-len to {fits}" if fits else ""
@@ -66,6 +69,16 @@ def check_pool_size(layout: BlockLayout, num_blocks: int, max_model_len: int) ->
         f"it takes {needed} blocks (--num-blocks {needed} or --kv-cache-memory-bytes "
         f"{needed * layout.page_bytes}){lower}"
     )
+
+
+def _check_memory(layout: BlockLayout, num_blocks: int) -> None:
+    size, available = num_blocks * layout.page_bytes, available_memory_bytes()
+    most = MAX_BLOCKS if available is None else min(MAX_BLOCKS, available // layout.page_bytes)
+    if num_blocks > most:
+        raise ConfigError(
+            f"a KV pool of {num_blocks} blocks takes {size} bytes, and this machine can hold one "
+            f"of {most} blocks; lower --num-blocks or --kv-cache-memory-bytes"
+        )
 
 
 def blocks_for_one_request(layout: BlockLayout, max_model_len: int) -> int:

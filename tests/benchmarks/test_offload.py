@@ -40,12 +40,25 @@ def test_every_phase_of_a_small_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
-    [("--prefix-tokens", "5000", "has room for 4048"), ("--documents", "2", "at least 3")],
+    [
+        ("--prefix-tokens", "5000", "has room for 4048"),
+        ("--prefix-tokens", "0", "ask for at least 320"),
+        ("--documents", "2", "at least 3"),
+        ("--documents", "0", "at least 3"),
+        ("--documents", "1000", "ask for fewer or shorter"),
+        ("--output-tokens", "0", "--output-tokens must be at least 1"),
+        ("--block-size", "7", "--block-size takes a power of two"),
+        ("--model", "/nowhere", "/nowhere is not a directory"),
+    ],
 )
 def test_a_plan_that_cannot_work(
-    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+    option: str,
+    value: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["bench", "offload", option, value]) == 1
+    assert main(["bench", "offload", "--out", str(tmp_path), option, value]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 

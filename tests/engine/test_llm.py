@@ -125,6 +125,11 @@ def test_a_stream_may_be_left(llm: LLM) -> None:
         ([[2**40]], "32-bit integer"),
         ([[1.5]], "32-bit integer"),
         (["a\ud800"], "surrogate"),
+        ([1, 2, 3], "prompt 0: a prompt is a text or a list of token ids, not int; put a single"),
+        ([None], "a prompt is a text or a list of token ids, not NoneType"),
+        ([b"text"], "a prompt is a text or a list of token ids, not bytes"),
+        (5, "prompts are a text or a list of prompts, not int"),  # type: ignore[list-item]
+        ({"prompt": "x"}, "prompts are a text or a list of prompts, not dict"),
     ],
 )
 def test_prompts_that_cannot_be_used(llm: LLM, prompts: list[Any], words: str) -> None:
@@ -151,8 +156,9 @@ def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
         ({"blok_size": 16}, "no option 'blok_size'; did you mean block_size"),
         ({"block_size": 24}, "--block-size takes a power of two"),
         ({"enable_prefix_caching": "no"}, "takes True or False, not 'no'"),
-        ({"kv_offload": ["cpu", "sdd"]}, "not 'sdd'; did you mean ssd"),
+        ({"kv_offload": ["cpu", "sdd"]}, "not 'cpu,sdd'; did you mean ssd"),
         ({"model": "/nowhere"}, "/nowhere is no directory"),
+        ({"in_process": False, "log_level": "loud"}, "log_level takes debug or info"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
@@ -170,6 +176,40 @@ def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     other.close()
     with pytest.raises(EngineDead, match="was closed"):
         other.generate(prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"max_tokens": 3}, "sampling parameters are SamplingParams or a list, not dict"),
+        ("greedy", "sampling parameters are SamplingParams or a list, not str"),
+        ([5], "prompt 0: sampling parameters are SamplingParams, not int"),
+    ],
+)
+def test_parameters_that_are_none(llm: LLM, params: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        llm.generate("text", params)
+
+
+@pytest.mark.parametrize("salt", [5, "\ud800", None])
+def test_a_salt_that_cannot_be_hashed(llm: LLM, salt: Any) -> None:
+    with pytest.raises(ValueError, match="cache_salt is a text of valid Unicode"):
+        llm.generate("text", GREEDY, cache_salt=salt)
+
+
+def test_a_closed_engine_says_so(tiny_model: Path) -> None:
+    llm = LLM(tiny_model, **OPTIONS)
+    stream = llm.stream("text", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: next(stream), lambda: llm.generate([]), lambda: llm.stream("text"), llm.stats,
+        llm.reset_prefix_cache,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(EngineDead, match="this LLM was closed; make a new one"):
+            call()
 
 
 LEFT_OPEN = """

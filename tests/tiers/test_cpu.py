@@ -166,7 +166,7 @@ def test_another_process_maps_the_same_slots(slab: CpuSlab) -> None:
 def test_sizes_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TierConfigError, match="at least 4096 bytes for one block, not 4095"):
         CpuSlab(SMALL, 4095)
-    monkeypatch.setattr(cpu, "_available_memory_bytes", lambda: 10_000)
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 10_000)
     with pytest.raises(TierConfigError, match="10000 bytes of memory available"):
         CpuSlab(SMALL, 12_288)
 
@@ -185,7 +185,7 @@ def test_memory_that_runs_short_is_refused_and_leaves_nothing(
 
 
 def test_the_host_says_how_much_memory_it_has() -> None:
-    available = cpu._available_memory_bytes()
+    available = cpu.available_memory_bytes()
     assert available is not None
     assert mmap.PAGESIZE < available < 2**50
 

@@ -28,6 +28,7 @@ class StoreDirectory:
         self.index = self.path / "index"
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_foreign_files()
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(self.path / "lock", flags, 0o600)
         except (FileExistsError, NotADirectoryError):
@@ -58,6 +59,15 @@ class StoreDirectory:
     def close(self) -> None:
         """Let another process in."""
         os.close(self._lock)
+
+    def _refuse_foreign_files(self) -> None:
+        """Files under our names that we did not make, since the lock file is always made first."""
+        for each in (self.slot_file, self.index):
+            if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
+                raise TierConfigError(
+                    f"the SSD tier would write over {each}, which it did not make (no lock file "
+                    "lies beside it); use another path or remove it"
+                )
 
     def _take_lock(self) -> None:
         try:

@@ -112,6 +112,10 @@ def _identity(layout: BlockLayout, namespace: bytes) -> Identity:
     return Identity(FORMAT_VERSION, layout.layout_id(), namespace, text)
 
 
+def _name_of(identity: Identity) -> str:
+    return f"namespace {identity.namespace.hex()[:16]}" if identity.namespace else "no namespace"
+
+
 def _check_identity(path: Path, found: Identity | None, wanted: Identity) -> None:
     if found is None:
         return  # a crash came before the first commit
@@ -120,8 +124,9 @@ def _check_identity(path: Path, found: Identity | None, wanted: Identity) -> Non
     elif found.layout_id != wanted.layout_id:
         theirs, ours = found.layout_text, wanted.layout_text
     elif found.namespace != wanted.namespace:
-        theirs = f"namespace {found.namespace.hex() or '(none)'}"
-        ours = f"namespace {wanted.namespace.hex() or '(none)'}"
+        # A namespace is there where the names of blocks do not say which model they are of.
+        theirs = f"another model or naming of blocks ({_name_of(found)})"
+        ours = _name_of(wanted)
     else:
         return
     raise TierConfigError(

@@ -14,6 +14,7 @@ from stratakv.engine.client.base import EngineDead
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -115,9 +116,52 @@ def test_bad_chats(http: httpx.Client, fields: dict[str, Any], code: str, words:
      b'{"prompt":' + b"[" * 50_000, b'{"prompt": "\\ud800"}'],
 )  # fmt: skip
 def test_bodies_that_are_no_json(http: httpx.Client, body: bytes) -> None:
-    response = http.post(COMPLETIONS, content=body)
+    response = http.post(COMPLETIONS, content=body, headers=JSON)
     assert response.json()["error"]["code"] in ("invalid_json", "invalid_type")
     assert response.status_code == 400
+
+
+def test_an_empty_body(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, content=b" ", headers=JSON)
+    assert "the body is empty" in refused(response, 400, "invalid_json")["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "came with no Content-Type"),
+        ({"Content-Type": "text/plain"}, "`Content-Type: text/plain`; send JSON with"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "send JSON with `Content-Type: ap"),
+        ({**JSON, "Content-Encoding": "gzip"}, "`Content-Encoding: gzip`; send JSON uncompressed"),
+    ],
+)
+def test_bodies_of_another_kind(http: httpx.Client, headers: dict[str, str], words: str) -> None:
+    body = b'{"prompt": [5], "max_tokens": 1}'
+    for route in (COMPLETIONS, CHAT):
+        response = http.post(route, content=body, headers=headers)
+        assert words in refused(response, 415, "unsupported_media_type")["message"]
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        response = http.post(COMPLETIONS, content=body, headers={"Content-Type": kind})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"role": "user"}, "messages[0].content", "`$.messages[0]`; add it"),
+        ({"role": "tool", "content": "a"}, "messages[0].role",
+         "; send assistant or developer or system or user"),
+        ({"role": "user", "content": [{"type": "image_url", "text": ""}]},
+         "messages[0].content[0].type", "; send text"),
+    ],
+)  # fmt: skip
+def test_a_message_is_pointed_at(
+    http: httpx.Client, message: dict[str, Any], param: str, words: str
+) -> None:
+    response = http.post(CHAT, json={"messages": [message]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"].endswith(words)
 
 
 def test_one_bad_prompt_refuses_the_request_before_anything_starts(
@@ -146,18 +190,23 @@ def test_what_a_client_sent_is_not_echoed_at_length(http: httpx.Client) -> None:
 
 
 def test_unknown_route_and_wrong_method(http: httpx.Client) -> None:
-    refused(http.get("/v1/nothing"), 404, "not_found")
-    refused(http.get("/v1/completions/"), 404, "not_found")
+    for path, words in (
+        ("/zzzzzz", "there is no route /zzzzzz; the API lies under /v1"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+    ):
+        assert words in refused(http.post(path, json={}), 404, "not_found")["message"]
     response = http.get(COMPLETIONS)
-    refused(response, 405, "method_not_allowed")
+    error = refused(response, 405, "method_not_allowed")
+    assert error["message"] == "/v1/completions does not take GET; use POST"
     assert response.headers["allow"] == "POST"
 
 
 def test_an_error_keeps_the_connection_and_the_server(http: httpx.Client) -> None:
     for _ in range(3):
-        refused(http.post(COMPLETIONS, content=b"{"), 400, "invalid_json")
+        refused(http.post(COMPLETIONS, content=b"{", headers=JSON), 400, "invalid_json")
     body = json.dumps({"prompt": [5, 6], "max_tokens": 1}).encode()
-    assert http.post(COMPLETIONS, content=body).status_code == 200
+    assert http.post(COMPLETIONS, content=body, headers=JSON).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stratakv.engine.api import http_protocol
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.config import ConfigError
 
@@ -77,7 +78,9 @@ def test_the_key_opens(web: httpx.Client, strict: Any) -> None:
 
 
 def test_dev_routes_are_not_there_unless_asked_for(web: httpx.Client, strict: Any) -> None:
-    assert web.post(strict.url + "/reset_prefix_cache", headers=KEY).status_code == 404
+    response = web.post(strict.url + "/reset_prefix_cache", headers=KEY)
+    assert _code(response) == (404, "not_found")
+    assert "--enable-dev-routes" in response.json()["error"]["message"]
 
 
 def test_a_body_over_the_limit(web: httpx.Client, strict: Any) -> None:
@@ -129,6 +132,41 @@ def test_headers_over_the_limit(web: httpx.Client, strict: Any) -> None:
     answer = _talk(strict, b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 70_000)
     assert answer.startswith(b"HTTP/1.1 400")
     assert web.get(strict.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("part", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come(
+    strict: Any, part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    began = time.monotonic()
+    assert _talk(strict, part) == b"", "closed without an answer"
+    assert 0.15 < time.monotonic() - began < 5
+
+
+def test_the_head_of_a_second_request_that_does_not_come(
+    strict: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(strict.address, timeout=10) as sock:
+        for _ in range(2):
+            sock.sendall(whole)
+            received = b""
+            while b'"ok"}' not in received:
+                part = sock.recv(65536)
+                assert part, "closed too early"
+                received += part
+            time.sleep(0.3)  # between requests another limit counts, and it is longer
+        sock.sendall(whole[:20])
+        assert sock.recv(65536) == b""
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\0\0\r\n\r\n", b"GET /\r\n\r\n"])
+def test_what_is_no_http(strict: Any, data: bytes) -> None:
+    head, _, body = _talk(strict, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
 def test_a_request_over_its_time_is_aborted(web: httpx.Client, strict: Any) -> None:

@@ -16,8 +16,8 @@ import pytest
 import stratakv
 from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
 from stratakv.engine.cli.main import main
-from stratakv.engine.config import MIB, EngineConfig
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
+from stratakv.engine.config import MIB, ConfigError, EngineConfig
+from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
 
 
 def config_of(*words: str) -> EngineConfig:
@@ -51,7 +51,15 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --block-size many", ["--block-size takes a whole number, not 'many'"]),
     ("serve --num-blocks 1", ["--num-blocks must be at least 2, not 1"]),
     ("serve --num-threads 0", ["--num-threads must be at least 1"]),
-    ("serve --max-model-len 0", ["--max-model-len must be at least 1"]),
+    ("serve --num-threads 100000", ["--num-threads must be at most 1024"]),
+    ("serve --num-blocks 99999999999999999999999", ["--num-blocks must be at most 16777216"]),
+    ("serve --max-model-len 1", ["--max-model-len must be at least 2, not 1"]),
+    ("serve --max-num-seqs 99999999999", ["--max-num-seqs must be at most 65536"]),
+    ("serve --max-num-batched-tokens 99999999999", ["--max-num-batched-tokens must be at most"]),
+    ("serve --block 16", ["no option --block", "did you mean --block-size or --block-hash"]),
+    ("serve --host=", ["--host '' is no address"]),
+    ("serve ~nobody-of-this-name/m", ["MODEL takes a path", "~nobody-of-this-name"]),
+    ("serve meta-llama/Llama-3.1-8B", ["is no directory", "nothing is downloaded"]),
     ("serve --max-num-seqs 0", ["--max-num-seqs must be at least 1"]),
     ("serve --max-num-seqs -3", ["--max-num-seqs must be at least 1, not -3"]),
     (
@@ -64,9 +72,12 @@ REFUSED: list[tuple[str, list[str]]] = [
         "serve --num-blocks 9 --kv-cache-memory-bytes 1GiB",
         ["--num-blocks and --kv-cache-memory-bytes", "give one"],
     ),
-    ("serve --kv-offload gpu", ["--kv-offload takes cpu or ssd, not 'gpu'"]),
-    ("serve --kv-offload cpu,sdd", ["not 'sdd'", "did you mean ssd"]),
-    ("serve --kv-offload cpu,cpu", ["names a tier twice"]),
+    ("serve --kv-offload gpu", ["--kv-offload takes cpu or cpu,ssd, not 'gpu'"]),
+    ("serve --kv-offload=", ["--kv-offload takes cpu or cpu,ssd, not ''"]),
+    ("serve --kv-offload cpu,", ["--kv-offload takes cpu or cpu,ssd, not 'cpu,'"]),
+    ("serve --kv-offload cpu,sdd", ["not 'cpu,sdd'", "did you mean ssd"]),
+    ("serve --kv-offload cpu,cpu", ["names a tier twice", "name each once"]),
+    ("serve --kv-offload ssd,cpu", ["from the pool down", "use cpu,ssd"]),
     ("serve --kv-offload ssd", ["--kv-offload ssd needs the CPU tier", "use cpu,ssd"]),
     (
         "serve --kv-offload cpu --kv-offload-ssd-bytes 1GiB",
@@ -82,7 +93,15 @@ REFUSED: list[tuple[str, list[str]]] = [
     ),
     (
         "serve --kv-offload cpu --kv-offload-cpu-bytes 5",
-        ["--kv-offload-cpu-bytes must be at least"],
+        ["--kv-offload-cpu-bytes must be at least 1MiB, not 5 bytes"],
+    ),
+    (
+        f"serve --kv-offload cpu --kv-offload-cpu-bytes {'9' * 400}TiB",
+        ["--kv-offload-cpu-bytes must be at most 1048576TiB, not 9999"],
+    ),
+    (
+        "serve --kv-offload cpu --kv-offload-cpu-bytes 1e30",
+        ["--kv-offload-cpu-bytes takes a number of bytes", "512MiB", "'1e30'"],
     ),
     (
         "serve --kv-offload cpu,ssd --kv-offload-ssd-bytes 5",
@@ -102,11 +121,12 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("generate", ["needs --prompt TEXT"]),
     ("generate --promt x", ["did you mean --prompt"]),
     ("generate --prompt x --max-tokens few", ["--max-tokens takes a whole number, not 'few'"]),
-    ("generate --prompt x --max-tokens 0", ["max_tokens must be at least 1"]),
+    ("generate --prompt x --max-tokens 0", ["--max-tokens must be at least 1, got 0"]),
     ("generate --prompt x --temperature hot", ["--temperature takes a number, not 'hot'"]),
-    ("generate --prompt x --top-p 2", ["top_p must be above 0 and at most 1"]),
+    ("generate --prompt x --top-p 2", ["--top-p must be above 0 and at most 1"]),
     ("bench", ["takes the name of a benchmark", "offload"]),
     ("bench ofload", ["no benchmark 'ofload'", "did you mean offload"]),
+    ("bench offload --out /dev/null/x", ["--out /dev/null/x cannot be made a directory"]),
 ]
 
 
@@ -128,6 +148,38 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         port = server.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
+
+
+def test_spaces_between_tiers_are_no_fault() -> None:
+    assert config_of("--kv-offload", "cpu, ssd").offload.tiers == ("cpu", "ssd")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("kv_offload", None, "--kv-offload takes cpu or cpu,ssd, not None"),
+        ("kv_offload", {"cpu": 1}, "--kv-offload takes cpu or cpu,ssd, not {'cpu': 1}"),
+        ("kv_offload", ["cpu", 5], "--kv-offload takes cpu or cpu,ssd"),
+        ("kv_offload_ssd_path", 5, "--kv-offload-ssd-path takes a text that is not empty, not 5"),
+        ("kv_offload_ssd_path", "a\0b", "holds a zero byte"),
+        ("kv_offload_cpu_bytes", True, "takes a number of bytes"),
+        ("kv_offload_cpu_bytes", 2**70, "must be at most 1048576TiB"),
+        ("block_size", 16.0, "--block-size takes a whole number, not 16.0"),
+        ("block_size", None, "--block-size takes a whole number, not None"),
+        ("block", 16, "no option 'block'; did you mean block_size or block_hash"),
+    ],
+)
+def test_options_of_another_type(name: str, value: object, words: str) -> None:
+    """As the Python API gives them."""
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(None, {"kv_offload": "cpu,ssd", name: value})
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("model", [5, [], "", "a\0b"])
+def test_a_model_that_is_no_path(model: Any) -> None:
+    with pytest.raises(ConfigError, match="MODEL takes"):
+        engine_config(model, {})
 
 
 def test_nothing_given_is_the_embedded_model() -> None:
@@ -230,6 +282,14 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     err = capsys.readouterr().err
     assert "is not installed" in err
     assert "pip install 'stratakv[engine]'" in err
+
+
+@pytest.mark.usefixtures("without_engine")
+def test_a_missing_extra_is_named_by_the_python_api_too() -> None:
+    import stratakv.engine
+
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'stratakv\[engine\]'"):
+        stratakv.engine.LLM  # noqa: B018
 
 
 def test_a_failure_of_the_engine_is_another_exit_code(

@@ -35,12 +35,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     return calls
 
 
-def test_its_options_and_its_exit_code(seen: list[argparse.Namespace]) -> None:
+def test_its_options_and_its_exit_code(
+    seen: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["bench", "probe", "--quick", "--out", "somewhere", "--rounds", "4"]) == 3
     [args] = seen
     assert (args.quick, args.out, args.rounds) == (True, Path("somewhere"), 4)
     assert main(["bench", "probe"]) == 3
     assert (seen[1].quick, seen[1].out) == (False, Path("build/bench/probe"))
+    assert (tmp_path / "somewhere").is_dir(), "made before the benchmark runs"
 
 
 def test_an_unknown_option(

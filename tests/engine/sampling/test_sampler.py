@@ -221,3 +221,9 @@ def test_rows_that_are_not_finite_are_named_and_harm_no_other():
 def test_half_precision_logits_are_widened():
     sampler, _ = sampler_for({"temperature": 1.0, "seed": 1})
     assert 0 <= draw(sampler, LOGITS.bfloat16()[None])[0] < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-40, 1e-38, 1e-30])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    sampler, _ = sampler_for({"temperature": temperature}, {"temperature": 1.0, "top_k": 1})
+    assert draw(sampler, LOGITS.expand(2, -1)) == [2, 2]

@@ -269,6 +269,29 @@ def test_ended_loads_cannot_lock_each_other_out(make_engine: Make, tiers: Any, s
     assert engine.said("b") == say(prompt(14, 20), 5)
 
 
+def test_loads_cannot_take_room_from_each_other_for_ever(
+    make_engine: Make, tiers: Any, say: Any
+) -> None:
+    """Nothing runs, and four of the six blocks are loaded for either. `first` is told to ask again,
+    so that `second` is loaded before it. Were `first` to take those blocks for its own load,
+    `second` would take them back for its next one."""
+    engine = make_engine(7, tiers=tiers, max_model_len=24)
+    keep(engine, prompt(18, 1))
+    keep(engine, prompt(18, 20))
+    ask = tiers.get_matched_tokens
+    answers = {"first": Match(0, MatchKind.RETRY)}
+    tiers.get_matched_tokens = lambda request, num_tokens: (
+        answers.pop(request.request_id, None) or ask(request, num_tokens)
+    )
+    engine.add("first", prompt(18, 1))
+    engine.add("second", prompt(18, 20))
+    engine.run_all(100)
+    assert engine.said("first") == say(prompt(18, 1), 5)
+    assert engine.said("second") == say(prompt(18, 20), 5)
+    assert engine.scheduler.stats()["loads"] == 2
+    assert engine.scheduler.stats().get("loads_given_up", 0) == 0
+
+
 def test_an_abort_wakes_those_behind(make_engine: Make, tiers: Any) -> None:
     """A load holds three of six blocks; the first in the queue needs four, the next one two."""
     engine = make_engine(7, tiers=tiers, max_model_len=24)

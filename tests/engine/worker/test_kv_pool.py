@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config import MAX_BLOCKS, ConfigError
+from stratakv.engine.worker import kv_pool
 from stratakv.engine.worker.kv_pool import (
     KvPool,
     blocks_for_one_request,
@@ -53,6 +54,19 @@ def test_a_pool_without_any_room_names_no_shorter_length():
     assert "--max-model-len" not in str(refusal.value)
     with pytest.raises(ConfigError, match="at least 2 blocks"):
         KvPool(LAYOUT, 1)
+
+
+def test_a_pool_larger_than_the_memory_is_refused_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: 7 * LAYOUT.page_bytes + 1)
+    check_pool_size(LAYOUT, 7, 8)
+    with pytest.raises(ConfigError, match=r"this machine can hold one of 7 blocks; lower --num"):
+        check_pool_size(LAYOUT, 8, 8)
+    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: None)
+    check_pool_size(LAYOUT, MAX_BLOCKS, 8)
+    with pytest.raises(ConfigError, match=f"can hold one of {MAX_BLOCKS} blocks"):
+        check_pool_size(LAYOUT, MAX_BLOCKS + 1, 8)
 
 
 def test_memory_that_cannot_be_had_is_said():

@@ -106,7 +106,7 @@ def test_another_layout_namespace_or_format_is_refused(
     store.close(SECONDS)
     with pytest.raises(TierConfigError, match=r"heads of 32, .* has .* heads of 48, .*delete"):
         open_store(layout=ODD, namespace=b"\x01\x02")
-    with pytest.raises(TierConfigError, match=r"namespace 0102, .* has namespace \(none\);"):
+    with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
         open_store()
     with monkeypatch.context() as patch:
         patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", 2)
@@ -132,6 +132,20 @@ def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TierConfigError, match="I/O thread"):
         SsdStore(tmp_path / "c", SMALL, 10**7, io_threads=0)
     SsdStore(tmp_path / "d", SMALL, smallest).close(SECONDS)
+
+
+@pytest.mark.parametrize("name", ["blocks", "index"])
+def test_files_of_somebody_else_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(TierConfigError, match=f"would write over .*/{name}, which it did not make"):
+        SsdStore(tmp_path, SMALL, capacity_for(1))
+    assert (tmp_path / name).read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / name).unlink()
+    (tmp_path / "notes").write_text("beside it")
+    for _ in range(2):
+        SsdStore(tmp_path, SMALL, capacity_for(1)).close(SECONDS)
+    assert (tmp_path / "notes").read_text() == "beside it"
 
 
 def test_a_refused_opening_leaves_nothing_open(open_store: Open) -> None:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks into an engine core for what must not be there: references, pins, requests, wrong bytes.
+
+Reads private fields of every part, so that the parts need no methods for tests. Knows nothing of
+how the core came to be as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from stratakv.engine.core import EngineCore
+from stratakv.tiers.base import Answer, SlabTier
+
+# What follows the pool's name of a block in a key: shard 0 of 1.
+SHARD = bytes([0, 0, 1, 0, 0, 0])
+
+
+def is_busy(core: EngineCore) -> bool:
+    """Whether something is under way that will end by itself."""
+    connector: Any = core._connector
+    if connector is None:
+        return False
+    hierarchy = connector._hierarchy
+    return bool(
+        core.scheduler._places.parked
+        or connector._stores
+        or connector._parked
+        or hierarchy._reads
+        or (hierarchy._write_back and hierarchy._write_back.in_flight)
+    )
+
+
+def check_references(core: EngineCore) -> None:
+    """The references to blocks are tables, and what nobody holds is in the queue."""
+    manager = core.scheduler.manager
+    references = [0] * manager.pool.num_blocks
+    for table in manager._coordinator._groups[0]._tables.values():
+        for block in table:
+            references[block.block_id] += 1
+    assert [block.ref_cnt for block in manager.pool.blocks] == references
+    free = sorted(block.block_id for block in manager.pool.free_queue)
+    assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
+
+
+def check_nothing_left(core: EngineCore) -> None:
+    """All requests have ended, the worker has been told, and nothing is busy."""
+    places, manager = core.scheduler._places, core.scheduler.manager
+    check_references(core)
+    assert manager.pool.is_idle
+    assert manager._coordinator._groups[0]._tables == {}
+    assert not (places.requests or places.progress or places.running or places.loaded)
+    assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
+    assert not (core._runner._requests or core._runner.batch.row_of)
+    connector: Any = core._connector
+    if connector is None:
+        return
+    assert not (connector._reading or connector._ready or connector._loads)
+    assert not (connector._reports or connector._stores)
+    slab = connector._hierarchy._slab
+    assert all(slot.committed and not slot.pins for slot in slab._slots.values())
+    assert len(slab._free) + len(slab._slots) == slab.num_slots
+    write_back = connector._hierarchy._write_back
+    if write_back is not None:
+        assert set(write_back._dirty) <= set(slab.keys())
+    check_bytes(core, slab)
+
+
+def check_bytes(core: EngineCore, slab: SlabTier) -> None:
+    """A block is the same wherever it lies, but for the rounding of another batch."""
+    pool = core._runner.pool.tensor
+    for block_id, name in core.scheduler.manager.pool.resident():
+        key = name + SHARD
+        if slab.lookup([key]) != [Answer.HIT]:
+            continue
+        [slot] = slab.pin([key], touch=False)
+        assert slot is not None
+        kept = np.frombuffer(bytes(slab.buffer(slot)[: slab.layout.page_bytes]), np.float64)
+        slab.unpin([key])
+        np.testing.assert_allclose(kept, pool[block_id].numpy().ravel(), atol=1e-6)
+
+
+def check_threads() -> None:
+    """After a shutdown: every thread of an engine has ended, or does so at once."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        left = [t.name for t in threading.enumerate() if t.name.startswith("stratakv")]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.002)
+    assert left == []
