@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -149,7 +149,9 @@ def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.ins
 def _unknown_field(name: str, parent: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
     shown = name[:MAX_QUOTED_CHARACTERS]
     place = f"$.{parent}.{shown}" if parent else f"$.{shown}"
-    known = [] if parent else [field.encode_name for field in msgspec.structs.fields(decoder.type)]
+    # A field of any type is there to be refused, so it is nothing to lead anybody to.
+    fields = [] if parent else msgspec.structs.fields(decoder.type)
+    known = [field.encode_name for field in fields if field.type is not Any]
     cure = did_you_mean(shown, known) or "; leave it out"
     message = f"unknown field `{shown}` at `{place}`{cure}"
     param = f"{parent}.{shown}" if parent else shown

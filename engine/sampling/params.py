@@ -6,6 +6,8 @@ Knows nothing of tensors. The names are those of OpenAI's and vLLM's APIs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 MAX_STOP_STRINGS = 16
@@ -57,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", rule, count)
 
     def _check_types(self) -> None:
-        stop: object = self.stop  # whatever it is declared to be
+        stop: Any = self.stop  # whatever it is declared to be
         stop = (stop,) if isinstance(stop, str) else stop
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
             _check(isinstance(value, tuple | list), name, "a list", repr(value))

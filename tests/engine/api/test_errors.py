@@ -91,6 +91,7 @@ def test_bad_completions(
     [
         ({"messages": []}, "invalid_value", "not 0"),
         ({"messages": HELLO * 5000}, "invalid_value", "4096"),
+        ({"messages": HELLO, "prompt": "a"}, "unknown_parameter", "`$.prompt`; leave it out"),
         ({"messages": "hello"}, "invalid_type", "$.messages"),
         ({"messages": [{"role": "user"}]}, "missing_field", "content"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "invalid_type", "$.messages[0].role"),
