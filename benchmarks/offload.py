@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..engine.config import CacheConfig, ConfigError
 from ..engine.models.spec import load_model_spec
-from ..engine.tokenizer import Tokenizer
+from ..engine.text.tokenizer import Tokenizer
 from . import limits
 from .documents import documents, question
 from .offload_report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases

@@ -14,11 +14,11 @@ from .extras import explain_missing_module
 
 if TYPE_CHECKING:
     from .llm import LLM, RequestOutput
-    from .sampling.params import SamplingParams
+    from .sampling_params import SamplingParams
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
-_HOMES = {"LLM": ".llm", "RequestOutput": ".llm", "SamplingParams": ".sampling.params"}
+_HOMES = {"LLM": ".llm", "RequestOutput": ".llm", "SamplingParams": ".sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

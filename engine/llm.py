@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .client.base import EngineClient, EngineDead
-from .event_loop_thread import EventLoopThread
+from .client.event_loop_thread import EventLoopThread
 from .options import LOG_LEVELS, engine_config, one_of
-from .output_processor import OutputProcessor, TextOutput, generate_text
-from .sampling.params import SamplingParams
+from .sampling_params import SamplingParams
+from .text.output_processor import OutputProcessor, TextOutput, generate_text
+from .text.tokenizer import Tokenizer
 from .token_ids import pack_token_ids, unpack_token_ids
-from .tokenizer import Tokenizer
 from .wire import AddRequest
 
 if TYPE_CHECKING:
-    from .core import EngineCore
+    from .core.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class LLM:
         self, in_process: bool, log_level: str, progress: Callable[[str], None] | None
     ) -> EngineClient:
         if in_process:
-            from .core import EngineCore
+            from .core.engine_core import EngineCore
 
             # Built in the caller's thread, so that an interrupt ends it.
             core = EngineCore(self.config, progress=progress)

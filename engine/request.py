@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .sampling.params import SamplingParams
+from .sampling_params import SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
 # Computes the digests of the full blocks that `request` has and `request.block_hashes` lacks.

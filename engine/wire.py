@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .sampling.params import SamplingParams
+from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 

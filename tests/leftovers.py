@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stratakv.engine.core import EngineCore
+from stratakv.engine.core.engine_core import EngineCore
 from stratakv.tiers.base import Answer, SlabTier
 
 # What follows the pool's name of a block in a key: shard 0 of 1.

@@ -21,7 +21,6 @@ import pytest
 
 from stratakv.connector import build
 from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine import core as core_module
 from stratakv.engine.config import (
     CacheConfig,
     EngineConfig,
@@ -29,8 +28,9 @@ from stratakv.engine.config import (
     OffloadConfig,
     SchedulerConfig,
 )
-from stratakv.engine.core import EngineCore
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.core import engine_core as core_module
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.base import StoreTier

@@ -24,8 +24,8 @@ from stratakv.engine.config import (
     OffloadConfig,
     SchedulerConfig,
 )
-from stratakv.engine.core import EngineCore
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ..output_processor import TextOutput
+from ..text.output_processor import TextOutput
 from .front import Front
 from .generation import Generation, Tally, run_all
 from .protocol import SamplingFields, Usage, now

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from ... import __version__
 from ..client.base import EngineClient, EngineDead
 from ..nearest import did_you_mean
-from ..tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 from .auth import ApiKeyMiddleware
 from .body import MAX_QUOTED_CHARACTERS
 from .chat import create_chat_completion

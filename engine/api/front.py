@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..client.base import EngineClient
-from ..sampling.params import SamplingParams
+from ..sampling_params import SamplingParams
+from ..text.tokenizer import PromptTooLong, Tokenizer
 from ..token_ids import BYTES_PER_TOKEN
-from ..tokenizer import PromptTooLong, Tokenizer
 from ..wire import AddRequest
 from .chat_template import ChatTemplate
 from .errors import ApiError

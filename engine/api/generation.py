@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ..output_processor import TextOutput, generate_text
+from ..text.output_processor import TextOutput, generate_text
 from ..token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from ..wire import OVERLOADED, AddRequest
 from .errors import ENGINE, ApiError

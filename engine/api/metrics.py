@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from ..output_processor import TextOutput
+from ..text.output_processor import TextOutput
 from .core_metrics import CoreCollector
 
 LABELS = ("model_name", "engine")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
 from ..options import flag_of
-from ..sampling.params import SamplingParams
+from ..sampling_params import SamplingParams
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 
 if TYPE_CHECKING:
-    from ..output_processor import TextOutput
+    from ..text.output_processor import TextOutput
 
 DESCRIPTION = "Continue one prompt with a model, in this process."
 

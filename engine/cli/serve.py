@@ -110,7 +110,7 @@ async def _serve(
     config: EngineConfig, settings: ApiSettings, sock: socket.socket, level: str
 ) -> int:
     from ..client.process import ProcessClient
-    from ..tokenizer import Tokenizer
+    from ..text.tokenizer import Tokenizer
 
     has_tokenizer = (config.model.path / "tokenizer.json").is_file()
     tokenizer = Tokenizer.load(config.model.path) if has_tokenizer else None

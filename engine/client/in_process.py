@@ -12,8 +12,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ..core import EngineCore
-from ..core_loop import CoreLoop
+from ..core.engine_core import EngineCore
+from ..core.loop import CoreLoop
 from ..wire import FromCore, ToCore
 from .message_client import SEND_SECONDS, MessageClient
 

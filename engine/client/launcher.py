@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..core_start import CoreStart, encode_start
+from ..core.start import CoreStart, encode_start
 
 # The path of a Unix socket has to fit into 107 bytes.
 _MAX_DIRECTORY_BYTES = 90
@@ -51,7 +51,7 @@ class LaunchedCore:
         """Start the process; the sockets must be bound by now."""
         self._process = subprocess.Popen(
             # -P: a file in the working directory must not take the place of a package.
-            [sys.executable, "-P", "-m", "stratakv.engine.core_process"],
+            [sys.executable, "-P", "-m", "stratakv.engine.core.process"],
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people, and this process may print results
             env={**_ENVIRONMENT, **os.environ},

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..sampling_params import SamplingParams
 from ..worker.batch_update import AddedRow, BatchUpdate, MoveKind
-from .params import SamplingParams
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from enum import Enum
 
 from ...connector.base import KVConnectorScheduler, MatchKind
+from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
-from ..kv_cache_coordinator import GroupBlocks
 from ..request import EventKind, Request, RequestStatus
 from .places import Places
 from .step import StepBuilder

@@ -6,8 +6,8 @@ Knows nothing of what runs at present. Every message says what was expected, wha
 
 from __future__ import annotations
 
+from ..cache.kv_cache_manager import KVCacheManager
 from ..config import ConfigError, SchedulerConfig
-from ..kv_cache_manager import KVCacheManager
 from ..request import Request
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
+from ..cache.kv_block import BlockIds
 from ..request import TokenArray
-from ..sampling.params import SamplingParams
-
-# One list of block ids for each cache group.
-BlockIds = tuple[list[int], ...]
+from ..sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterable
 
 from ...connector.base import KVConnectorScheduler, LoadReport
-from ..kv_cache_coordinator import GroupBlocks
-from ..kv_cache_manager import KVCacheManager
+from ..cache.kv_cache_coordinator import GroupBlocks
+from ..cache.kv_cache_manager import KVCacheManager
 from ..request import Request, RequestStatus
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..kv_cache_manager import KVCacheManager
+from ..cache.kv_cache_manager import KVCacheManager
 from ..request import EventKind, Request, RequestStatus
 from .parking import CarPark
 from .progress import Progress

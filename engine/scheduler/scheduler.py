@@ -25,8 +25,8 @@ import time
 from collections.abc import Iterable
 
 from ...connector.base import ConnectorWorkerOutput, KVConnectorScheduler
+from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..kv_cache_manager import KVCacheManager
 from ..request import EventKind, Request, RequestStatus
 from ..wire import TokenOutput
 from .admission import Admission

@@ -8,8 +8,8 @@ it knows by the difference; one that was preempted and comes back replaces its t
 from __future__ import annotations
 
 from ...connector.base import ConnectorMetadata
-from ..kv_cache_coordinator import GroupBlocks
-from ..kv_cache_manager import KVCacheManager
+from ..cache.kv_cache_coordinator import GroupBlocks
+from ..cache.kv_cache_manager import KVCacheManager
 from ..request import Request
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..request import TokenArray
-from ..sampling.params import SamplingParams
+from ..sampling_params import SamplingParams
 
 
 class MoveKind(enum.Enum):

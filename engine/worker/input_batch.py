@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.kv_block import BlockIds
 from ..request import TokenArray
-from ..sampling.params import SamplingParams
-from ..scheduler.output import BlockIds
+from ..sampling_params import SamplingParams
 from .batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, MoveKind
 from .block_table import MultiGroupBlockTable
 

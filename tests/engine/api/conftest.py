@@ -30,8 +30,8 @@ from stratakv.engine.config import (
     OffloadConfig,
     SchedulerConfig,
 )
-from stratakv.engine.core import EngineCore
-from stratakv.engine.tokenizer import Tokenizer
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -271,7 +271,7 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest, **more)
 
     for name in list(sys.modules):
-        if name.startswith(("stratakv.engine.llm", "stratakv.engine.tokenizer")):
+        if name.startswith(("stratakv.engine.llm", "stratakv.engine.text.tokenizer")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", refuse)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

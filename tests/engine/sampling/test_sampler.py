@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling.params import SamplingParams
 from stratakv.engine.sampling.sampler import FIRST_CANDIDATES, Sampler, uniform_of
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
 
 VOCAB = 12

@@ -27,11 +27,11 @@ from stratakv.connector.base import (
     MatchKind,
     RequestView,
 )
-from stratakv.engine.block_hash import make_block_hasher
+from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
-from stratakv.engine.kv_cache_manager import KVCacheManager
 from stratakv.engine.request import Request
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.engine.wire import TokenOutput

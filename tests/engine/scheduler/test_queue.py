@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from stratakv.engine.request import Request
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.queue import FCFSQueue
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.batch_update import AddedRow, BatchUpdateBuilder, MovedRow, MoveKind
 
 

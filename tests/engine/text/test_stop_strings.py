@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stratakv.engine.stop_strings import StopStrings
+from stratakv.engine.text.stop_strings import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from .config import EngineConfig
+from ..config import EngineConfig
 
 _LENGTH = struct.Struct("<I")
 MAX_BYTES = 1 << 20

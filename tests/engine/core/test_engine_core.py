@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stratakv.engine.config import ConfigError, EngineConfig
-from stratakv.engine.core import EngineCore
+from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import OVERLOADED, AddRequest, TokenOutput
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stratakv.engine.kv_block import FreeBlockQueue, KVCacheBlock
+from stratakv.engine.cache.kv_block import FreeBlockQueue, KVCacheBlock
 
 
 def make(count: int) -> tuple[list[KVCacheBlock], FreeBlockQueue]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from stratakv.connector.base import EvictedBlock
-from stratakv.engine.block_hash import make_block_hasher
-from stratakv.engine.kv_cache_coordinator import KVCacheCoordinator
-from stratakv.engine.kv_cache_manager import KVCacheManager
+from stratakv.engine.cache.block_hash import make_block_hasher
+from stratakv.engine.cache.kv_cache_coordinator import KVCacheCoordinator
+from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.request import Request
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 
 SIZE = 4
 HASHER = make_block_hasher(b"r" * 32, SIZE)

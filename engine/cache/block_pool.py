@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..connector.base import EvictedBlock
+from ...connector.base import EvictedBlock
 from .kv_block import FreeBlockQueue, KVCacheBlock
 
 NULL_BLOCK_ID = 0

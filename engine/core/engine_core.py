@@ -16,24 +16,24 @@ import msgspec
 import numpy as np
 import torch
 
-from ..connector.base import KVConnectorScheduler, KVConnectorWorker
-from ..connector.build import build_offload
-from ..tiers.block import BlockLayout, Identity, tenant_salt
-from ..tiers.errors import TierConfigError
-from .block_hash import make_block_hasher
-from .config import ConfigError, EngineConfig
-from .kv_cache_manager import KVCacheManager
-from .models.dtypes import compute_dtype, dtype_name
-from .models.fingerprint import fingerprint
-from .models.spec import load_model_spec, resolve_max_model_len
-from .request import BlockHasher, Request, TokenArray
-from .sampling.params import SamplingParams
-from .scheduler.output import SchedulerOutput
-from .scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
-from .token_ids import BYTES_PER_TOKEN
-from .wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
-from .worker.kv_pool import check_pool_size, num_blocks_in
-from .worker.model_runner import ModelRunner
+from ...connector.base import KVConnectorScheduler, KVConnectorWorker
+from ...connector.build import build_offload
+from ...tiers.block import BlockLayout, Identity, tenant_salt
+from ...tiers.errors import TierConfigError
+from ..cache.block_hash import make_block_hasher
+from ..cache.kv_cache_manager import KVCacheManager
+from ..config import ConfigError, EngineConfig
+from ..models.dtypes import compute_dtype, dtype_name
+from ..models.fingerprint import fingerprint
+from ..models.spec import load_model_spec, resolve_max_model_len
+from ..request import BlockHasher, Request, TokenArray
+from ..sampling_params import SamplingParams
+from ..scheduler.output import SchedulerOutput
+from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
+from ..token_ids import BYTES_PER_TOKEN
+from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
+from ..worker.kv_pool import check_pool_size, num_blocks_in
+from ..worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from .config import ConfigError
+from ..config import ConfigError
 
 # Normalisation can shorten a text before it is cut into tokens, but hardly by more than this.
 _NORMALISATION_SHRINKS = 4

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine import core_loop
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.in_process import InProcessClient
-from stratakv.engine.core import EngineCore
+from stratakv.engine.core import loop as core_loop
+from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from stratakv.engine.config import ConfigError
-from stratakv.engine.tokenizer import PromptTooLong, Tokenizer
+from stratakv.engine.text.tokenizer import PromptTooLong, Tokenizer
 
 
 @pytest.fixture

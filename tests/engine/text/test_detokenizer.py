@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from stratakv.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from stratakv.engine.tokenizer import Tokenizer
+from stratakv.engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from stratakv.engine.text.tokenizer import Tokenizer
 
 TEXT = "Zwölf Boxkämpfer jagen Виктор quer über 漢字の道 🙂🙃 the naïve café, 123 times. "
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from stratakv.connector.base import EvictedBlock
-from stratakv.engine.block_pool import BlockPool
-from stratakv.engine.kv_block import KVCacheBlock
+from stratakv.engine.cache.block_pool import BlockPool
+from stratakv.engine.cache.kv_block import KVCacheBlock
 
 
 def digest(number: int) -> bytes:

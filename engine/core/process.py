@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from .config import ConfigError
-from .core_loop import CoreLoop
-from .core_start import CoreStart, read_start
-from .extras import explain_missing_module
-from .wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
+from ..config import ConfigError
+from ..extras import explain_missing_module
+from ..wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
+from .loop import CoreLoop
+from .start import CoreStart, read_start
 
 if TYPE_CHECKING:
-    from .core import EngineCore
+    from .engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CoreServer:
 
     def _build(self) -> EngineCore:
         try:
-            from .core import EngineCore
+            from .engine_core import EngineCore
         except ModuleNotFoundError as error:
             raise ConfigError(explain_missing_module(error)) from error
         return EngineCore(self._start.config, progress=_print_progress)

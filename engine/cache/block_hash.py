@@ -11,8 +11,8 @@ import hashlib
 
 import cbor2
 
-from ..tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
-from .request import BlockHasher, Request
+from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
+from ..request import BlockHasher, Request
 
 
 def make_block_hasher(

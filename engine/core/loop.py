@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .wire import (
+from ..wire import (
     AbortRequests,
     AddRequest,
     Call,

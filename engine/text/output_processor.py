@@ -13,13 +13,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
-from .client.base import EngineClient
+from ..client.base import EngineClient
+from ..sampling_params import SamplingParams
+from ..token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from ..wire import AddRequest, TokenOutput
 from .detokenizer import IncrementalDetokenizer
-from .sampling.params import SamplingParams
 from .stop_strings import StopStrings
-from .token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from .tokenizer import Tokenizer
-from .wire import AddRequest, TokenOutput
 
 # More than any first token's text depends on.
 _CONTEXT_TOKENS = 16

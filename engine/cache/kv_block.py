@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+# The ids of a request's blocks: one list for each cache group.
+BlockIds = tuple[list[int], ...]
+
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:

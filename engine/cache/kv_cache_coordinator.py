@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from .block_pool import BlockPool
 from .full_attention_manager import FullAttentionManager
-from .kv_block import KVCacheBlock
-from .scheduler.output import BlockIds
+from .kv_block import BlockIds, KVCacheBlock
 
 # One list of blocks for each cache group.
 GroupBlocks = tuple[list[KVCacheBlock], ...]

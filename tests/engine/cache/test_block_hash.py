@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.engine.block_hash import make_block_hasher
+from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.request import BlockHasher, Request
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.tiers.block import Identity
 
 ROOT = Identity("model", "", "float32", 4).root()

@@ -14,10 +14,10 @@ the look-ahead part and in tokens beyond `request.num_tokens`, and get no names.
 
 from __future__ import annotations
 
+from ..request import Request
 from .block_pool import BlockPool
+from .kv_block import BlockIds
 from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator
-from .request import Request
-from .scheduler.output import BlockIds
 
 
 class KVCacheManager:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from stratakv.engine.client.base import EngineDead
+from stratakv.engine.client.event_loop_thread import EventLoopThread
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import ConfigError, EngineConfig
-from stratakv.engine.event_loop_thread import EventLoopThread
 from stratakv.engine.options import engine_config
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
@@ -285,7 +285,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.options import engine_config
-from stratakv.engine.sampling.params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest
 
 async def run():
@@ -315,7 +315,7 @@ def test_a_core_does_not_outlive_its_launcher(long_model: Path) -> None:
 
 def test_the_core_process_is_no_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "stratakv.engine.core_process"],
+        [sys.executable, "-m", "stratakv.engine.core.process"],
         cwd="/",
         stdin=subprocess.DEVNULL,
         capture_output=True,
