@@ -22,7 +22,7 @@ from ...tiers.block import BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import ConfigError, EngineConfig
+from ..config import ConfigError, EngineConfig, OffloadConfig, show_size
 from ..models.dtypes import compute_dtype, dtype_name
 from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
@@ -168,7 +168,7 @@ class EngineCore:
 
     def _build_offload(self, layout: BlockLayout, root: bytes) -> None:
         offload = self.config.offload
-        self._progress(f"preparing the tiers {', '.join(offload.tiers)}")
+        self._progress(f"preparing the tiers: {_describe_tiers(offload)}")
         try:
             self._connector, self._connector_worker = build_offload(
                 layout,
@@ -271,6 +271,14 @@ class EngineCore:
         self._connector_worker.shutdown()
         self._connector.update_from_worker(self._connector_worker.poll())
         self._connector.shutdown(max(0.0, timeout_seconds))
+
+
+def _describe_tiers(offload: OffloadConfig) -> str:
+    """What the tiers are about to take, so that nobody wonders where the disk's space went."""
+    parts = [f"cpu, {show_size(offload.cpu_bytes)} of memory"]
+    if "ssd" in offload.tiers:
+        parts.append(f"ssd, {show_size(offload.ssd_bytes)} in {offload.ssd_path}")
+    return "; ".join(parts)
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
