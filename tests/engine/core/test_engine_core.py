@@ -276,5 +276,5 @@ def test_settings_that_cannot_work(
 def test_the_start_says_what_it_does(make_core: MakeCore, tiny_model: Path) -> None:
     said: list[str] = []
     make_core(progress=said.append, kv_offload="cpu", kv_offload_cpu_bytes="2MiB")
-    assert any("tiers cpu" in text for text in said)
+    assert "preparing the tiers: cpu, 2MiB of memory" in said
     assert any(str(tiny_model) in text for text in said)
