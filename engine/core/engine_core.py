@@ -99,6 +99,7 @@ class EngineCore:
         """Queue a request. One that cannot run ends here: its only output is returned."""
         code = None
         try:
+            self.scheduler.check_queue()
             self.scheduler.add_request(self._make_request(request))
             return []
         except QueueFull as error:

@@ -103,6 +103,12 @@ class Scheduler:
             return self._retry_at is not None and time.monotonic() >= self._retry_at
         return len(self._places.requests) > self._places.parked.num_unfinished
 
+    def check_queue(self) -> None:
+        """Raise QueueFull if no more requests may wait. Cheap, so that it can be asked before a
+        request is built, which hashes the prompt."""
+        if self.num_waiting >= self.config.max_waiting_requests:
+            raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError for one that can never run or whose id is taken, and
         QueueFull if too many wait."""
@@ -110,8 +116,7 @@ class Scheduler:
         if request.request_id in places.requests or request.request_id in places.parked:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager, self.max_model_len)
-        if self.num_waiting >= self.config.max_waiting_requests:
-            raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
+        self.check_queue()
         request.record_event(EventKind.QUEUED)
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
         self._stalled = False
