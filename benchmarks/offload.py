@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..engine.config import CacheConfig, ConfigError
 from ..engine.models.spec import load_model_spec
+from ..engine.options import EMBEDDED_MODEL
 from ..engine.text.tokenizer import Tokenizer
 from . import limits
 from .documents import documents, question
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """The plan for this model; raises ConfigError for numbers that cannot work."""
-    model = arguments.model or embedded_model()
+    model = arguments.model or EMBEDDED_MODEL
     spec = load_model_spec(model)
     CacheConfig(block_size=arguments.block_size)  # raises for a size that cannot be
     suffix, output = 32, arguments.output_tokens
@@ -120,11 +121,6 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         cpu_bytes=max(MIN_TIER_BYTES, tier_bytes),
         ssd_bytes=max(MIN_TIER_BYTES, 2 * tier_bytes),
     )
-
-
-def embedded_model() -> Path:
-    """The directory of the model that ships with the package."""
-    return Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
 
 
 def measure(plan: Plan, console: Console) -> Report:

@@ -43,22 +43,10 @@ class RequestStatus(enum.IntEnum):
         return self > RequestStatus.PREEMPTED
 
     @property
-    def is_blocked_waiting(self) -> bool:
-        return self in _BLOCKED_WAITING
-
-    @property
     def finish_reason(self) -> str | None:
         """OpenAI's word for the end, None while unfinished."""
         return _FINISH_REASONS.get(self)
 
-
-_BLOCKED_WAITING = frozenset(
-    {
-        RequestStatus.WAITING_FOR_GRAMMAR,
-        RequestStatus.WAITING_FOR_REMOTE_KVS,
-        RequestStatus.WAITING_FOR_STREAMING_INPUT,
-    }
-)
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",

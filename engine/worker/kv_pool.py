@@ -14,8 +14,6 @@ from ...tiers.host_memory import available_memory_bytes
 from ..config import MAX_BLOCKS, ConfigError
 from ..models.dtypes import compute_dtype
 
-NULL_BLOCK = 0
-
 
 class KvPool:
     """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
@@ -27,6 +25,9 @@ class KvPool:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
             )
+        # Asked again, since the tiers may have taken theirs: what is promised beyond the memory
+        # ends with the process being killed, not with an error.
+        _check_memory(layout, num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (
@@ -44,10 +45,6 @@ class KvPool:
                 f"a KV pool of {num_blocks} blocks ({num_blocks * layout.page_bytes} bytes) does "
                 "not fit into memory; lower --kv-cache-memory-bytes"
             ) from error
-
-    def as_bytes(self) -> torch.Tensor:
-        """The same memory as uint8 `[num_blocks, page_bytes]`."""
-        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
 
 def num_blocks_in(layout: BlockLayout, memory_bytes: int) -> int:

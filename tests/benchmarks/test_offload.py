@@ -18,6 +18,7 @@ from stratakv.benchmarks.report import Report, percentile
 from stratakv.benchmarks.served import Answer, ServedModel, ServerFailed
 from stratakv.engine.cli.main import main
 from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.options import EMBEDDED_MODEL
 
 PLAN = Plan(Path("model"), 2, 100, 32, 4, 16, 2**20, 2**24)
 
@@ -121,7 +122,7 @@ def test_documents_share_no_first_block() -> None:
 
 
 def test_operations_of_the_embedded_model() -> None:
-    spec = load_model_spec(offload.embedded_model())
+    spec = load_model_spec(EMBEDDED_MODEL)
     # Two operations for each weight of the layers, without the embedding, and one row of logits.
     weights = 5_475_584 - 4096 * 256 - 13 * 256
     assert prefill_flops(spec, 1) == 2 * weights + 2 * 6 * 256 + 2 * 4096 * 256

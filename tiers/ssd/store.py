@@ -31,8 +31,9 @@ MIB = 1024**2
 class SsdStore(StoreTier):
     """A store in the directory `path`, at most `capacity_bytes` on the disk, index included.
 
-    It survives a restart, a kill and a power cut; a damaged part of it is a miss. It belongs to
-    one process, one layout and one namespace at a time. Thread-safe.
+    It survives a restart and a kill; the order of writes (`writer.py`) is made for a power cut as
+    well. A damaged part of it is a miss. It belongs to one process, one layout and one namespace
+    at a time. Thread-safe.
 
     `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each. A
     call that finds its queue empty is always taken, so that no batch is too large to ever pass.

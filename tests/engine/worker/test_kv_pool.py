@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stratakv.connector.device.cpu import pool_pages
 from stratakv.engine.config import MAX_BLOCKS, ConfigError
 from stratakv.engine.worker import kv_pool
 from stratakv.engine.worker.kv_pool import (
@@ -23,11 +24,11 @@ def test_one_block_is_one_chunk_of_page_bytes():
     pool = KvPool(LAYOUT, 5)
     assert pool.tensor.shape == (5, 3, 2, 4, 2, 8)
     assert pool.tensor.is_contiguous() and not pool.tensor.any()
-    assert pool.as_bytes().shape == (5, LAYOUT.page_bytes)
+    pages = pool_pages(pool.tensor, LAYOUT.page_bytes)  # as the copy device sees it
+    assert pages.shape == (5, LAYOUT.page_bytes)
     pool.tensor[2] = 1.0
-    rows = pool.as_bytes().any(dim=1).tolist()
-    assert rows == [False, False, True, False, False]
-    pool.as_bytes()[3] = pool.as_bytes()[2]
+    assert pages.any(axis=1).tolist() == [False, False, True, False, False]
+    pages[3] = pages[2]
     assert torch.equal(pool.tensor[3], pool.tensor[2])
 
 
@@ -69,6 +70,18 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_built(
         check_pool_size(LAYOUT, MAX_BLOCKS + 1, 8)
 
 
-def test_memory_that_cannot_be_had_is_said():
+def test_memory_that_the_tiers_have_taken_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch):
+    left = [7 * LAYOUT.page_bytes]
+    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: left[0])
+    check_pool_size(LAYOUT, 7, 8)
+    left[0] = 6 * LAYOUT.page_bytes
+    with pytest.raises(ConfigError, match="this machine can hold one of 6 blocks"):
+        KvPool(LAYOUT, 7)
+    assert KvPool(LAYOUT, 6).num_blocks == 6
+
+
+def test_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: None)
+    large = BlockLayout(64, 256, 8, 128, "float32")
     with pytest.raises(ConfigError, match="does not fit into memory; lower --kv-cache-memory"):
-        KvPool(LAYOUT, 2**48 // LAYOUT.page_bytes)
+        KvPool(large, 2**48 // large.page_bytes)
