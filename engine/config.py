@@ -122,6 +122,10 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: a prompt may take the whole budget
     enable_chunked_prefill: bool = True
     max_waiting_requests: int = 4096
+    # Shares of the KV pool that requests hold. The gap between them keeps a request that was just
+    # let in from being sent back at once. Neither counts for the only request that runs.
+    admit_below: float = 0.8
+    preempt_above: float = 0.95
 
     def __post_init__(self) -> None:
         _within("--max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
@@ -134,6 +138,16 @@ class SchedulerConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} cannot give each of "
                 f"--max-num-seqs {self.max_num_seqs} requests one token; raise the first or "
                 "lower the second"
+            )
+        for flag, share in (
+            ("--admit-below", self.admit_below), ("--preempt-above", self.preempt_above),
+        ):  # fmt: skip
+            if not 0.0 < share <= 1.0:
+                raise ConfigError(f"{flag} takes a share above 0 and up to 1, not {share}")
+        if self.admit_below > self.preempt_above:
+            raise ConfigError(
+                f"--admit-below {self.admit_below} lets requests in where --preempt-above "
+                f"{self.preempt_above} sends them back; raise the second or lower the first"
             )
 
 

@@ -59,6 +59,14 @@ def _integer(flag: str, value: Any) -> int:
         raise ConfigError(f"{flag} takes a whole number, not {value!r}") from None
 
 
+def _number(flag: str, value: Any) -> float:
+    """Also what is no finite number; the value objects refuse it with their bounds."""
+    try:
+        return float(value if isinstance(value, int | float) else str(value))
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{flag} takes a number, not {value!r}") from None
+
+
 def _size(flag: str, value: Any) -> int:
     is_count = isinstance(value, int) and not isinstance(value, bool)
     return parse_size(value if is_count else str(value), flag)
@@ -144,6 +152,14 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "enable_chunked_prefill": Option(
         "scheduler", "enable_chunked_prefill", _switch, "spread a prompt over several steps"
+    ),
+    "admit_below": Option(
+        "scheduler", "admit_below", _number,
+        "let requests in while less than this share of the pool is held (0.8)", "SHARE",
+    ),
+    "preempt_above": Option(
+        "scheduler", "preempt_above", _number,
+        "send requests back while more than this share of the pool is held (0.95)", "SHARE",
     ),
     "kv_offload": Option(
         "offload", "tiers", _tiers, "tiers below the KV pool: cpu or cpu,ssd", "TIERS"

@@ -1,28 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client may ask of the sampler, checked once at the border.
 
-Knows nothing of tensors. The names are those of OpenAI's and vLLM's APIs.
+Knows nothing of tensors. The names are those of OpenAI's and vLLM's APIs. Token ids are checked
+against a vocabulary by whoever knows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+from .logprobs import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_TOP_K = 2**31 - 1
+MAX_LOGIT_BIAS_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 128
+# Each word has a spelling at the start of a text and one after a space.
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_SEQUENCE_TOKENS = 64
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `seed` makes the draws of this
-    request the same whatever else is in the batch. `stop` may be one string, and both kinds of
-    stops may be lists. Raises ValueError, naming the field, for another type and for anything out
-    of bounds.
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token; `min_p` drops tokens less likely
+    than that share of the likeliest. `seed` makes the draws of this request the same whatever else
+    is in the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
+    N asks for the log-probability of each new token and of the N likeliest at its position,
+    `prompt_logprobs` the same for the prompt. `bad_words` come with their spellings in
+    `bad_words_token_ids`, which whoever has the tokenizer fills in. Raises ValueError, naming the
+    field, for another type and for anything out of bounds.
     """
 
     max_tokens: int = 16
@@ -36,9 +49,71 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of prompt and output tokens; above 1 makes them less likely
+    presence_penalty: float = 0.0  # of output tokens, once
+    frequency_penalty: float = 0.0  # of output tokens, each time
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._take_lists()
         self._check_types()
+        self._check_numbers()
+        self._check_stops()
+        self._check_biases()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def _take_lists(self) -> None:
+        """Tuples of what may be given as lists, or as one string."""
+        for name in ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids"):
+            value: Any = getattr(self, name)  # whatever it is declared to be
+            if isinstance(value, str) and name in ("stop", "bad_words"):
+                value = (value,)
+            _check(isinstance(value, tuple | list), name, "a list", repr(value))
+            msgspec.structs.force_setattr(self, name, tuple(value))
+        sequences: Any = self.bad_words_token_ids
+        for ids in sequences:
+            good = isinstance(ids, tuple | list) and all(map(_is_whole, ids))
+            _check(good, "bad_words_token_ids", "lists of token ids", f"{ids!r} in it")
+        msgspec.structs.force_setattr(self, "bad_words_token_ids", tuple(map(tuple, sequences)))
+        bias: Any = self.logit_bias
+        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+        good = isinstance(pairs, tuple | list) and all(
+            isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+        )
+        _check(good, "logit_bias", "a map of token ids to numbers", repr(bias))
+        msgspec.structs.force_setattr(self, "logit_bias", tuple(map(tuple, pairs)))
+
+    def _check_types(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _check(isinstance(text, str), name, "a string or a list of them", repr(text))
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            value = getattr(self, name)
+            _check(_is_whole(value), name, "a whole number", repr(value))
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(value is None or _is_whole(value), name, "a whole number or None", repr(value))
+        for token in self.stop_token_ids:
+            _check(_is_whole(token), "stop_token_ids", "a list of token ids", f"{token!r} in it")
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _check(_is_number(value), name, "a number", repr(value))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            _check(isinstance(value, bool), name, "True or False", repr(value))
+
+    def _check_numbers(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         in_range = 0 <= self.min_tokens <= self.max_tokens
         _check(in_range, "min_tokens", "between 0 and max_tokens", self.min_tokens)
@@ -46,47 +121,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check(in_range, "temperature", "between 0 and 100", self.temperature)
         _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", "-1, 0 or a positive count", self.top_k)
         _check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1", self.top_p)
+        _check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1", self.min_p)
+        penalty = self.repetition_penalty
+        _check(0.0 < penalty <= 100.0, "repetition_penalty", "above 0 and at most 100", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _check(-2.0 <= penalty <= 2.0, name, "between -2 and 2", penalty)
         in_range = self.seed is None or -(2**63) <= self.seed < 2**63
         _check(in_range, "seed", "a 64-bit integer", self.seed)
-        count = len(self.stop)
-        _check(count <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", count)
-        for text in self.stop:
-            fits = 0 < len(text) <= MAX_STOP_STRING_CHARACTERS
-            rule = f"strings of 1 to {MAX_STOP_STRING_CHARACTERS} characters"
-            _check(fits, "stop", rule, f"one of {len(text)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            in_range = count is None or 0 <= count <= MAX_LOGPROBS
+            _check(in_range, name, f"between 0 and {MAX_LOGPROBS}", count)
+
+    def _check_stops(self) -> None:
+        _check_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARACTERS)
         count = len(self.stop_token_ids)
         rule = f"at most {MAX_STOP_TOKEN_IDS} ids"
         _check(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", rule, count)
 
-    def _check_types(self) -> None:
-        stop: Any = self.stop  # whatever it is declared to be
-        stop = (stop,) if isinstance(stop, str) else stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            _check(isinstance(value, tuple | list), name, "a list", repr(value))
-            msgspec.structs.force_setattr(self, name, tuple(value))
-        for text in self.stop:
-            _check(isinstance(text, str), "stop", "a string or a list of them", repr(text))
-        for name in ("max_tokens", "min_tokens", "top_k"):
-            value = getattr(self, name)
-            _check(_is_whole(value), name, "a whole number", repr(value))
-        for token in self.stop_token_ids:
-            _check(_is_whole(token), "stop_token_ids", "a list of token ids", f"{token!r} in it")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            _check(_is_whole(value) or isinstance(value, float), name, "a number", repr(value))
-        is_seed = self.seed is None or _is_whole(self.seed)
-        _check(is_seed, "seed", "a whole number or None", repr(self.seed))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            value = getattr(self, name)
-            _check(isinstance(value, bool), name, "True or False", repr(value))
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+    def _check_biases(self) -> None:
+        count = len(self.logit_bias)
+        rule = f"at most {MAX_LOGIT_BIAS_IDS} token ids"
+        _check(count <= MAX_LOGIT_BIAS_IDS, "logit_bias", rule, count)
+        for token, value in self.logit_bias:
+            good = _is_whole(token) and _is_number(value) and -100.0 <= value <= 100.0
+            rule = "token ids with numbers between -100 and 100"
+            _check(good, "logit_bias", rule, f"{value!r} for {token!r}")
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+        count = len(self.bad_words_token_ids)
+        rule = f"at most {MAX_BAD_SEQUENCES} lists"
+        _check(count <= MAX_BAD_SEQUENCES, "bad_words_token_ids", rule, count)
+        for ids in self.bad_words_token_ids:
+            rule = f"lists of 1 to {MAX_BAD_SEQUENCE_TOKENS} token ids"
+            fits = 1 <= len(ids) <= MAX_BAD_SEQUENCE_TOKENS
+            _check(fits, "bad_words_token_ids", rule, f"one of {len(ids)}")
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
+
+
+def _check_texts(name: str, texts: tuple[str, ...], count: int, characters: int) -> None:
+    _check(len(texts) <= count, name, f"at most {count} strings", len(texts))
+    for text in texts:
+        rule = f"strings of 1 to {characters} characters"
+        _check(0 < len(text) <= characters, name, rule, f"one of {len(text)}")
 
 
 def _check(ok: bool, name: str, expected: str, got: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .logprobs import PositionLogprobs, PromptLogprobs
 from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -55,6 +56,10 @@ class TokenOutput(msgspec.Struct, array_like=True):
     error: str | None = None
     timings: dict[str, float] | None = None  # with the last one: queue, prefill, ... in seconds
     error_code: str | None = None  # of errors that a client can act on: OVERLOADED
+    # For requests that asked for them: one for each of `new_token_ids`, and with the first token
+    # one for each prompt token.
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):

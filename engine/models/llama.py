@@ -44,7 +44,7 @@ class Llama:
         plan: AttentionPlan,
         sampled: Tensor,
     ) -> Tensor:
-        """Logits `[len(sampled), vocab]` of the rows `sampled` (int64) of the step.
+        """Hidden states `[len(sampled), hidden]` of the rows `sampled` (int64) of the step.
 
         `token_ids` and `positions` are int64 `[tokens]`. K and V of all tokens are written; past
         the last attention only the sampled rows are computed, for nothing else is ever read.
@@ -59,7 +59,12 @@ class Llama:
                 x, mixed = x[sampled], mixed[sampled]
             x = x + F.linear(mixed, layer.out, layer.out_bias)
             x = x + self._mlp(x, layer)
-        return F.linear(self._norm(x, weights.norm), weights.head)
+        return self._norm(x, weights.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
+        prompt can be computed piece by piece."""
+        return F.linear(hidden, self._weights.head)
 
     def _mix(
         self,

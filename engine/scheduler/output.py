@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
+from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..request import TokenArray
 from ..sampling_params import SamplingParams
 
@@ -62,3 +63,6 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
     nan_request_ids: set[str] = field(default_factory=set)  # logits were not finite
     connector_output: ConnectorWorkerOutput | None = None
+    # Of requests that asked: one for each sampled token, and with the first of them the prompt's.
+    logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)

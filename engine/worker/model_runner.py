@@ -138,7 +138,7 @@ class ModelRunner:
         last = (np.cumsum(counts) - 1)[ready]
         if self._connector is not None:
             self._connector.wait_before_forward()
-        logits = self.model.forward(
+        hidden = self.model.forward(
             torch.from_numpy(token_ids),
             torch.from_numpy(positions),
             self._attention,
@@ -148,7 +148,7 @@ class ModelRunner:
         batch.num_computed[rows] += counts
         result.sampled_token_ids = {request_id: [] for request_id in scheduled}
         if len(last):
-            self._sample(logits, rows[ready], result)
+            self._sample(self.model.logits(hidden), rows[ready], result)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Rows in ascending order and their token counts."""
