@@ -141,12 +141,12 @@ def faulty_forward(
     def run(*args: Any) -> torch.Tensor:
         if mischief.happens("forward raises"):
             raise MemoryError(MODEL_FAULT)
-        logits = forward(*args)
+        hidden = forward(*args)
         if mischief.happens("forward raises"):
             raise MemoryError(MODEL_FAULT)
-        if len(logits) and mischief.happens("logits are NaN"):
-            logits[int(mischief.below(len(logits) - 1))] = float("nan")
-        return logits
+        if len(hidden) and mischief.happens("logits are NaN"):
+            hidden[int(mischief.below(len(hidden) - 1))] = float("nan")
+        return hidden
 
     return run
 

@@ -232,14 +232,14 @@ class Driver:
         return added
 
     def _record_logits(self) -> None:
-        forward = self.runner.model.forward
+        compute = self.runner.model.logits
 
-        def recorded(*args: Any) -> torch.Tensor:
-            logits = forward(*args)
+        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute(hidden)
             self.logits.append(logits.double())
             return logits
 
-        self.runner.model.forward = recorded  # type: ignore[method-assign]
+        self.runner.model.logits = recorded  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")
