@@ -167,6 +167,8 @@ class Life:
                 long_prefill_token_threshold=rng.choice([0, 0, 7]) if chunked else 0,
                 enable_chunked_prefill=chunked,
                 max_waiting_requests=rng.choice([3, 4096, 4096, 4096]),
+                admit_below=rng.choice([0.1, 0.8, 0.8]),
+                preempt_above=rng.choice([0.8, 0.95, 1.0]),
             ),
             offload=OffloadConfig(tiers=self._tiers, ssd_path=self._path, io_threads=2),
             num_threads=1,

@@ -49,6 +49,10 @@ class KVCacheManager:
         """Blocks that a request of `num_tokens` takes when nothing is shared."""
         return -(-num_tokens // self.block_size) * self._coordinator.num_groups
 
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks to add to what a request holds until all tokens that it has now fit."""
+        return sum(self._coordinator.num_missing(request.request_id, request.num_tokens))
+
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest known prefix of a request that holds no blocks, and its tokens.
 

@@ -16,6 +16,7 @@ from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
 from ..request import EventKind, Request, RequestStatus
 from .places import Places
+from .pressure import MemoryPressure
 from .step import StepBuilder
 
 
@@ -32,9 +33,14 @@ class Admission:
     """One round a step."""
 
     def __init__(
-        self, config: SchedulerConfig, places: Places, connector: KVConnectorScheduler | None
+        self,
+        config: SchedulerConfig,
+        places: Places,
+        pressure: MemoryPressure,
+        connector: KVConnectorScheduler | None,
     ) -> None:
         self._places = places
+        self._pressure = pressure
         self._manager = places.manager
         self._connector = connector
         self._max_running = config.max_num_seqs
@@ -51,6 +57,8 @@ class Admission:
             if not queue:
                 break
             request = queue.peek()
+            if self._is_held_back(request):
+                break
             verdict = self._consider(request, step, now)
             if verdict is Verdict.NO_ROOM:
                 break
@@ -60,11 +68,21 @@ class Admission:
         places.skipped.prepend_all(later)
         return bool(later)
 
+    def _is_held_back(self, request: Request) -> bool:
+        """Whether memory is too full for it to start; not with nothing running, and not once its
+        blocks have been loaded, for then it holds them anyway."""
+        places = self._places
+        loaded = request.request_id in places.loaded
+        return bool(places.running) and not loaded and self._pressure.forbids_admission
+
     def _consider(self, request: Request, step: StepBuilder, now: float) -> Verdict:
-        connector = self._connector
+        connector, places = self._connector, self._places
         hits, num_hit_tokens = None, 0
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
+            running = places.running
+            if running and not self._pressure.has_room_for(request, hits, running):
+                return Verdict.NO_ROOM
             if connector is not None and _may_load(request):
                 match = connector.get_matched_tokens(request, num_hit_tokens)
                 if match.kind is MatchKind.RETRY:

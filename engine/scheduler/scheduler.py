@@ -9,6 +9,8 @@ request can be in stand in `places.py`.
 
 Nobody can block everybody:
 
+- Beyond `preempt_above` of the pool, whoever came last goes back, and from `admit_below` on nobody
+  is let in (`pressure.py`); neither counts where only one request runs or none.
 - The first running request is never preempted. If it lacks room it takes it, in this order, from
   requests whose load has ended but that do not run yet, and from the running ones behind it; the
   last to come is the first to go. Only loads in flight can still be in its way; then it keeps what
@@ -34,6 +36,7 @@ from .limits import check_config, check_request
 from .output import ModelRunnerOutput, SchedulerOutput
 from .outputs import OutputWriter
 from .places import Places
+from .pressure import MemoryPressure
 from .progress import Progress
 from .step import StepBuilder
 from .stop import end_token_ids
@@ -70,7 +73,8 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.connector = connector
         self._places = Places(manager)
-        self._admission = Admission(config, self._places, connector)
+        self._pressure = MemoryPressure(config, manager)
+        self._admission = Admission(config, self._places, self._pressure, connector)
         self._writer = OutputWriter(self._places, max_model_len)
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._in_flight: SchedulerOutput | None = None
@@ -149,6 +153,7 @@ class Scheduler:
         places = self._places
         step = StepBuilder(self.manager, self.config.max_num_batched_tokens)
         num_parked = len(places.parked)
+        self._relieve(step, now)
         self._schedule_running(step, now)
         retry = not step.pressed and self._admission.admit(step, now)
         # Taken also without a connector, or the list would grow.
@@ -237,6 +242,14 @@ class Scheduler:
             "evicted_blocks": pool.num_evicted,
             **self._places.counts,
         }
+
+    def _relieve(self, step: StepBuilder, now: float) -> None:
+        """Send back who came last while too much of the pool is held; never the only one."""
+        places = self._places
+        while len(places.running) > 1 and self._pressure.demands_preemption:
+            step.pressed = True
+            if not places.give_up_last_load(spare=places.running[0]):
+                step.preempted_ids.add(places.preempt_last(now).request_id)
 
     def _schedule_running(self, step: StepBuilder, now: float) -> None:
         running = self._places.running

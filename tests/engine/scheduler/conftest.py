@@ -347,7 +347,13 @@ def make_engine() -> MakeEngine:
         **options: object,
     ) -> Engine:
         config = SchedulerConfig(
-            **{"max_num_batched_tokens": 64, "max_num_seqs": 8, **options}  # type: ignore[arg-type]
+            **{  # type: ignore[arg-type]
+                "max_num_batched_tokens": 64,
+                "max_num_seqs": 8,
+                "admit_below": 1.0,  # off, unless it is what a test is about
+                "preempt_above": 1.0,
+                **options,
+            }
         )
         manager = KVCacheManager(
             num_blocks, SIZE, max_model_len, enable_caching=caching, watermark=watermark

@@ -13,6 +13,12 @@ import pytest
 
 EOS = 0
 CASES = 10
+PRESSURES: list[dict[str, float]] = [
+    {},
+    {"admit_below": 0.8, "preempt_above": 0.95},
+    {"admit_below": 0.3, "preempt_above": 0.3},
+    {"admit_below": 0.01, "preempt_above": 1.0},
+]
 
 
 @pytest.mark.parametrize("faults", [False, True], ids=["calm", "faults"])
@@ -49,6 +55,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         max_num_seqs=max_num_seqs,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice([0, 3]) if chunked else 0,
+        **rng.choice(PRESSURES),
     )
     prompts: dict[str, tuple[list[int], int]] = {}
     spoilt: set[str] = set()
