@@ -100,6 +100,10 @@ class ConnectorWorkerOutput:
     failed_stores: list[int] = field(default_factory=list)
     finished_loads: list[int] = field(default_factory=list)
     failed_loads: list[int] = field(default_factory=list)
+    # What it cost, for metrics; no part of what was finished.
+    store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
+    load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
+    store_wait_seconds: float = field(default=0.0, compare=False)  # the step waited for stores
 
     def __bool__(self) -> bool:
         return bool(

@@ -6,9 +6,14 @@ Knows nothing of where the numbers are shown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .base import LoadReport
+from ..tiers.histogram import Histogram
+from .base import ConnectorWorkerOutput, LoadReport
+
+# Of one copy job, in bytes.
+_SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 
 
 @dataclass(slots=True)
@@ -18,17 +23,57 @@ class OffloadCounters:
     loads: int = 0  # that brought at least one block
     stores: int = 0  # copy jobs
     stored_blocks: int = 0
-    seconds_loaded: float = 0.0  # parked time of loads that brought something
+    seconds_loaded: float = 0.0  # parked time of all loads, also of those that brought nothing
     tokens_loaded: dict[str, int] = field(default_factory=dict)  # by tier
     failures: dict[str, int] = field(default_factory=dict)  # by reason
+    # Copies between the pool and the slab that ended well.
+    load_bytes: int = 0
+    load_copy_seconds: float = 0.0
+    load_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
+    store_bytes: int = 0
+    store_copy_seconds: float = 0.0
+    store_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
+    store_wait_seconds: float = 0.0  # steps waited for stores to leave the pool
+    allocation_failures: int = 0  # stores for which the slab had not a slot for every block
+    # Blocks looked up, once for each prompt, and found, by tier.
+    lookup_queries: dict[str, int] = field(default_factory=dict)
+    lookup_hits: dict[str, int] = field(default_factory=dict)
 
     def count_failure(self, reason: str) -> None:
         self.failures[reason] = self.failures.get(reason, 0) + 1
 
     def count_load(self, report: LoadReport) -> None:
+        self.seconds_loaded += report.seconds
         if not report.num_loaded_tokens:
             return
         self.loads += 1
-        self.seconds_loaded += report.seconds
         for tier, tokens in report.tokens_by_tier.items():
             self.tokens_loaded[tier] = self.tokens_loaded.get(tier, 0) + tokens
+
+    def count_load_copy(self, num_bytes: int) -> None:
+        """A copy from the slab to the pool has ended well."""
+        self.load_bytes += num_bytes
+        self.load_sizes.observe(num_bytes)
+
+    def count_store(self, num_blocks: int, num_bytes: int) -> None:
+        """A copy from the pool to the slab has ended well."""
+        self.stores += 1
+        self.stored_blocks += num_blocks
+        self.store_bytes += num_bytes
+        self.store_sizes.observe(num_bytes)
+
+    def count_costs(self, output: ConnectorWorkerOutput) -> None:
+        """What the worker's copies have cost."""
+        self.load_copy_seconds += output.load_copy_seconds
+        self.store_copy_seconds += output.store_copy_seconds
+        self.store_wait_seconds += output.store_wait_seconds
+
+    def count_lookup(self, tiers: Sequence[str], found: Sequence[str], num_asked: int) -> None:
+        """`num_asked` blocks were looked up in `tiers`, from the fastest down: `found` names the
+        tier of each leading one that some tier has. The first that none has ends the look-up."""
+        reached = min(len(found) + 1, num_asked)
+        for tier in tiers:
+            hits = found.count(tier)
+            self.lookup_queries[tier] = self.lookup_queries.get(tier, 0) + reached
+            self.lookup_hits[tier] = self.lookup_hits.get(tier, 0) + hits
+            reached -= hits

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from ..tiers.block import key_suffix
-from ..tiers.hierarchy import Hierarchy, Prefix, StoreTicket
+from ..tiers.hierarchy import Hierarchy
 from ..tiers.read_up import LoadTicket
+from ..tiers.tickets import Prefix, StoreTicket
 from .base import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
@@ -60,6 +61,7 @@ class _Lookup:
     keys: list[bytes]
     prefix: Prefix
     version: int
+    is_counted: bool
 
 
 @dataclass(slots=True)
@@ -157,6 +159,7 @@ class OffloadScheduler(KVConnectorScheduler):
         return self.build_meta(resident)
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        self._counters.count_costs(output)
         if output:
             for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
                 for job_id in ids:
@@ -181,10 +184,12 @@ class OffloadScheduler(KVConnectorScheduler):
         self._hierarchy.clear()
 
     def stats(self) -> dict[str, object]:
-        """`tiers`: counters of each tier by name; the rest as in `OffloadCounters`, and what is in
-        flight now, in requests and jobs."""
+        """`tiers`: counters of each tier by name, the fastest first; `traffic`: those of what moved
+        between the slab and each store; the rest as in `OffloadCounters`, and what is in flight
+        now, in requests and jobs."""
         result: dict[str, object] = asdict(self._counters)
         result["tiers"] = {name: asdict(s) for name, s in self._hierarchy.stats().items()}
+        result["traffic"] = {name: asdict(t) for name, t in self._hierarchy.traffic().items()}
         result["loads_in_flight"] = len(self._parked)
         result["stores_in_flight"] = len(self._stores)
         return result
@@ -218,7 +223,12 @@ class OffloadScheduler(KVConnectorScheduler):
             return known
         else:
             keys = known.keys
-        lookup = _Lookup(first, keys, self._hierarchy.find(keys), version)
+        prefix = self._hierarchy.find(keys)
+        is_counted = known is not None and known.keys is keys and known.is_counted
+        if not is_counted and (prefix.tiers or not prefix.pending):
+            self._counters.count_lookup(self._hierarchy.tiers, prefix.tiers, len(keys))
+            is_counted = True
+        lookup = _Lookup(first, keys, prefix, version, is_counted)
         _remember(self._lookups, request.request_id, lookup, REMEMBERED_LOOKUPS)
         return lookup
 
@@ -241,6 +251,7 @@ class OffloadScheduler(KVConnectorScheduler):
         # have one key; their bytes are the same.
         blocks = {block.key + self._shard: block.block_id for block in reversed(evicted)}
         ticket = self._hierarchy.begin_store(list(blocks))
+        self._counters.allocation_failures += bool(ticket.num_refused)
         if ticket.keys:
             job = self._job([blocks[key] for key in ticket.keys], ticket.slots)
             self._stores[job.job_id] = ticket
@@ -270,8 +281,8 @@ class OffloadScheduler(KVConnectorScheduler):
         self._jobs_reported += 1
         self._hierarchy.end_store(ticket, ok)
         if ok:
-            self._counters.stores += 1
-            self._counters.stored_blocks += len(ticket.keys)
+            num_blocks = len(ticket.keys)
+            self._counters.count_store(num_blocks, num_blocks * self._hierarchy.block_bytes)
         else:
             self._counters.count_failure("store_copy")
 
@@ -280,6 +291,8 @@ class OffloadScheduler(KVConnectorScheduler):
         self._hierarchy.end_load(load.ticket)
         self._parked.discard(load.request_id)
         num_blocks = 0 if failure else load.num_whole
+        if num_blocks:
+            self._counters.count_load_copy(num_blocks * self._hierarchy.block_bytes)
         if num_blocks < len(load.block_ids):
             _remember(self._failed, load.request_id, None, REMEMBERED_FAILURES)
             self._counters.count_failure(failure or "partial")

@@ -65,21 +65,25 @@ class OffloadWorker(KVConnectorWorker):
     def wait_before_forward(self) -> None:
         if not self._stores:
             return
-        deadline = time.monotonic() + self._store_wait_seconds
+        began = time.monotonic()
+        deadline = began + self._store_wait_seconds
         for job_id, event in self._stores.items():
             if job_id not in self._torn and not event.wait(max(0.0, deadline - time.monotonic())):
                 # The pass must go on, so the block is overwritten under the copy: what arrives
                 # in the slab is no block, and it is reported so once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
+        self._unreported.store_wait_seconds += time.monotonic() - began
 
     def poll(self) -> ConnectorWorkerOutput:
         output, self._unreported = self._unreported, ConnectorWorkerOutput()
         if self._stores:
-            for job_id in self._collect(self._stores, output.finished_stores, output.failed_stores):
-                self._torn.discard(job_id)
+            ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
+            self._torn.difference_update(ended)
+            output.store_copy_seconds = _seconds_of(ended)
         if self._loads:
-            self._collect(self._loads, output.finished_loads, output.failed_loads)
+            ended = self._collect(self._loads, output.finished_loads, output.failed_loads)
+            output.load_copy_seconds = _seconds_of(ended)
         return output
 
     def shutdown(self) -> None:
@@ -99,13 +103,18 @@ class OffloadWorker(KVConnectorWorker):
 
     def _collect(
         self, running: dict[int, Event], finished: list[int], failed: list[int]
-    ) -> list[int]:
-        """Move the jobs that have ended out of `running`; their ids."""
-        ended = [job_id for job_id, event in running.items() if event.done()]
-        for job_id in ended:
-            error = running.pop(job_id).error()
+    ) -> dict[int, Event]:
+        """Move the jobs that have ended out of `running`; those, by id."""
+        ended = {job_id: event for job_id, event in running.items() if event.done()}
+        for job_id, event in ended.items():
+            del running[job_id]
+            error = event.error()
             if error is not None:
                 log.error("a copy failed: %s", error)
             good = error is None and job_id not in self._torn
             (finished if good else failed).append(job_id)
         return ended
+
+
+def _seconds_of(ended: dict[int, Event]) -> float:
+    return sum(event.seconds() for event in ended.values())

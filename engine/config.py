@@ -200,7 +200,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    tenant_secret: bytes = b""
+    tenant_secret: bytes = field(default=b"", repr=False)  # separates the blocks of tenants
     num_threads: int | None = None  # None: the physical cores
 
     def __post_init__(self) -> None:

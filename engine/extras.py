@@ -9,7 +9,7 @@ from __future__ import annotations
 _EXTRAS = {
     "engine": (
         "fastapi", "jinja2", "numpy", "pydantic", "rich", "safetensors", "starlette",
-        "tokenizers", "torch", "uvicorn", "zmq",
+        "tokenizers", "torch", "uvicorn", "yaml", "zmq",
     ),
     "bench": ("matplotlib",),
     "cuda": ("cupy", "triton"),

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from .client.base import EngineClient, EngineDead
 from .client.event_loop_thread import EventLoopThread
-from .options import LOG_LEVELS, engine_config, one_of
+from .logprobs import PositionLogprobs, PromptLogprobs
+from .models.generation_config import load_default_sampling
+from .options import LOG_LEVELS, engine_config
 from .sampling_params import SamplingParams
+from .settings.readers import one_of
+from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer
 from .token_ids import pack_token_ids, unpack_token_ids
@@ -49,6 +53,8 @@ class RequestOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    logprobs: list[PositionLogprobs] = field(default_factory=list)  # of `token_ids`, if asked for
+    prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, part: TextOutput) -> None:
         """Take in what is new."""
@@ -60,6 +66,9 @@ class RequestOutput:
             self.num_cached_tokens = part.num_cached_tokens
         self.cached_tokens_by_tier.update(part.cached_tokens_by_tier or {})
         self.timings.update(part.timings or {})
+        self.logprobs.extend(part.logprobs or ())
+        if part.prompt_logprobs is not None:
+            self.prompt_logprobs = part.prompt_logprobs
 
 
 class LLM:
@@ -130,6 +139,15 @@ class LLM:
         request. Raises as `generate` does, at once."""
         params = sampling_params or SamplingParams()
         return self._stream(self._request(prompt, params, cache_salt))
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend in its generation_config.json; what they leave out is
+        as in `SamplingParams()`, which is what a call without parameters uses. Raises ConfigError
+        for a file that cannot be used."""
+        found: dict[str, Any] = load_default_sampling(self.config.model.path)
+        if "max_new_tokens" in found:
+            found["max_tokens"] = found.pop("max_new_tokens")
+        return SamplingParams(**found)
 
     def reset_prefix_cache(self, reset_tiers: bool = False) -> None:
         """Forget cached blocks, of the pool or of all tiers. Raises ValueError, and changes
@@ -207,6 +225,7 @@ class LLM:
                 f"token ids must be from 0 to {ready.vocab_size - 1}, and it holds "
                 f"{min(ids) if min(ids) < 0 else max(ids)}"
             )
+        params = with_spelt_bad_words(params, self.tokenizer)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
         return AddRequest(f"llm-{next(self._ids)}", packed, params, cache_salt=cache_salt)
 

@@ -2,13 +2,14 @@
 """The engine's options by name, as flags and keyword arguments give them, and the EngineConfig.
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The value objects of
-`config.py` check values; here unknown names and contradictions are refused. Knows nothing of argv.
+`config.py` check values; here unknown names and contradictions are refused. Knows nothing of argv,
+environments or files; `settings/` does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from .config import (
     ModelConfig,
     OffloadConfig,
     SchedulerConfig,
-    parse_size,
 )
 from .nearest import did_you_mean
+from .settings import readers
+from .settings.readers import Reader, one_of
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
@@ -38,11 +40,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class Option:
     """One option: where it goes and how its value is read."""
 
-    section: str  # "model" | "cache" | "scheduler" | "offload" | "engine"
+    section: str  # "model" | "cache" | "scheduler" | "offload" | "engine" | "server"
     field: str
-    parse: Callable[[str, Any], Any]  # (flag, value given) → value; raises ConfigError
+    read: Reader
     help: str
     metavar: str = ""  # empty: a switch with --no-
+    unset: str = "none"  # the default in words, where the value object's says nothing
+    is_secret: bool = False
 
 
 def flag_of(name: str) -> str:
@@ -50,129 +54,75 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _integer(flag: str, value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ConfigError(f"{flag} takes a whole number, not {value!r}") from None
-
-
-def _number(flag: str, value: Any) -> float:
-    """Also what is no finite number; the value objects refuse it with their bounds."""
-    try:
-        return float(value if isinstance(value, int | float) else str(value))
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{flag} takes a number, not {value!r}") from None
-
-
-def _size(flag: str, value: Any) -> int:
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return parse_size(value if is_count else str(value), flag)
-
-
-def _switch(flag: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{flag} takes True or False, not {value!r}")
-    return value
-
-
-def _text(flag: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{flag} takes a text that is not empty, not {value!r}")
-    return value
-
-
-def _path(flag: str, value: Any) -> Path:
-    """Raises ConfigError for what names no place in a file system."""
-    text = _text(flag, str(value) if isinstance(value, Path) else value)
-    if "\0" in text:
-        raise ConfigError(f"{flag} takes a path, and {text!r} holds a zero byte; leave it out")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:  # `~name` of nobody on this machine
-        raise ConfigError(f"{flag} takes a path, not {text!r} ({error})") from error
-
-
-def one_of(*known: str) -> Callable[[str, Any], str]:
-    """A reader of one word out of several."""
-
-    def parse(flag: str, value: Any) -> str:
-        if value not in known:
-            raise ConfigError(
-                f"{flag} takes {' or '.join(known)}, not {value!r}{did_you_mean(str(value), known)}"
-            )
-        return str(value)
-
-    return parse
-
-
-def _tiers(flag: str, value: Any) -> tuple[str, ...]:
-    """Which tiers there are, and in which order, is for OffloadConfig to say."""
-    names = value.split(",") if isinstance(value, str) else value
-    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    if not is_list or value == "":
-        raise ConfigError(f"{flag} takes cpu or cpu,ssd, not {value!r}")
-    return tuple(name.strip() for name in names)
-
-
 OPTIONS: Mapping[str, Option] = {
     "served_model_name": Option(
-        "model", "served_name", _text, "the name clients ask for (default: the directory's)", "NAME"
+        "model", "served_name", readers.text, "the name clients ask for", "NAME",
+        "the directory's name",
     ),
     "revision": Option(
-        "model", "revision", _text, "text that separates the blocks of otherwise equal models",
-        "TEXT",
+        "model", "revision", readers.text,
+        "text that separates the blocks of otherwise equal models", "TEXT",
     ),
     "dtype": Option("model", "dtype", one_of(*DTYPES), f"{', '.join(DTYPES)}", "TYPE"),
-    "device": Option("model", "device", one_of("cpu", "cuda"), "where to compute: cpu", "DEVICE"),
+    "device": Option("model", "device", one_of("cpu", "cuda"), "where to compute", "DEVICE"),
     "max_model_len": Option(
-        "model", "max_model_len", _integer, "longest prompt and output, in tokens", "N"
+        "model", "max_model_len", readers.integer, "longest prompt and output, in tokens", "N",
+        "what the model allows",
     ),
-    "block_size": Option("cache", "block_size", _integer, "tokens in a block (16)", "N"),
-    "num_blocks": Option("cache", "num_blocks", _integer, "blocks in the KV pool", "N"),
+    "block_size": Option("cache", "block_size", readers.integer, "tokens in a block", "N"),
+    "num_blocks": Option(
+        "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the memory"
+    ),
     "kv_cache_memory_bytes": Option(
-        "cache", "memory_bytes", _size, "size of the KV pool instead (1GiB)", "SIZE"
+        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE"
     ),
     "enable_prefix_caching": Option(
-        "cache", "enable_prefix_caching", _switch, "keep and find blocks by their prefix"
+        "cache", "enable_prefix_caching", readers.switch, "keep and find blocks by their prefix"
     ),
-    "block_hash": Option("cache", "block_hash", one_of(*BLOCK_HASHES), "sha256, sha256_cbor",
-                         "NAME"),
+    "block_hash": Option(
+        "cache", "block_hash", one_of(*BLOCK_HASHES), "sha256, sha256_cbor", "NAME"
+    ),
     "max_num_batched_tokens": Option(
-        "scheduler", "max_num_batched_tokens", _integer, "tokens in one step (2048)", "N"
+        "scheduler", "max_num_batched_tokens", readers.integer, "tokens in one step", "N"
     ),
     "max_num_seqs": Option(
-        "scheduler", "max_num_seqs", _integer, "requests in one step (256)", "N"
+        "scheduler", "max_num_seqs", readers.integer, "requests in one step", "N"
     ),
     "long_prefill_token_threshold": Option(
-        "scheduler", "long_prefill_token_threshold", _integer,
-        "most tokens of one prompt in a step (0: the whole budget)", "N",
+        "scheduler", "long_prefill_token_threshold", readers.integer,
+        "most tokens of one prompt in a step; 0 is the whole budget", "N",
     ),
     "enable_chunked_prefill": Option(
-        "scheduler", "enable_chunked_prefill", _switch, "spread a prompt over several steps"
+        "scheduler", "enable_chunked_prefill", readers.switch, "spread a prompt over several steps"
     ),
     "admit_below": Option(
-        "scheduler", "admit_below", _number,
-        "let requests in while less than this share of the pool is held (0.8)", "SHARE",
+        "scheduler", "admit_below", readers.number,
+        "let requests in while less than this share of the pool is held", "SHARE",
     ),
     "preempt_above": Option(
-        "scheduler", "preempt_above", _number,
-        "send requests back while more than this share of the pool is held (0.95)", "SHARE",
+        "scheduler", "preempt_above", readers.number,
+        "send requests back while more than this share of the pool is held", "SHARE",
     ),
     "kv_offload": Option(
-        "offload", "tiers", _tiers, "tiers below the KV pool: cpu or cpu,ssd", "TIERS"
+        "offload", "tiers", readers.tiers, "tiers below the KV pool: cpu or cpu,ssd", "TIERS"
     ),
-    "kv_offload_cpu_bytes": Option("offload", "cpu_bytes", _size, "size of the cpu tier (4GiB)",
-                                   "SIZE"),
+    "kv_offload_cpu_bytes": Option(
+        "offload", "cpu_bytes", readers.size, "size of the cpu tier", "SIZE"
+    ),
     "kv_offload_ssd_path": Option(
-        "offload", "ssd_path", _path, "directory of the ssd tier (~/.cache/stratakv/ssd)", "DIR"
+        "offload", "ssd_path", readers.path, "directory of the ssd tier", "DIR",
+        "~/.cache/stratakv/ssd",
     ),
-    "kv_offload_ssd_bytes": Option("offload", "ssd_bytes", _size, "size of the ssd tier (20GiB)",
-                                   "SIZE"),
+    "kv_offload_ssd_bytes": Option(
+        "offload", "ssd_bytes", readers.size, "size of the ssd tier", "SIZE"
+    ),
     "num_threads": Option(
-        "engine", "num_threads", _integer, "threads that compute (the physical cores)", "N"
+        "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"
+    ),
+    "tenant_secret": Option(
+        "engine", "tenant_secret", readers.secret_bytes,
+        "separates the cached blocks of tenants; give it by environment or file", "SECRET",
+        is_secret=True,
     ),
 }  # fmt: skip
 
@@ -187,7 +137,7 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
         option = OPTIONS.get(name)
         if option is None:
             raise ConfigError(f"there is no option {name!r}{did_you_mean(name, OPTIONS)}")
-        sections[option.section][option.field] = option.parse(flag_of(name), value)
+        sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     offload = sections["offload"]
     if "ssd" in offload.get("tiers", ()):
@@ -215,7 +165,7 @@ def _model(model: str | Path | None) -> tuple[Path, str]:
     """Directory and served name of a model."""
     if model is None:
         return EMBEDDED_MODEL, EMBEDDED_NAME
-    path = _path("MODEL", model)
+    path: Path = readers.path("MODEL", model)
     if not path.is_dir():
         raise ConfigError(
             f"{path} is no directory; give a model directory as Hugging Face saves it (nothing is "

@@ -192,7 +192,9 @@ class Request:
             grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
             grown[: self._num_tokens] = self.all_token_ids
             self._tokens = grown
-        self._tokens[self._num_tokens : end] = token_ids
+        # One at a time: nearly always it is one, and a slice would first make an array of the list.
+        for position, token_id in enumerate(token_ids, self._num_tokens):
+            self._tokens[position] = token_id
         self._num_tokens = end
         self.output_token_ids.extend(token_ids)
         self._extend_hashes()

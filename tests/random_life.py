@@ -12,7 +12,7 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from stratakv.engine.config import (
 )
 from stratakv.engine.core import engine_core as core_module
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.ssd.store import SsdStore
 
+from .checked_logprobs import check_logprobs
 from .faulty_parts import (
     MODEL_FAULT,
     FaultyStore,
@@ -45,9 +47,9 @@ from .faulty_parts import (
     faulty_forward,
 )
 from .leftovers import check_nothing_left, check_references, check_threads, is_busy
+from .random_wishes import World, draw_params
 
 MAX_MODEL_LEN = 128
-OUTPUT_TOKENS = 10
 # An engine that steps so often in a row without a token or a sleep is spinning.
 MAX_EMPTY_STEPS = 200
 AGE_SECONDS = 60.0
@@ -60,27 +62,19 @@ STORE_FAULTS = {"lookup fails": 0.05, "lookup lies": 0.1, "busy": 0.1, "refuses"
 COPY_FAULTS = {"slow copy": 0.3, "copy fails": 0.1}
 MODEL_FAULTS = {"forward raises": 0.01, "logits are NaN": 0.01}
 
-Reference = Callable[[tuple[int, ...]], Sequence[int]]  # prompt -> its first OUTPUT_TOKENS tokens
-
-
-@dataclass(frozen=True)
-class World:
-    """What lives have in common."""
-
-    model: Path
-    prompts: Sequence[tuple[int, ...]]
-    answer: Reference
-
 
 @dataclass
 class Asked:
     """One request and everything it got."""
 
     prompt: tuple[int, ...]
+    params: SamplingParams
     expected: list[int]
     salt: str
     skips: bool
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     last: TokenOutput | None = None
     spoilt: bool = False
     known_before: list[tuple[int, ...]] = field(default_factory=list)  # of its salt, since cleared
@@ -98,6 +92,7 @@ class Life:
             if rng.random() < 0.5:
                 rates |= faults
         self._mischief = Mischief(seed, rates)
+        self._has_nans = "logits are NaN" in rates
         self._late_seconds = rng.choice([0.005, 0.1])
         self._read_seconds = rng.choice([0.03, 5.0])
         self._tiers = rng.choice([(), ("cpu",), ("cpu", "ssd"), ("cpu", "ssd"), ("cpu", "ssd")])
@@ -211,13 +206,8 @@ class Life:
     def _ask(self) -> None:
         rng = self._rng
         prompt = rng.choice(self._prompts)
-        expected = list(self._world.answer(prompt))[: rng.randint(1, OUTPUT_TOKENS)]
-        max_tokens = len(expected)
-        stops: tuple[int, ...] = ()
-        if rng.random() < 0.2:
-            stops = (rng.choice(expected),)
-            expected = expected[: expected.index(stops[0]) + 1]
-        asked = Asked(prompt, expected, rng.choice(self._salts), rng.random() < 0.1)
+        params, expected = draw_params(self._world, prompt, rng)
+        asked = Asked(prompt, params, expected, rng.choice(self._salts), rng.random() < 0.1)
         # A name may come back once its bearer is gone.
         name = f"r{self._number if rng.random() < 0.8 else rng.randint(0, 2)}"
         if name in self._asked or name in self.core.scheduler._places.parked:
@@ -225,9 +215,6 @@ class Life:
         self._number += 1
         self._asked[name] = asked
         self._known[asked.salt].append((*prompt, *expected))
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=stops
-        )
         self._take(
             self.core.add(
                 AddRequest(
@@ -296,6 +283,10 @@ class Life:
             if output.num_cached_tokens is not None:
                 self._check_cached(asked, output)
             asked.token_ids += output.new_token_ids
+            asked.logprobs += output.logprobs or ()
+            if output.prompt_logprobs is not None:
+                assert asked.token_ids == output.new_token_ids, "they come with the first token"
+                asked.prompt_logprobs = output.prompt_logprobs
             if output.finish_reason is not None:
                 asked.last = output
                 asked.spoilt |= output.finish_reason == "error"
@@ -304,7 +295,8 @@ class Life:
         """No more was found than requests of the same salt have brought."""
         cached = output.num_cached_tokens or 0
         assert cached == sum((output.cached_tokens_by_tier or {}).values())
-        assert not (asked.skips and cached)
+        skips = asked.skips or asked.params.prompt_logprobs is not None
+        assert not (skips and cached)
         mine = (*asked.prompt, *asked.expected)
         others = list(self._known[asked.salt])
         others.remove(mine)
@@ -329,6 +321,16 @@ class Life:
             else:
                 assert asked.token_ids == asked.expected, name
                 assert last.finish_reason in ("stop", "length"), last
+            check_logprobs(
+                self._world.model,
+                asked.prompt,
+                asked.token_ids,
+                asked.params,
+                asked.logprobs,
+                asked.prompt_logprobs,
+                # A fault may hit one position of a prompt and spare the one that is sampled.
+                prompt_may_lack_numbers=self._has_nans,
+            )
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

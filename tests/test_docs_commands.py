@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -15,7 +16,6 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from stratakv.benchmarks import offload
 from stratakv.engine.api.app import create_app
 from stratakv.engine.api.protocol import (
     NEUTRAL_VALUES,
@@ -24,13 +24,20 @@ from stratakv.engine.api.protocol import (
     SamplingFields,
 )
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.cli import bench, generate, serve
-from stratakv.engine.cli.args import Parser
-from stratakv.engine.config import show_size
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
+from stratakv.engine.cli import bench, config, generate, serve
+from stratakv.engine.cli.args import Parser, log_level
+from stratakv.engine.config import ConfigError
+from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
+from stratakv.engine.settings.aliases import ALIASES
+from stratakv.engine.settings.environment import OTHER_VARIABLES
+from stratakv.engine.settings.resolve import read_config_settings, resolve
+from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
+from stratakv.engine.settings.server import SERVER_OPTIONS
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}
+SERVER_FLAGS = {flag_of(name) for name in SERVER_OPTIONS}
+ALIAS_FLAGS = {flag_of(name) for name in ALIASES}
 
 
 @cache
@@ -64,27 +71,109 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, Any]:
     }
 
 
-def _shown(flag: str, default: Any) -> str:
-    """A default as the table writes it."""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    option = OPTIONS.get(flag.removeprefix("--").replace("-", "_"))
-    return f"`{show_size(default) if option and option.metavar == 'SIZE' else default}`"
+def _shown(default: Any) -> str:
+    """A default as the tables write it."""
+    return ("on" if default else "off") if isinstance(default, bool) else f"`{default}`"
 
 
-@pytest.mark.parametrize(
-    ("heading", "command"),
-    [("stratakv serve", serve), ("stratakv generate", generate)],
-    ids=["serve", "generate"],
-)
-def test_flags_of_a_command(heading: str, command: Any) -> None:
-    flags = _flags(_parser_of(command))
+def _is_default(cell: str, name: str) -> bool:
+    """Values have backticks; words and the states of a switch have none."""
+    text = default_text(name)
+    return cell in (text, f"`{text}`")
+
+
+def test_flags_of_serve() -> None:
+    table = _tables()["stratakv serve"]
+    assert list(table) == [flag_of(name) for name in SERVER_OPTIONS], "in the order of --help"
+    assert all(_is_default(table[flag_of(name)][0], name) for name in SERVER_OPTIONS)
+    shared = ENGINE_FLAGS | ALIAS_FLAGS | {"--config"}
+    assert _flags(_parser_of(serve)).keys() == table.keys() | shared
+
+
+def test_flags_of_generate() -> None:
+    flags = _flags(_parser_of(generate))
     assert flags.keys() >= ENGINE_FLAGS
-    own = {flag: default for flag, default in flags.items() if flag not in ENGINE_FLAGS}
-    assert _tables()[heading].keys() == own.keys()
-    for flag, default in own.items():
-        if default not in (None, argparse.SUPPRESS, []):
-            assert _tables()[heading][flag][0] == _shown(flag, default), flag
+    engine_aliases = {flag_of(name) for name, alias in ALIASES.items() if not alias.is_server}
+    own = flags.keys() - ENGINE_FLAGS - engine_aliases - {"--config"}
+    assert _tables()["stratakv generate"].keys() == own
+    for flag in own:
+        if flags[flag] not in (None, argparse.SUPPRESS, []):
+            assert _tables()["stratakv generate"][flag][0] == _shown(flags[flag]), flag
+    level = log_level(_parser_of(generate).parse_all([]))
+    assert _tables()["stratakv generate"]["--log-level"][0] == f"`{level}`"
+
+
+def test_flags_of_config() -> None:
+    parser = Parser(prog="probe")
+    config.add_show_arguments(parser)
+    own = _flags(parser).keys() - _flags(_parser_of(serve)).keys()
+    commands = _tables()["Configuration"]
+    assert list(commands) == ["stratakv config show", "stratakv config check FILE"]
+    assert set(re.findall(r"`(--\S+)`", commands["stratakv config show"][0])) == {
+        "--config", *own,
+    }  # fmt: skip
+
+
+def test_spellings_of_vllm() -> None:
+    table = _tables()["vLLM's spellings"]
+    assert list(table) == [flag_of(name) for name in ALIASES]
+    for name, alias in ALIASES.items():
+        [here] = table[flag_of(name)]
+        assert here.endswith(" Of `serve`") == alias.is_server, name
+        assert all(flag in ENGINE_FLAGS | SERVER_FLAGS for flag in _options_in(here)), name
+        _check_meaning(name, here)
+    text = FILE.read_text()
+    same = text[text.index("`--generation-config vllm`") : text.index("are the same here")]
+    assert set(re.findall(r"`(--[a-z-]+)`", same)) <= ENGINE_FLAGS | SERVER_FLAGS | {"--config"}
+
+
+def _options_in(text: str) -> list[str]:
+    return [
+        flag.replace("--no-", "--") for flag in re.findall(r"--[a-z-]+", text) if flag != "--seed"
+    ]
+
+
+def _check_meaning(name: str, here: str) -> None:
+    """The row of an alias against what it does."""
+    flags, words = _options_in(here), re.findall(r"`([a-z0-9]+)`", here)
+    if here.startswith("refused"):
+        with pytest.raises(ConfigError, match="is not taken"):
+            resolve({name: "x"}, {})
+    elif here.startswith("no effect"):
+        value = "0.9" if name == "gpu_memory_utilization" else "true"
+        settings = resolve({name: value}, {})
+        assert settings.notes and not settings.given
+    elif flags and here.startswith("`--"):
+        option = OPTIONS.get(flags[0][2:].replace("-", "_"))
+        value = {"num_blocks": "9", "block_hash": "sha256"}.get(
+            option.field if option else "", "true" if name.startswith("disable") else "info"
+        )
+        assert [flag_of(each) for each in resolve({name: value}, {}).given] == flags
+    elif flags and here.startswith("GiB"):
+        assert {flag_of(each) for each in resolve({name: "1"}, {}).given} == set(flags)
+    else:
+        neutral = [word for word in words if word not in ("seed", "serve", "generate")]
+        assert neutral, name
+        for word in neutral:
+            settings = resolve({name: word}, {})
+            assert not settings.given and not settings.notes
+        with pytest.raises(ConfigError, match=f"takes {' or '.join(neutral)} here"):
+            resolve({name: "x"}, {})
+
+
+def test_variables() -> None:
+    text = FILE.read_text()
+    named = set(re.findall(r"STRATAKV_[A-Z_]*[A-Z]", text))
+    assert named >= OTHER_VARIABLES.keys()
+    assert named <= {variable_of(name) for name in SCHEMA} | OTHER_VARIABLES.keys()
+
+
+def test_the_example_file(tmp_path: Path) -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", FILE.read_text(), re.DOTALL)
+    path = tmp_path / "stratakv.yaml"
+    path.write_text(example)
+    given = read_config_settings(path).given
+    assert given["kv_offload"].value == ("cpu", "ssd")
 
 
 def test_defaults_of_sampling() -> None:
@@ -98,26 +187,19 @@ def test_defaults_of_sampling() -> None:
 def test_flags_of_the_engine() -> None:
     table = _tables()["Engine"]
     assert list(table) == [flag_of(name) for name in OPTIONS], "in the order of --help"
-    config = engine_config(None, {})
-    for name, option in OPTIONS.items():
-        section = config if option.section == "engine" else getattr(config, option.section)
-        default = getattr(section, option.field)
-        cell = table[flag_of(name)][0]
-        # What is None or empty, or made from the model, is described in words.
-        if default not in (None, "", ()) and name != "served_model_name":
-            assert cell == _shown(flag_of(name), default), name
-        else:
-            assert "`" not in cell or name == "kv_offload_ssd_path"
+    for name in OPTIONS:
+        assert _is_default(table[flag_of(name)][0], name), name
 
 
-def test_flags_of_the_benchmark() -> None:
-    assert list(bench.BENCHMARKS) == ["offload"], "another benchmark needs a table"
-    flags = _flags(_parser_of(offload))
-    table = _tables()["stratakv bench offload"]
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_flags_of_a_benchmark(name: str) -> None:
+    module = importlib.import_module(bench.BENCHMARKS[name], bench.__package__)
+    flags = _flags(_parser_of(module))
+    table = _tables()[f"stratakv bench {name}"]
     assert table.keys() == flags.keys() | {"--quick", "--out"}
     for flag, default in flags.items():
         if default is not None:
-            assert table[flag][0] == f"`{default}`", flag
+            assert table[flag][0] == _shown(default), flag
 
 
 def test_routes() -> None:

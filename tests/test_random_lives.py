@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from .random_life import MAX_MODEL_LEN, OUTPUT_TOKENS, Life, World
+from .random_life import MAX_MODEL_LEN, Life
+from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
 from .tiny_models import VOCAB, greedy_reference, make_llama
 
 LIVES = 25
@@ -38,8 +39,10 @@ def make_world(directory: Path, num_prompts: int) -> World:
         prompts.append(tuple(text[:longest] or [5]))
 
     @functools.cache
-    def answer(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(greedy_reference(model, prompt, OUTPUT_TOKENS))
+    def answer(prompt: tuple[int, ...], penalty: float) -> tuple[int, ...]:
+        if penalty == 1.0:
+            return tuple(greedy_reference(model, prompt, OUTPUT_TOKENS))
+        return tuple(penalised_reference(model, prompt, OUTPUT_TOKENS, penalty))
 
     return World(model, prompts, answer)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random Llama checkpoints made with transformers, and its greedy answers in float64.
+"""Small random checkpoints made with transformers, and its greedy answers in float64.
 
 The checkpoints are drawn with large weights, so that greedy text wanders instead of repeating one
 token, and a wrong position or a missing block shows at once.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 199
 
@@ -62,23 +62,37 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def make_llama(directory: Path, variant: str = "grouped", seed: int = 0, **changes: Any) -> Path:
     """Save a random checkpoint of `variant` in `directory`, in float32; the directory."""
+    return make_model(directory, "llama", seed, **(VARIANTS[variant] | changes))
+
+
+def make_model(
+    directory: Path,
+    model_type: str,
+    seed: int = 0,
+    *,
+    max_shard_size: str = "1GB",
+    **changes: Any,
+) -> Path:
+    """Save a random checkpoint of a family, BASE with `changes`, in float32; the directory."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**(BASE | VARIANTS[variant] | changes))
-    model = LlamaForCausalLM(config)
+    config = AutoConfig.for_model(model_type, **(BASE | changes))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(10.0 if "embed" not in name else 2.0)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
-    model.save_pretrained(directory)
+            else:
+                parameter.normal_(1.0, 0.1)  # norms, which start as ones
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 
 
 @lru_cache(maxsize=4)
-def load_reference(directory: Path) -> LlamaForCausalLM:
-    """The checkpoint in transformers, float64."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
+def load_reference(directory: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """The checkpoint in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return model.eval()
 
 
@@ -94,3 +108,10 @@ def greedy_reference(directory: Path, prompt: Sequence[int], num_tokens: int) ->
         answer.append(int(out.logits[0, -1].argmax()))
         inputs = torch.tensor([[answer[-1]]])
     return answer
+
+
+@torch.inference_mode()
+def reference_logits(directory: Path, token_ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """transformers' logits `[tokens, vocab]` of one pass over a whole sequence."""
+    logits: torch.Tensor = load_reference(directory, dtype)(torch.tensor([list(token_ids)])).logits
+    return logits[0]

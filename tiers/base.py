@@ -44,6 +44,7 @@ class TierStats:
 
     capacity_bytes: int = 0
     used_bytes: int = 0
+    capacity_blocks: int = 0
     blocks: int = 0
     hits: int = 0
     misses: int = 0
@@ -57,6 +58,11 @@ class TierStats:
     load_seconds: float = 0.0
     rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
     errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
+    # Of a store: records forgotten because they were damaged or could not be read.
+    corrupt_records_dropped: int = 0
+    # Of a slab, now: blocks that are being read, and slots that are being filled.
+    pinned_blocks: int = 0
+    reserved_blocks: int = 0
 
 
 class StoreTier(ABC):

@@ -82,7 +82,7 @@ class CpuSlab(SlabTier):
         self._slots: dict[bytes, _Slot] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))  # popped in ascending order
         self._policy = policy or LruPolicy()  # holds the committed keys
-        self._stats = TierStats(capacity_bytes=capacity_bytes)
+        self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -101,6 +101,7 @@ class CpuSlab(SlabTier):
                     indices.append(None)
                     continue
                 slot = self._slots[key] = _Slot(self._free.pop())
+                self._stats.reserved_blocks += 1
                 indices.append(slot.index)
             return indices
 
@@ -119,6 +120,7 @@ class CpuSlab(SlabTier):
                     published.append(key)
                 else:
                     self._release(key, slot)
+            self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
             self._stats.stored_blocks += len(published)
             self._stats.stored_bytes += len(published) * self.layout.page_bytes
@@ -134,6 +136,7 @@ class CpuSlab(SlabTier):
                 if slot is None or not slot.committed:
                     indices.append(None)
                     continue
+                self._stats.pinned_blocks += not slot.pins
                 slot.pins += 1
                 hits.append(key)
                 indices.append(slot.index)
@@ -153,6 +156,7 @@ class CpuSlab(SlabTier):
                 if slot is None or not slot.pins:
                     raise InvalidBlock(f"unpin takes pinned keys; {key.hex()} is not pinned")
                 slot.pins -= 1
+                self._stats.pinned_blocks -= not slot.pins
 
     def buffer(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:

@@ -19,17 +19,18 @@ A caller must do this:
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from .alarm import Alarm
 from .base import Answer, SlabTier, StoreTier, TierStats
 from .faults import Faults
 from .read_up import LoadTicket, ReadUp
+from .tickets import Prefix, StoreTicket
+from .traffic import Traffic
 from .write_back import WriteBack
 
 WATERMARK = 0.25
@@ -38,22 +39,6 @@ READ_SECONDS = 5.0
 FIND_BLOCKS = 256
 # A store that is busy with nothing of ours is asked again so often while flushing.
 RETRY_SECONDS = 0.01
-
-
-class Prefix(NamedTuple):
-    """The tier of each leading block that some tier has, and whether the next one is coming."""
-
-    tiers: list[str]
-    pending: bool
-
-
-@dataclass(slots=True, eq=False)
-class StoreTicket:
-    """Slots reserved for blocks the slab did not have."""
-
-    keys: list[bytes]
-    slots: list[int]
-    epoch: int
 
 
 class Hierarchy:
@@ -76,12 +61,14 @@ class Hierarchy:
         self._completions: deque[Callable[[], None]] = deque()
         self._delivered = threading.Event()
         self._faults = Faults()
+        self._traffic = {store.name: Traffic() for store in self._stores}
         self._reads = ReadUp(
             slab,
             read_seconds=read_seconds,
             deliver=self._deliver,
             set_alarm=self._alarm.at,
             faults=self._faults,
+            traffic=self._traffic,
         )
         self._write_back: WriteBack | None = None
         if self._stores:
@@ -92,11 +79,22 @@ class Hierarchy:
                 deliver=self._deliver,
                 unpin=self._unpin,
                 faults=self._faults,
+                traffic=self._traffic[self._stores[0].name],
             )
         self._doomed: set[bytes] = set()  # pinned when everything was forgotten
         self._epoch = 0
         self._version = 0
         self._closed = False
+
+    @property
+    def tiers(self) -> list[str]:
+        """The names of the tiers, the slab first."""
+        return [self._slab.name, *(store.name for store in self._stores)]
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block."""
+        return self._slab.layout.page_bytes
 
     @property
     def version(self) -> int:
@@ -153,6 +151,7 @@ class Hierarchy:
                 if slot is not None:
                     ticket.keys.append(key)
                     ticket.slots.append(slot)
+            ticket.num_refused = len(new) - len(ticket.keys)
             self._version += 1
         return ticket
 
@@ -213,11 +212,14 @@ class Hierarchy:
     def stats(self) -> dict[str, TierStats]:
         """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
         slab = self._slab.stats()
-        if self._write_back is not None:
-            slab.dropped_stores += self._write_back.lost_blocks
+        slab.dropped_stores += sum(traffic.lost_blocks for traffic in self._traffic.values())
         result = {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
         self._faults.add_to(result)
         return result
+
+    def traffic(self) -> dict[str, Traffic]:
+        """A copy of what moved between the slab and each store, the fastest first."""
+        return copy.deepcopy(self._traffic)
 
     def close(self, timeout_seconds: float) -> bool:
         """Close the stores, then the slab. False if a store still uses slots after that time: the
@@ -250,7 +252,12 @@ class Hierarchy:
         end = next(lost, len(keys))
         fresh = [i for i in fresh if i < end]
         slots = dict(zip(fresh, self._reserve([keys[i] for i in fresh]), strict=True))
-        end = next((i for i in fresh if slots[i] is None), end)
+        for i in fresh:
+            place = places[i]
+            if slots[i] is None and place is not None:
+                self._traffic[place.name].promotion_allocation_failures += 1
+                end = i
+                break
         self._cut(ticket, end, slots)
         for i, read in joined.items():
             if i < end:

@@ -53,7 +53,9 @@ class MemoryStore(StoreTier):
         self._policy = LruPolicy()
         self._pending: dict[bytes, int] = {}  # delayed stores of each key
         self._delayed: dict[Future[Any], threading.Timer] = {}
-        self._stats = TierStats(capacity_bytes=capacity_bytes)
+        self._stats = TierStats(
+            capacity_bytes=capacity_bytes, capacity_blocks=self._capacity_blocks
+        )
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:

@@ -10,12 +10,13 @@ and stores are chosen; `Hierarchy` does that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .base import Answer, SlabTier, StoreTier
 from .faults import Faults
+from .traffic import Traffic
 from .write_back import Deliver
 
 
@@ -40,6 +41,7 @@ class Read:
 
     store: StoreTier
     keys: list[bytes]
+    began: float
     deadline: float
     waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
     late: bool = False
@@ -71,12 +73,14 @@ class ReadUp:
         deliver: Deliver,
         set_alarm: Callable[[float], None],
         faults: Faults,
+        traffic: Mapping[str, Traffic],
     ) -> None:
         self._slab = slab
         self._read_seconds = read_seconds
         self._deliver = deliver
         self._set_alarm = set_alarm
         self._faults = faults
+        self._traffic = traffic  # by the name of a store
         self._reads: list[Read] = []
         self._by_key: dict[bytes, Read] = {}
         self.version = 0  # changes with everything a ticket or a look-up could show
@@ -93,7 +97,10 @@ class ReadUp:
     ) -> None:
         """Read the ticket's blocks at `indices` into the reserved `slots`."""
         keys = [ticket.keys[i] for i in indices]
-        read = Read(store, keys, time.monotonic() + self._read_seconds)
+        now = time.monotonic()
+        read = Read(store, keys, now, now + self._read_seconds)
+        traffic = self._traffic[store.name]
+        traffic.active_promotions += 1
         self._reads.append(read)
         self._by_key.update(dict.fromkeys(keys, read))
         for i in indices:
@@ -103,6 +110,7 @@ class ReadUp:
             future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(store, error)
+            traffic.promotion_failures += 1
             self._end(read, [Answer.MISS] * len(keys))
             return
         self._set_alarm(read.deadline)
@@ -115,6 +123,7 @@ class ReadUp:
             if not read.late and read.deadline <= now:
                 read.give_up()
                 self._faults.count(read.store, "late")
+                self._traffic[read.store.name].promotion_failures += 1
                 self.version += 1
 
     def clear(self) -> None:
@@ -123,6 +132,7 @@ class ReadUp:
             read.wanted = False
 
     def _arrived(self, read: Read, future: Future[list[Answer]]) -> None:
+        traffic = self._traffic[read.store.name]
         try:
             answers = future.result(timeout=0)
             if len(answers) != len(read.keys):
@@ -130,6 +140,9 @@ class ReadUp:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(read.store, error)
             answers = [Answer.MISS] * len(read.keys)
+            traffic.promotion_failures += not read.late  # a late one has been counted
+        else:
+            traffic.promotion_seconds.observe(time.monotonic() - read.began)
         self._end(read, answers)
 
     def _end(self, read: Read, answers: Sequence[Answer]) -> None:
@@ -137,6 +150,7 @@ class ReadUp:
         ok = [read.wanted and answer is Answer.HIT for answer in answers]
         self._slab.commit(read.keys, ok)
         self._reads.remove(read)
+        self._traffic[read.store.name].active_promotions -= 1
         for key in read.keys:
             del self._by_key[key]
         self.version += 1

@@ -19,6 +19,7 @@ from .base import Answer, SlabTier, StoreTier
 from .block import ALIGNMENT
 from .errors import TierBusy
 from .faults import Faults
+from .traffic import Traffic
 
 BATCH_BLOCKS = 64
 BATCHES_IN_FLIGHT = 2
@@ -40,19 +41,20 @@ class WriteBack:
         deliver: Deliver,
         unpin: Callable[[list[bytes]], None],
         faults: Faults,
+        traffic: Traffic,
     ) -> None:
         self._slab = slab
         self._store = store
         self._deliver = deliver
         self._unpin = unpin
         self._faults = faults
+        self._traffic = traffic
         self._low_slots = max(1, int(slab.num_slots * watermark))
         # Pinned slots cannot be evicted, so batches in flight hold at most a quarter of the slab.
         self._batch = min(BATCH_BLOCKS, max(1, slab.num_slots // (4 * BATCHES_IN_FLIGHT)))
         self._dirty: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
         self._in_flight: set[Future[list[bool]]] = set()
         self._unwanted: set[Future[list[bool]]] = set()  # in flight when all was forgotten
-        self.lost_blocks = 0
 
     @property
     def in_flight(self) -> int:
@@ -87,10 +89,11 @@ class WriteBack:
     def evicted(self, threatened: Sequence[bytes]) -> None:
         """The slab has made room: count those of `threatened` that are gone."""
         answers = self._slab.lookup(threatened)
-        for key, answer in zip(threatened, answers, strict=True):
-            if answer is not Answer.HIT:
-                del self._dirty[key]
-                self.lost_blocks += 1
+        lost = [k for k, a in zip(threatened, answers, strict=True) if a is not Answer.HIT]
+        for key in lost:
+            del self._dirty[key]
+        self._traffic.lost_blocks += len(lost)
+        self._traffic.lost_stores += bool(lost)
 
     def pump(self, *, reading: bool) -> None:
         """Start batches if the slab is filling up: fewer while somebody waits for a read."""
@@ -150,13 +153,16 @@ class WriteBack:
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
             self._unpin(keys)
             self._faults.count(self._store, error, len(keys))
+            self._traffic.cascade_failures += 1
             return True
         self._in_flight.add(future)
+        self._traffic.active_cascades += 1
         future.add_done_callback(lambda done: self._deliver(lambda: self._written(keys, done)))
         return True
 
     def _written(self, keys: list[bytes], future: Future[list[bool]]) -> None:
         self._in_flight.discard(future)
+        self._traffic.active_cascades -= 1
         self._unpin(keys)
         unwanted = future in self._unwanted
         self._unwanted.discard(future)
@@ -167,4 +173,5 @@ class WriteBack:
             if unwanted:
                 self._store.drop(keys)
         except Exception as error:  # noqa: BLE001 - as above
+            self._traffic.cascade_failures += 1
             self._faults.count(self._store, error, len(keys))

@@ -57,6 +57,10 @@ class Event(Protocol):
     def error(self) -> Exception | None:
         """Why the work of this event failed. None if it ended well or has not ended."""
 
+    def seconds(self) -> float:
+        """How long the copy of this event ran, without its time in the queue; 0 until it ended and
+        for an event that is no copy."""
+
 
 class CopyDevice(ABC):
     """Copies whole blocks between one pool and one slab."""

@@ -34,15 +34,17 @@ Bytes = npt.NDArray[np.uint8]
 class CpuEvent:
     """An event that its maker ends by hand."""
 
-    __slots__ = ("_ended", "_error")
+    __slots__ = ("_ended", "_error", "_seconds")
 
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: Exception | None = None
+        self._seconds = 0.0
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """Reach the point, well or with an error; wakes all who wait."""
         self._error = error
+        self._seconds = seconds
         self._ended.set()
 
     def done(self) -> bool:
@@ -53,6 +55,9 @@ class CpuEvent:
 
     def error(self) -> Exception | None:
         return self._error
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 @dataclass(slots=True)
@@ -93,23 +98,26 @@ class _StreamThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.event.end(self._failure_of(job))
+            job.event.end(*self._run_one(job))
             del job  # an idle stream holds on to no views of the pool or the slab
             self.notify()
 
-    def _failure_of(self, job: _Job) -> Exception | None:
-        deadline = time.monotonic() + self._dependency_seconds
+    def _run_one(self, job: _Job) -> tuple[Exception | None, float]:
+        """What went wrong, if anything, and how long the work took."""
+        began = time.monotonic()
+        deadline = began + self._dependency_seconds
         try:
             for event in job.after:
                 if not event.wait(max(0.0, deadline - time.monotonic())):
                     raise DeviceError(
                         f"a copy waited {self._dependency_seconds} s for another stream"
                     )
+            began = time.monotonic()
             job.work()
         except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
             # Without its frames, which would keep views of the pool and the slab alive.
-            return error.with_traceback(None)
-        return None
+            return error.with_traceback(None), time.monotonic() - began
+        return None, time.monotonic() - began
 
 
 class CpuCopyDevice(CopyDevice):

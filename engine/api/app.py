@@ -8,9 +8,11 @@ its validation and its response classes cost more per request than decoding a pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from fastapi import FastAPI
@@ -19,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
 from ..client.base import EngineClient, EngineDead
@@ -33,8 +35,10 @@ from .completions import create_completion
 from .errors import ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .metrics import Metrics
-from .protocol import ModelCard, ModelList, now
+from .replies import ModelCard, ModelList, now
 from .settings import ApiSettings
+from .token_texts import TokenTexts
+from .tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 RESET_ROUTE = "/reset_prefix_cache"
 RESETS = ("pool", "all")
+NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
 CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
 
 
@@ -52,26 +57,40 @@ def create_app(
     model_path: Path,
     tokenizer: Tokenizer | None,
     settings: ApiSettings | None = None,
+    default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
-    Raises ConfigError for a chat template that cannot be used.
+    `default_sampling` counts for fields that a client leaves out; it is what
+    `load_default_sampling` finds. Raises ConfigError for a chat template that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
-    front = Front(client, model_name, tokenizer, template, settings, Metrics(model_name))
+    front = Front(
+        client,
+        model_name,
+        tokenizer,
+        template,
+        settings,
+        Metrics(model_name),
+        default_sampling,
+        TokenTexts(tokenizer),
+    )
     routes = [
-        _route("/v1/completions", "POST", front, create_completion),
-        _route("/v1/chat/completions", "POST", front, create_chat_completion),
-        _route("/v1/models", "GET", front, partial(_list_models, created=now())),
-        _route("/v1/models/{name:path}", "GET", front, partial(_one_model, created=now())),
-        _route("/health", "GET", front, _health),
-        _route("/ping", "GET", front, _health),
-        _route("/metrics", "GET", front, _metrics),
-        _route("/version", "GET", front, _version),
+        _route("/v1/completions", ["POST"], front, create_completion, counted=True),
+        _route("/v1/chat/completions", ["POST"], front, create_chat_completion, counted=True),
+        _route("/v1/models", ["GET"], front, partial(_list_models, created=now())),
+        _route("/v1/models/{name:path}", ["GET"], front, partial(_one_model, created=now())),
+        _route("/tokenize", ["POST"], front, tokenize),
+        _route("/detokenize", ["POST"], front, detokenize),
+        _route("/health", ["GET"], front, _health),
+        _route("/ping", ["GET", "POST"], front, _health),
+        _route("/load", ["GET"], front, _load),
+        _route("/metrics", ["GET"], front, _metrics),
+        _route("/version", ["GET"], front, _version),
     ]
     if settings.enable_dev_routes:
-        routes.append(_route(RESET_ROUTE, "POST", front, _reset_prefix_cache))
+        routes.append(_route(RESET_ROUTE, ["POST"], front, _reset_prefix_cache))
     # No generated documentation: handlers check their input themselves, so it would be empty.
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
     app.router.redirect_slashes = False
@@ -81,17 +100,34 @@ def create_app(
     return app
 
 
-def _route(path: str, method: str, front: Front, handler: Handler) -> Route:
-    async def endpoint(request: Request) -> ASGIApp:
+class _Endpoint:
+    """One handler as an ASGI application. A `counted` one is in flight until its answer is sent."""
+
+    def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
+        self._front = front
+        self._handler = handler
+        self._counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        with self._front.in_flight if self._counted else nullcontext():
+            answer = await self._answer(Request(scope, receive, send))
+            await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> ASGIApp:
         try:
-            return await handler(front, request)
+            return await self._handler(self._front, request)
         except ClientGone:
             logger.debug("a client left before its answer was ready")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
             return error_response(to_api_error(error))
 
-    return Route(path, endpoint, methods=[method])
+
+def _route(
+    path: str, methods: list[str], front: Front, handler: Handler, *, counted: bool = False
+) -> Route:
+    return Route(path, _Endpoint(front, handler, counted), methods=methods)
 
 
 async def _answer_http_exception(
@@ -131,6 +167,10 @@ async def _health(front: Front, request: Request) -> ASGIApp:
     if not front.client.is_alive:
         raise EngineDead("its core is gone; restart the server")
     return _json({"status": "ok"})
+
+
+async def _load(front: Front, request: Request) -> ASGIApp:
+    return _json({"server_load": front.in_flight.count})
 
 
 async def _version(front: Front, request: Request) -> ASGIApp:

@@ -6,63 +6,74 @@ The model's chat template makes one prompt of the conversation. Tools are refuse
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
+from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from .answer import Answer, Part
+from ..token_ids import BYTES_PER_TOKEN
+from .answer import Answer, Part, UsageField
 from .body import decode_body, read_body
-from .chat_template import TemplateRefused
-from .errors import ApiError
+from .checks import check_chat
+from .conversation import render
 from .front import Front
-from .generation import Generation
-from .protocol import (
+from .generation import Task, make_generations
+from .logprobs_form import chat_logprobs, prompt_logprobs
+from .protocol import ChatRequest
+from .replies import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatMessage,
-    ChatRequest,
+    ChatLogprobs,
     Delta,
+    PromptTokens,
     Usage,
 )
+from .sampling import default_max_tokens, fit_max_tokens, num_kept_tokens, sampling_params
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
+@dataclass(slots=True)
 class ChatAnswer(Answer):
-    """A whole message, or the pieces of one."""
+    """Whole messages, or the pieces of some."""
+
+    request: ChatRequest
 
     def whole(self, parts: list[Part], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 part.index,
                 AssistantMessage("assistant", part.text),
-                finish_reason=part.finish_reason,
-                stop_reason=part.stop_reason,
-                prompt_token_ids=part.prompt_token_ids,
-                token_ids=part.token_ids,
+                self._logprobs(part),
+                part.finish_reason,
+                part.stop_reason,
+                part.prompt_token_ids,
+                part.token_ids,
             )
             for part in parts
         ]
-        name = self.front.model_name
-        return ChatCompletion(self.answer_id, "chat.completion", self.created, name, choices, usage)
+        name, of_prompt = self.front.model_name, self._prompt_logprobs(parts[0])
+        return ChatCompletion(
+            self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt
+        )
 
-    def chunk(self, parts: list[Part], usage: Usage | UnsetType | None) -> ChatChunk:
+    def chunk(self, parts: list[Part], usage: UsageField) -> ChatChunk:
         choices = [
             ChatChunkChoice(
                 part.index,
                 Delta("assistant" if part.is_first else UNSET, part.text),
-                finish_reason=part.finish_reason,
-                stop_reason=part.stop_reason,
-                prompt_token_ids=part.prompt_token_ids,
-                token_ids=part.token_ids,
+                self._logprobs(part),
+                part.finish_reason,
+                part.stop_reason,
+                part.prompt_token_ids,
+                part.token_ids,
             )
             for part in parts
         ]
@@ -71,65 +82,59 @@ class ChatAnswer(Answer):
             self.answer_id, "chat.completion.chunk", self.created, name, choices, usage
         )
 
+    def _logprobs(self, part: Part) -> ChatLogprobs | None:
+        if not self.request.logprobs or part.logprobs is None:
+            return None
+        count, as_ids = self.request.top_logprobs or 0, self._as_ids
+        return chat_logprobs(part.logprobs, count, self.front.texts, as_ids=as_ids)
+
+    def _prompt_logprobs(self, part: Part) -> PromptTokens:
+        count = self.request.prompt_logprobs
+        if count is None or part.prompt_logprobs is None:
+            return UNSET
+        texts, as_ids = self.front.texts, self._as_ids
+        return prompt_logprobs(part.prompt_logprobs, count, texts, as_ids=as_ids)
+
+    @property
+    def _as_ids(self) -> bool:
+        return bool(self.request.return_tokens_as_token_ids)
+
 
 async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
     """The route."""
     arrival_seconds = time.monotonic()
     request = decode_body(await read_body(http, front.settings), _decoder)
-    front.check(request)
-    max_tokens = _max_tokens(request)
-    async with asyncio.timeout(front.settings.request_timeout_seconds):  # others may be before it
-        text = await _render(front, request)
-    # The template has written the special tokens itself.
-    (ids,) = await front.encode([text], add_special_tokens=False, param="messages")
-    prompt = front.check_ids(ids, "messages")
-    # Without a limit, the answer may take what the context has left, as in OpenAI's API.
-    params = front.sampling_params(request, prompt, max_tokens, front.client.ready.max_model_len)
-    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-    message = front.make_request(f"{answer_id}-0", prompt, params, request)
-    generations = [Generation(0, message, arrival_seconds)]
+    check_chat(front, request)
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    prompt = await _prompt(front, request, max_tokens)
+    params = sampling_params(
+        front,
+        request,
+        # Without a limit, the answer may take what the context has left, as in OpenAI's API.
+        default_max_tokens(front, front.max_model_len) if max_tokens is None else max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    num_tokens = len(prompt) // BYTES_PER_TOKEN
+    params = fit_max_tokens(front, params, num_tokens, asked=max_tokens is not None)
+    own_id = uuid.uuid4().hex
+    generations = make_generations(
+        front, request, [Task(prompt, params)], f"chatcmpl-{own_id}", arrival_seconds
+    )
+    answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations).respond(http)
 
 
-async def _render(front: Front, request: ChatRequest) -> str:
-    settings = front.settings
-    count = len(request.messages)
-    if not 1 <= count <= settings.max_messages_per_request:
-        most = settings.max_messages_per_request
-        message = f"`messages` must hold 1 to {most} messages, not {count}"
-        raise ApiError(message, param="messages", code="invalid_value")
-    if front.template is None:
-        message = "the model has no chat template; use /v1/completions with a prompt"
-        raise ApiError(message, param="messages", code="no_chat_template")
-    try:
-        return await front.template.render(
-            [_as_template_sees(message) for message in request.messages],
-            add_generation_prompt=request.add_generation_prompt,
-            max_characters=settings.max_rendered_characters,
-            timeout_seconds=settings.template_timeout_seconds,
-        )
-    except TemplateRefused as error:
-        raise ApiError(str(error), param="messages", code="chat_template_failed") from None
-
-
-def _as_template_sees(message: ChatMessage) -> dict[str, object]:
-    """Most templates know only text, so the parts of a message are joined line by line."""
-    content = message.content
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
-    seen: dict[str, object] = {"role": message.role, "content": content}
-    if message.name is not None:
-        seen["name"] = message.name
-    return seen
-
-
-def _max_tokens(request: ChatRequest) -> int | None:
-    """`max_tokens` under either of its names."""
-    old, new = request.max_tokens, request.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        message = (
-            f"`max_tokens` is {old} and `max_completion_tokens`, its newer name, is {new}; "
-            "send one of them"
-        )
-        raise ApiError(message, param="max_completion_tokens", code="invalid_value")
-    return new if new is not None else old
+async def _prompt(front: Front, request: ChatRequest, max_tokens: int | None) -> bytes:
+    text = await render(front, request.messages, request)
+    keep_last = num_kept_tokens(front, request.truncate_prompt_tokens, max_tokens)
+    (ids,) = await front.encode(
+        [text],
+        # The template has written the special tokens itself.
+        add_special_tokens=bool(request.add_special_tokens),
+        max_tokens=front.max_prompt_tokens if keep_last is None else None,
+        param="messages",
+    )
+    return front.check_ids(ids, "messages", keep_last)

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import jinja2
@@ -32,6 +33,12 @@ MAX_CONCURRENT_RENDERINGS = 8
 MAX_PRODUCT_ITEMS = 1 * MIB  # of a repeated string or list
 MAX_POWER_BITS = 4096
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# What a client may not set, since the server does.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
+)
+
+_NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 
 
 class TemplateRefused(ValueError):
@@ -113,12 +120,22 @@ class ChatTemplate:
         add_generation_prompt: bool,
         max_characters: int,
         timeout_seconds: float,
+        variables: Mapping[str, object] = _NO_VARIABLES,
     ) -> str:
-        """The prompt text. Raises TemplateRefused, with the template's own words where it has
+        """The prompt text. `variables` are plain JSON values that the template may ask for, none
+        of RESERVED_VARIABLES. Raises TemplateRefused, with the template's own words where it has
         some, also when the output grows too long or the time is up."""
+        context = {
+            **variables,
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
 
         def work() -> str:
-            return self._render(messages, add_generation_prompt, max_characters)
+            return self._render(context, max_characters)
 
         try:
             async with self._running:
@@ -129,20 +146,11 @@ class ChatTemplate:
                 "send a shorter conversation"
             ) from None
 
-    def _render(
-        self, messages: Sequence[Mapping[str, object]], add_prompt: bool, max_characters: int
-    ) -> str:
+    def _render(self, context: Mapping[str, object], max_characters: int) -> str:
         parts: list[str] = []
         size = 0
-        pieces = self._template.generate(
-            messages=messages,
-            add_generation_prompt=add_prompt,
-            tools=None,
-            documents=None,
-            **self._special_tokens,
-        )
         try:
-            for piece in pieces:
+            for piece in self._template.generate(context):
                 size += len(piece)
                 if size > max_characters:
                     raise TemplateRefused(

@@ -1,112 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the core and its tiers count, translated from their `stats` into metric families.
 
-The tables below name, for each figure of `stats`, the metric that shows it. Only what `stats`
-holds is shown. The figures are asked for at each scrape; a scrape is answered also when the core
-is busy or dead, with the last figures, their age, and whether the core is alive. Knows nothing of
-requests.
+Only what `stats` holds is shown, by the tables of `metric_tables.py`. The figures are asked for at
+each scrape; a scrape is answered also when the core is busy or dead, with the last figures, their
+age, and whether the core is alive. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from ..client.base import EngineClient, EngineDead
+from . import metric_tables as tables
+from .metric_tables import Kind, Shown, Table
 
 logger = logging.getLogger(__name__)
 
+Figures = Mapping[str, Any]
+# Values of the labels of one sample, and its figure: a number or a histogram.
+Sample = tuple[tuple[str, ...], Any]
 
-class Shown(NamedTuple):
-    """How one figure is shown."""
-
-    name: str
-    is_counter: bool
-    text: str
-
-
-# Of the scheduler. It makes a counter when there is something to count; until then it is 0.
-SCHEDULER: dict[str, Shown] = {
-    "num_running": Shown("vllm:num_requests_running", False, "Requests being computed."),
-    "num_waiting": Shown("vllm:num_requests_waiting", False, "Requests in the queue."),
-    "num_parked": Shown(
-        "stratakv:num_requests_loading", False, "Requests whose blocks are being loaded."
-    ),
-    "pool_usage": Shown("vllm:kv_cache_usage_perc", False, "Held part of the KV pool, 1 is all."),
-    "num_blocks": Shown("stratakv:pool_blocks", False, "Blocks of the KV pool."),
-    "num_free_blocks": Shown(
-        "stratakv:pool_free_blocks", False, "Blocks of the KV pool that can be had."
-    ),
-    "evicted_blocks": Shown(
-        "stratakv:pool_evicted_blocks", True, "Named blocks that the KV pool reused."
-    ),
-    "preemptions": Shown("vllm:num_preemptions", True, "Requests sent back to the queue."),
-    "steps": Shown("stratakv:steps", True, "Steps of the engine."),
-    "scheduled_tokens": Shown("stratakv:scheduled_tokens", True, "Tokens computed."),
-    "loads": Shown("stratakv:loads", True, "Loads from the tiers that were begun."),
-    "loads_failed": Shown(
-        "stratakv:loads_failed", True, "Loads that failed; their requests computed."
-    ),
-    "loads_given_up": Shown(
-        "stratakv:loads_given_up", True, "Loaded blocks given back to make room."
-    ),
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: dict[Kind, type[_Family]] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
 }
-
-# Of the connector, where there is one.
-CONNECTOR: dict[str, Shown] = {
-    "stores": Shown("stratakv:stores", True, "Copy jobs from the KV pool to the tiers."),
-    "stored_blocks": Shown("stratakv:stored_blocks", True, "Blocks copied out of the KV pool."),
-    "seconds_loaded": Shown("stratakv:load_seconds_paid", True, "Time that requests were loading."),
-    "loads_in_flight": Shown("stratakv:loads_in_flight", False, "Loads under way."),
-    "stores_in_flight": Shown("stratakv:stores_in_flight", False, "Stores under way."),
-}
-FAILURES = Shown("stratakv:offload_failures", True, "Transfers that failed.")  # label: reason
-
-# Of each tier, with the label `tier`.
-TIER: dict[str, Shown] = {
-    "capacity_bytes": Shown("stratakv:tier_capacity_bytes", False, "Bytes a tier may hold."),
-    "used_bytes": Shown("stratakv:tier_used_bytes", False, "Bytes a tier holds."),
-    "blocks": Shown("stratakv:tier_blocks", False, "Blocks a tier holds."),
-    "hits": Shown("stratakv:tier_hits", True, "Blocks asked for and held."),
-    "misses": Shown("stratakv:tier_misses", True, "Blocks asked for and not held."),
-    "stored_blocks": Shown("stratakv:tier_stored_blocks", True, "Blocks taken in."),
-    "loaded_blocks": Shown("stratakv:tier_loaded_blocks", True, "Blocks given out."),
-    "stored_bytes": Shown("stratakv:tier_stored_bytes", True, "Bytes taken in."),
-    "loaded_bytes": Shown("stratakv:tier_loaded_bytes", True, "Bytes given out."),
-    "evicted_blocks": Shown("stratakv:tier_evicted_blocks", True, "Blocks displaced by others."),
-    "dropped_stores": Shown("stratakv:tier_dropped_stores", True, "Blocks refused or lost."),
-    "store_seconds": Shown("stratakv:tier_store_seconds", True, "Time spent on storing."),
-    "load_seconds": Shown("stratakv:tier_load_seconds", True, "Time spent on loading."),
-}
-
-# Of each tier, by a further label.
-TIER_BY_LABEL: dict[str, tuple[Shown, str]] = {
-    "rejected": (
-        Shown("stratakv:checksum_rejects", True, "Damaged records that were not served."),
-        "defect",
-    ),
-    "errors": (Shown("stratakv:tier_errors", True, "Faults of a tier, each a miss."), "kind"),
-}
-
-# Sums and quotients of several figures.
-QUERIES = Shown("vllm:prefix_cache_queries", True, "Prompt tokens looked up in the KV pool.")
-HITS = Shown("vllm:prefix_cache_hits", True, "Prompt tokens found in the KV pool.")
-EXTERNAL_QUERIES = Shown(
-    "vllm:external_prefix_cache_queries", True, "Prompt tokens looked up in the tiers below it."
-)
-EXTERNAL_HITS = Shown(
-    "vllm:external_prefix_cache_hits", True, "Prompt tokens that came from the tiers."
-)
-CPU_USAGE = Shown("vllm:kv_offload_cpu_cache_usage_perc", False, "Used part of the cpu tier.")
-
-UP = Shown("stratakv:engine_up", False, "1 while the engine core is alive.")
-AGE = Shown("stratakv:stats_age_seconds", False, "Age of the core's figures.")
 
 
 class CoreCollector(Collector):
@@ -115,7 +45,7 @@ class CoreCollector(Collector):
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names = list(labels)
         self._values = list(labels.values())
-        self._stats: Mapping[str, Any] = {}
+        self._stats: Figures = {}
         self._taken_seconds: float | None = None
         self._is_alive = True
 
@@ -134,56 +64,115 @@ class CoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metric families of the last figures."""
-        yield self._metric(UP, float(self._is_alive))
+        yield self._one(tables.UP, float(self._is_alive))
         if self._taken_seconds is None:
             return
-        yield self._metric(AGE, time.monotonic() - self._taken_seconds)
-        scheduler = self._stats["scheduler"]
-        yield from self._table(SCHEDULER, scheduler)
-        # Every prompt is looked up in the pool, and what is not found there in the tiers.
-        queries, hits = scheduler.get("prompt_tokens", 0), scheduler.get("cached_tokens_pool", 0)
-        yield self._metric(QUERIES, queries)
-        yield self._metric(HITS, hits)
-        connector = self._stats["connector"]
-        if connector is None:
-            return
-        yield from self._table(CONNECTOR, connector)
-        yield self._by_label(FAILURES, "reason", connector["failures"])
-        tiers: Mapping[str, Mapping[str, Any]] = connector["tiers"]
-        external = sum(scheduler.get(f"cached_tokens_{name}", 0) for name in tiers)
-        yield self._metric(EXTERNAL_QUERIES, queries - hits)
-        yield self._metric(EXTERNAL_HITS, external)
-        yield from self._tiers(tiers)
+        yield self._one(tables.AGE, time.monotonic() - self._taken_seconds)
+        stats = self._stats
+        scheduler, connector = stats["scheduler"], stats["connector"]
+        yield from self._scheduler(scheduler)
+        yield from self._table(tables.POOL, stats["pool"])
+        yield from self._core(stats["core"], () if connector is None else connector["tiers"])
+        if connector is not None:
+            yield from self._connector(connector, scheduler)
+            yield from self._tiers(connector["tiers"])
+            yield from self._tiering(connector)
 
-    def _table(self, table: Mapping[str, Shown], figures: Mapping[str, Any]) -> Iterator[Metric]:
-        for key, shown in table.items():
-            if shown.is_counter or key in figures:
-                yield self._metric(shown, figures.get(key, 0))
+    def _scheduler(self, figures: Figures) -> Iterator[Metric]:
+        yield from self._table(tables.SCHEDULER, figures)
+        deferred = figures["num_deferred"]
+        reasons = {"capacity": figures["num_waiting"] - deferred, "deferred": deferred}
+        yield self._by_label(tables.WAITING_BY_REASON, "reason", reasons)
+        for shown, prefix in (
+            (tables.RECOMPUTES, "recomputes"), (tables.RECOMPUTED_TOKENS, "recomputed_tokens"),
+        ):  # fmt: skip
+            counts = {cause: figures.get(f"{prefix}_{cause}", 0) for cause in tables.CAUSES}
+            yield self._by_label(shown, "cause", counts)
 
-    def _tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-        for key, shown in TIER.items():
-            yield self._by_label(shown, "tier", {n: f[key] for n, f in tiers.items() if key in f})
-        for key, (shown, label) in TIER_BY_LABEL.items():
-            family = self._family(shown, "tier", label)
-            for name, figures in tiers.items():
-                for value, count in figures.get(key, {}).items():
-                    family.add_metric([*self._values, name, value], count)
-            yield family
-        cpu = tiers.get("cpu")
-        if cpu is not None and cpu["capacity_bytes"]:
-            yield self._metric(CPU_USAGE, cpu["used_bytes"] / cpu["capacity_bytes"])
+    def _core(self, figures: Figures, tiers: Iterable[str]) -> Iterator[Metric]:
+        yield from self._table(tables.CORE, figures)
+        yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
+        if figures["offload_config"] is not None:
+            yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
+        # Without a price nothing was credited, and 0 would say that nothing was saved.
+        if figures["seconds_per_token"] is not None:
+            yield self._one(tables.PRICE, figures["seconds_per_token"])
+            saved = figures["saved_seconds"]
+            sources = {source: saved.get(source, 0.0) for source in ("pool", *tiers)}
+            yield self._by_label(tables.SAVED, "source", sources)
 
-    def _by_label(self, shown: Shown, label: str, figures: Mapping[str, float]) -> Metric:
-        family = self._family(shown, label)
-        for value, number in figures.items():
-            family.add_metric([*self._values, value], number)
+    def _connector(self, figures: Figures, scheduler: Figures) -> Iterator[Metric]:
+        yield from self._table(tables.CONNECTOR, figures)
+        yield self._by_label(tables.FAILURES, "reason", figures["failures"])
+        hits = sum(scheduler.get(f"cached_tokens_{name}", 0) for name in figures["tiers"])
+        yield self._one(tables.EXTERNAL_QUERIES, scheduler.get("external_queried_tokens", 0))
+        yield self._one(tables.EXTERNAL_HITS, hits)
+
+    def _tiers(self, tiers: Mapping[str, Figures]) -> Iterator[Metric]:
+        for key, shown in tables.TIER:
+            yield self._by_label(shown, "tier", {name: f[key] for name, f in tiers.items()})
+        for key, label, shown in tables.TIER_BY_LABEL:
+            samples = [
+                ((name, value), count)
+                for name, figures in tiers.items()
+                for value, count in figures[key].items()
+            ]
+            yield self._family(shown, ("tier", label), samples)
+        slab = next(iter(tiers.values()))
+        reading, filling = slab["pinned_blocks"], slab["reserved_blocks"]
+        for shown, blocks in (
+            (tables.CPU_USAGE, reading + filling),
+            (tables.CPU_READ_USAGE, reading),
+            (tables.CPU_WRITE_USAGE, filling),
+        ):
+            yield self._one(shown, blocks / slab["capacity_blocks"])
+
+    def _tiering(self, connector: Figures) -> Iterator[Metric]:
+        """Under the labels that say a tier's place: the first is the one stores hang below."""
+        tiers = connector["tiers"]
+        places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
+        for key, shown in tables.LOOKUPS:
+            counts = {places[name]: connector[key].get(name, 0) for name in tiers}
+            yield self._by_label(shown, "tier", counts)
+        for table, by_store in (
+            (tables.STORE, {name: tiers[name] for name in connector["traffic"]}),
+            (tables.TRAFFIC, connector["traffic"]),
+        ):
+            for key, shown in table:
+                values = {places[name]: figures[key] for name, figures in by_store.items()}
+                yield self._by_label(shown, "tier", values)
+
+    def _table(self, table: Table, figures: Figures) -> Iterator[Metric]:
+        for key, shown in table:
+            yield self._one(
+                shown, figures.get(key, 0) if shown.kind is Kind.COUNTER else figures[key]
+            )
+
+    def _info(self, shown: Shown, settings: Mapping[str, str]) -> Metric:
+        return self._family(shown, tuple(settings), [(tuple(settings.values()), 1.0)])
+
+    def _by_label(self, shown: Shown, label: str, figures: Figures) -> Metric:
+        return self._family(shown, (label,), [((value,), n) for value, n in figures.items()])
+
+    def _one(self, shown: Shown, figure: Any) -> Metric:
+        return self._family(shown, (), [((), figure)])
+
+    def _family(self, shown: Shown, labels: Iterable[str], samples: Iterable[Sample]) -> Metric:
+        family = _FAMILIES[shown.kind](shown.name, shown.text, labels=[*self._names, *labels])
+        for values, figure in samples:
+            all_values = [*self._values, *values]
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(all_values, _buckets(figure), figure["total"])
+            else:
+                family.add_metric(all_values, figure)
         return family
 
-    def _metric(self, shown: Shown, value: float) -> Metric:
-        family = self._family(shown)
-        family.add_metric(self._values, value)
-        return family
 
-    def _family(self, shown: Shown, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
-        kind = CounterMetricFamily if shown.is_counter else GaugeMetricFamily
-        return kind(shown.name, shown.text, labels=[*self._names, *labels])
+def _buckets(histogram: Figures) -> list[tuple[str, float]]:
+    """Each bound with the number of observations up to it, the last without a bound."""
+    buckets = []
+    so_far = 0
+    for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):
+        so_far += count
+        buckets.append((str(bound), float(so_far)))
+    return buckets

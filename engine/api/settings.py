@@ -6,7 +6,7 @@ Knows nothing of engines, sockets or command lines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..config import MIB, ConfigError
 
@@ -15,7 +15,7 @@ from ..config import MIB, ConfigError
 class ApiSettings:
     """What the routes obey. Raises ConfigError for values that cannot work."""
 
-    api_key: str | None = None  # None: no key is asked for
+    api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096
@@ -29,6 +29,12 @@ class ApiSettings:
     # How long a scrape waits for the core's figures before it shows the last known ones.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
+    # Answers of one request: for one prompt, and for all of its prompts together.
+    max_n: int = 64
+    max_choices_per_request: int = 256
+    # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
+    max_prompt_logprobs_per_request: int = 1_000_000
+    max_template_kwargs_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
@@ -36,7 +42,8 @@ class ApiSettings:
         for name in (
             "max_body_bytes", "max_prompts_per_request", "max_messages_per_request",
             "request_timeout_seconds", "body_timeout_seconds", "template_timeout_seconds",
-            "max_rendered_characters", "stats_timeout_seconds",
+            "max_rendered_characters", "stats_timeout_seconds", "max_n", "max_choices_per_request",
+            "max_prompt_logprobs_per_request", "max_template_kwargs_bytes",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -31,11 +31,15 @@ computed what another one has keeps its own copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ...connector.base import EvictedBlock
 from .kv_block import FreeBlockQueue, KVCacheBlock
+from .residency import Residency
 
 NULL_BLOCK_ID = 0
+# From a pair, at half the price of the class itself; a step may evict thousands.
+_evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
@@ -56,6 +60,7 @@ class BlockPool:
         self.null_block.is_null = True
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.num_evicted = 0
+        self.residency = Residency(self.blocks[1:])
         # Nearly every key has one block; a dict of its own only where there are several.
         self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         self._uncomputed: set[int] = set()
@@ -109,6 +114,7 @@ class BlockPool:
         )
         for block in blocks:
             block.ref_cnt += 1
+        self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Hold the `count` blocks freed longest ago, all or none (RuntimeError).
@@ -116,6 +122,7 @@ class BlockPool:
         Their names are dropped; those of computed blocks go to `take_evicted`.
         """
         blocks = self.free_queue.popleft_n(count)
+        self.residency.taken(blocks)
         named = self._named
         uncomputed = self._uncomputed
         for block in blocks:
@@ -200,7 +207,7 @@ class BlockPool:
     def take_evicted(self) -> list[EvictedBlock]:
         """Computed blocks that lost their names since the last call, in that order. They are to be
         copied, if at all, before the step being scheduled writes to them."""
-        evicted = [EvictedBlock(block_id, key) for block_id, key in self._evicted]
+        evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
         self.num_evicted += len(evicted)
         return evicted

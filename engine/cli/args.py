@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that commands share, and a parser that says in one sentence what is wrong.
 
-Values stay text here; `engine/options.py` reads them, for the Python API as well. Knows nothing of
-what a command does.
+A parser with the engine's flags also reads the environment and a file, so that what it gives is
+what holds; `settings/` does the reading. Knows nothing of what a command does.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ..config import ConfigError, EngineConfig
 from ..nearest import did_you_mean
-from ..options import LOG_LEVELS, OPTIONS, engine_config, flag_of, one_of
+from ..options import LOG_LEVELS, OPTIONS, Option, engine_config, flag_of
+from ..settings.aliases import ALIASES
+from ..settings.layers import with_origins
+from ..settings.resolve import Settings, resolve
+from ..settings.schema import MODEL, SCHEMA, default_text
+from ..settings.server import SERVER_OPTIONS
+
+# Names of aliases in the namespace, apart from a command's own flags.
+_ALIAS = "alias:"
+_SETTINGS = "settings"
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,45 +38,116 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments; a flag nobody knows is refused with the nearest one."""
+        """The arguments; a flag nobody knows is refused with the nearest one.
+
+        With the engine's flags, `settings` is what all layers give, and the options in the
+        namespace are those.
+        """
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
                 raise ConfigError(f"{word!r} is one argument too many; see {self.prog} --help")
-            near = did_you_mean(word, self._option_string_actions)
+            near = did_you_mean(word, self._shown_flags())
             raise ConfigError(f"there is no option {word}{near or f'; see {self.prog} --help'}")
+        if hasattr(namespace, _SETTINGS):
+            _add_layers(namespace)
         return namespace
+
+    def _shown_flags(self) -> list[str]:
+        return [
+            flag
+            for flag, action in self._option_string_actions.items()
+            if action.help != argparse.SUPPRESS
+        ]
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL and every option of the engine. Options not given are absent from the namespace."""
+    """MODEL, --config and every option of the engine; and that all layers count."""
+    parser.set_defaults(**{_SETTINGS: None})
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a model directory (default: the embedded model)"
+        MODEL, metavar="MODEL", nargs="?", help="a model directory (default: the embedded model)"
     )
-    group = parser.add_argument_group("engine")
-    for name, option in OPTIONS.items():
-        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": option.help}
-        if option.metavar:
-            settings["metavar"] = option.metavar
-        else:
-            settings["action"] = argparse.BooleanOptionalAction
-        group.add_argument(flag_of(name), **settings)
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS,
+        help="YAML or TOML file of options; flags and STRATAKV_* variables come before it",
+    )  # fmt: skip
+    parser.epilog = "vLLM's spellings are taken too; docs/commands.md lists them."
+    _add_options(parser.add_argument_group("engine"), OPTIONS)
+    _add_aliases(parser, is_server=False)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The server's options, and the spellings of vLLM that belong to them."""
+    _add_options(parser.add_argument_group("server"), SERVER_OPTIONS)
+    _add_aliases(parser, is_server=True)
+
+
+def _add_options(group: argparse._ArgumentGroup, options: Mapping[str, Option]) -> None:
+    """A flag for each. Options not given are absent from the namespace."""
+    for name, option in options.items():
+        text = f"{option.help} (default: {default_text(name)})"
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+        group.add_argument(flag_of(name), **settings, **_form(option.metavar))
+
+
+def _add_aliases(parser: argparse.ArgumentParser, *, is_server: bool) -> None:
+    for name, alias in ALIASES.items():
+        if alias.is_server == is_server:
+            parser.add_argument(
+                flag_of(name), dest=_ALIAS + name, default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS, **_form(alias.metavar),
+            )  # fmt: skip
+
+
+def _form(metavar: str) -> dict[str, Any]:
+    return {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
+
+
+def _add_layers(namespace: argparse.Namespace) -> None:
+    """Put what all layers give into the namespace."""
+    given = vars(namespace)
+    flags = {name: given[name] for name in SCHEMA if given.get(name) is not None}
+    flags |= {
+        name.removeprefix(_ALIAS): value for name, value in given.items() if name.startswith(_ALIAS)
+    }
+    settings = resolve(flags, os.environ, given.get("config"))
+    given[_SETTINGS] = settings
+    given.update({name: each.value for name, each in settings.given.items()})
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    """`--log-level`."""
+    """`--log-level`, for a command that is no server."""
+    parser.set_defaults(default_log_level=default)
     parser.add_argument(
         "--log-level",
         metavar="LEVEL",
-        default=default,
+        default=argparse.SUPPRESS,
         help=f"{', '.join(LOG_LEVELS)} (default: {default})",
     )
 
 
 def log_level(args: argparse.Namespace) -> str:
-    """The log level, checked."""
-    return one_of(*LOG_LEVELS)("--log-level", args.log_level)
+    """The log level that holds."""
+    return str(getattr(args, "log_level", args.default_log_level))
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """What all layers gave."""
+    settings: Settings = getattr(args, _SETTINGS)
+    return settings
+
+
+@contextmanager
+def naming_origins(args: argparse.Namespace) -> Iterator[None]:
+    """A refusal inside also says where the options came from that it names."""
+    try:
+        yield
+    except ConfigError as error:
+        settings = getattr(args, _SETTINGS, None)
+        if settings is None:
+            raise
+        raise ConfigError(with_origins(str(error), settings.given)) from error
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:
@@ -75,15 +157,4 @@ def engine_config_of(args: argparse.Namespace) -> EngineConfig:
 
 def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's options that were given, by name, as `LLM` takes them."""
-    return {name: value for name, value in vars(args).items() if name in OPTIONS}
-
-
-def whole_number(flag: str, text: str, low: int, high: int) -> int:
-    """A number in [low, high]; raises ConfigError."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = low - 1
-    if not low <= number <= high:
-        raise ConfigError(f"{flag} takes a whole number from {low} to {high}, not {text!r}")
-    return number
+    return settings_of(args).engine_options

@@ -20,7 +20,11 @@ DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 
 # Name → module with add_arguments(parser) and run(args) -> exit code; args also holds `quick` and
 # `out`, which every benchmark takes.
-BENCHMARKS = {"offload": "...benchmarks.offload"}
+BENCHMARKS = {
+    "offload": "...benchmarks.offload",
+    "serve": "...benchmarks.serve",
+    "core": "...benchmarks.core",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,12 @@ The text alone goes to standard output; figures go to standard error.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
+from ..logs import set_up
 from ..options import flag_of
 from ..sampling_params import SamplingParams
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
@@ -29,8 +29,14 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "temperature": (float, "0, the default, takes the likeliest token"),
     "top_k": (int, "keep the k likeliest tokens"),
     "top_p": (float, "keep the likeliest tokens of this much probability"),
+    "min_p": (float, "drop tokens less likely than this share of the likeliest"),
+    "repetition_penalty": (float, "above 1 makes tokens of prompt and output less likely"),
+    "presence_penalty": (float, "above 0 makes tokens of the output less likely"),
+    "frequency_penalty": (float, "the same for each time that a token is there"),
     "seed": (int, "makes random draws the same every time"),
 }
+# Those that are given one value at a time.
+_FLAGS = {"bad_words": "--bad-word"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeat"
     )
+    parser.add_argument(
+        "--bad-word", metavar="TEXT", action="append", default=[], help="never write this; repeat"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     add_log_level(parser, "warning")
     add_engine_arguments(parser)
@@ -49,14 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
     from ..llm import LLM
+    from ..text.bad_words import with_spelt_bad_words
 
     if args.prompt is None:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
     params = _sampling_params(args)
-    logging.basicConfig(level=log_level(args).upper(), stream=sys.stderr)
+    set_up(log_level(args))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     with LLM(args.model, progress=_print_progress, **engine_options_of(args)) as llm:
         began = time.monotonic()
+        try:
+            params = with_spelt_bad_words(params, llm.tokenizer)
+        except ValueError as error:
+            raise _flag_error(error) from error
         try:
             request = llm.stream(prompt, params)
         except ValueError as error:
@@ -94,8 +108,17 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
             word = "a whole number" if kind is int else "a number"
             raise ConfigError(f"{flag_of(name)} takes {word}, not {text!r}") from None
     try:
-        return SamplingParams(**given, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+        return SamplingParams(
+            **given,
+            stop=tuple(args.stop),
+            bad_words=tuple(args.bad_word),
+            ignore_eos=args.ignore_eos,
+        )
     except ValueError as error:
-        # The field is named first, and here it is a flag.
-        name, _, rest = str(error).partition(" ")
-        raise ConfigError(f"{flag_of(name)} {rest}") from error
+        raise _flag_error(error) from error
+
+
+def _flag_error(error: ValueError) -> ConfigError:
+    """The field is named first, and here it is a flag."""
+    name, _, rest = str(error).partition(" ")
+    return ConfigError(f"{_FLAGS.get(name) or flag_of(name)} {rest}")

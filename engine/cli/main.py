@@ -8,6 +8,7 @@ interrupted. Runs with the base installation; a command imports what it needs wh
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,14 +17,20 @@ from ... import __version__
 from ..client.base import EngineDead
 from ..config import ConfigError
 from ..extras import explain_missing_module
+from ..logs import is_json
 from ..nearest import did_you_mean
-from .args import Parser
+from .args import Parser, naming_origins
+
+# Not __name__, which is __main__ where this is run as a module.
+logger = logging.getLogger("stratakv.engine.cli.main")
 
 # Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "continue one prompt",
     "bench": "run a benchmark",
+    "config": "show the settings that hold, or check a file",
+    "plan": "say what a model takes and what fits",
 }
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
@@ -67,7 +74,9 @@ def _run(words: list[str]) -> int:
     command = importlib.import_module(f".{name}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)
-    code: int = command.run(parser.parse_all(words[1:]))
+    args = parser.parse_all(words[1:])
+    with naming_origins(args):
+        code: int = command.run(args)
     return code
 
 
@@ -78,7 +87,10 @@ def _help() -> str:
 
 
 def _complain(sentence: str, code: int) -> int:
-    print(f"stratakv: {sentence}", file=sys.stderr)
+    if is_json():
+        logger.error("%s", sentence)
+    else:
+        print(f"stratakv: {sentence}", file=sys.stderr)
     return code
 
 

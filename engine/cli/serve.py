@@ -13,50 +13,36 @@ import errno
 import logging
 import signal
 import socket
-import sys
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from .. import logs
 from ..client.base import EngineDead
-from ..config import ConfigError, EngineConfig
-from .args import add_engine_arguments, add_log_level, engine_config_of, log_level, whole_number
+from ..config import ConfigError, EngineConfig, show_size
+from ..settings.server import ServerConfig, server_config
+from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ..api.settings import ApiSettings
     from ..client.process import ProcessClient
+    from ..wire import Ready
 
 DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
 _BACKLOG = 2048
 # For requests that run when the end is asked for.
 _REQUEST_SECONDS = 5.0
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
-EXIT_FAILED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's flags and the engine's."""
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host", metavar="ADDRESS", default=DEFAULT_HOST, help=f"default: {DEFAULT_HOST}"
-    )
-    group.add_argument(
-        "--port",
-        metavar="N",
-        default=str(DEFAULT_PORT),
-        help=f"default: {DEFAULT_PORT}; 0 takes a free one",
-    )
-    group.add_argument("--api-key", metavar="KEY", help="ask clients for this key")
-    group.add_argument(
-        "--enable-dev-routes", action="store_true", help="routes for tests, such as cache resets"
-    )
-    add_log_level(parser, "info")
+    add_server_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -65,14 +51,16 @@ def run(args: argparse.Namespace) -> int:
     from ..api.settings import ApiSettings
 
     config = engine_config_of(args)
-    level = log_level(args)
-    settings = ApiSettings(api_key=args.api_key, enable_dev_routes=args.enable_dev_routes)
-    sock = bind(args.host, whole_number("--port", args.port, 0, 65535))
-    logging.basicConfig(
-        level=level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    settings = settings_of(args)
+    server = server_config(settings.server_options)
+    api = ApiSettings(api_key=server.api_key, enable_dev_routes=server.enable_dev_routes)
+    sock = bind(server.host, server.port)
+    logs.set_up(server.log_level, json=server.log_json)
+    logger.info("options given: %s", settings.summary or "none")
+    for note in settings.notes:
+        logger.info("%s", note)
     with sock:
-        return asyncio.run(_serve(config, settings, sock, level))
+        return asyncio.run(_serve(config, server, api, sock))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -107,19 +95,24 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
 
 
 async def _serve(
-    config: EngineConfig, settings: ApiSettings, sock: socket.socket, level: str
+    config: EngineConfig, server: ServerConfig, api: ApiSettings, sock: socket.socket
 ) -> int:
     from ..client.process import ProcessClient
+    from ..models.generation_config import load_default_sampling
     from ..text.tokenizer import Tokenizer
 
     has_tokenizer = (config.model.path / "tokenizer.json").is_file()
     tokenizer = Tokenizer.load(config.model.path) if has_tokenizer else None
+    recommends = server.generation_config == "auto"
+    default_sampling = load_default_sampling(config.model.path) if recommends else {}
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
 
-    starting = asyncio.ensure_future(ProcessClient.start(config, log_level=level))
+    starting = asyncio.ensure_future(
+        ProcessClient.start(config, log_level=server.log_level, log_json=server.log_json)
+    )
     if not await _unless(told, starting):
         return 0
     client = starting.result()
@@ -131,9 +124,10 @@ async def _serve(
             model_name=config.model.served_name,
             model_path=config.model.path,
             tokenizer=tokenizer,
-            settings=settings,
+            settings=api,
+            default_sampling=default_sampling,
         )
-        return await _serve_app(app, client, config, sock, level, told)
+        return await _serve_app(app, client, config, server, sock, told)
     finally:
         await client.close(config.offload.shutdown_seconds + _CLOSE_GRACE_SECONDS)
 
@@ -142,35 +136,57 @@ async def _serve_app(
     app: FastAPI,
     client: ProcessClient,
     config: EngineConfig,
+    server: ServerConfig,
     sock: socket.socket,
-    level: str,
     told: asyncio.Event,
 ) -> int:
     """Until told to stop (0) or until the core is gone (1)."""
     from ..api.server import make_server
+    from ..api.stats_log import StatsLog
 
-    server = make_server(app, log_level=level, shutdown_seconds=_REQUEST_SECONDS)
-    running = asyncio.ensure_future(server.serve(sockets=[sock]))
+    http = make_server(app, log_level=server.log_level, shutdown_seconds=_REQUEST_SECONDS)
+    logs.adopt("uvicorn")
+    running = asyncio.ensure_future(http.serve(sockets=[sock]))
     dead = asyncio.ensure_future(client.wait_dead())
-    host, port = sock.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    print(
-        f"StrataKV serves {config.model.served_name} at http://{host}:{port}"
-        f" (context {client.ready.max_model_len}, {client.ready.num_blocks} blocks of"
-        f" {client.ready.block_size} tokens); Ctrl-C ends it",
-        flush=True,
-    )
     asking = asyncio.ensure_future(told.wait())
+    figures = asyncio.ensure_future(StatsLog(client).run()) if server.log_stats else None
     try:
+        _tell_start(config, server, client.ready, sock)
         await asyncio.wait((running, dead, asking), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
+        http.should_exit = True
         await running
     finally:
-        asking.cancel()
-        dead.cancel()
+        for task in (asking, dead, figures):
+            if task is not None:
+                task.cancel()
     if dead.done() and not dead.cancelled():
         raise EngineDead(dead.result())
     return 0
+
+
+def _tell_start(
+    config: EngineConfig, server: ServerConfig, ready: Ready, sock: socket.socket
+) -> None:
+    """What a person wants to know in the log, and the ready line on standard output."""
+    model, offload = config.model, config.offload
+    logger.info("model %s, dtype %s", model.path, model.dtype)
+    tokens = ready.num_blocks * ready.block_size
+    logger.info("KV pool of %s tokens, for requests of up to %s", tokens, ready.max_model_len)
+    if offload.enabled:
+        sizes = {"cpu": offload.cpu_bytes, "ssd": offload.ssd_bytes}
+        tiers = ", ".join(f"{tier} {show_size(sizes[tier])}" for tier in offload.tiers)
+        logger.info("tiers below the pool: %s", tiers)
+    else:
+        logger.info("no tiers below the pool; --kv-offload cpu,ssd adds them")
+    host, port = sock.getsockname()[:2]
+    if server.api_key is None and not ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning("whoever reaches %s may use this server; --api-key asks for a key", host)
+    host = f"[{host}]" if ":" in host else host
+    logs.announce(
+        f"StrataKV serves {model.served_name} at http://{host}:{port} (context"
+        f" {ready.max_model_len}, {ready.num_blocks} blocks of {ready.block_size} tokens); Ctrl-C"
+        " ends it"
+    )
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:

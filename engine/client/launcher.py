@@ -25,7 +25,7 @@ _MAX_DIRECTORY_BYTES = 90
 # costs more than filling it where page faults are dear. And OpenMP's threads spin at the end of
 # each parallel loop: where another process wants a core that costs a time slice for each operation
 # (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
-_ENVIRONMENT = {
+CORE_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -47,19 +47,21 @@ class LaunchedCore:
         self.to_core_endpoint = f"ipc://{self.directory}/to-core"
         self.from_core_endpoint = f"ipc://{self.directory}/from-core"
 
-    def start(self, config: EngineConfig, log_level: str) -> None:
+    def start(self, config: EngineConfig, log_level: str, log_json: bool) -> None:
         """Start the process; the sockets must be bound by now."""
         self._process = subprocess.Popen(
             # -P: a file in the working directory must not take the place of a package.
             [sys.executable, "-P", "-m", "stratakv.engine.core.process"],
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people, and this process may print results
-            env={**_ENVIRONMENT, **os.environ},
+            env={**CORE_ENVIRONMENT, **os.environ},
             # Ctrl-C is for this process alone, which then tells the core to shut down.
             start_new_session=True,
         )
         threading.Thread(target=self._wait, name="core-exit", daemon=True).start()
-        start = CoreStart(config, self.to_core_endpoint, self.from_core_endpoint, log_level)
+        start = CoreStart(
+            config, self.to_core_endpoint, self.from_core_endpoint, log_level, log_json
+        )
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(encode_start(start))

@@ -51,6 +51,8 @@ class Mailbox:
 
 def _merge(first: TokenOutput, later: TokenOutput) -> None:
     first.new_token_ids = first.new_token_ids + later.new_token_ids
+    if later.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + later.logprobs
     for name in _MERGED_FIELDS:
         value = getattr(later, name)
         if value is not None:
@@ -58,5 +60,7 @@ def _merge(first: TokenOutput, later: TokenOutput) -> None:
 
 
 _MERGED_FIELDS = tuple(
-    name for name in TokenOutput.__struct_fields__ if name not in ("request_id", "new_token_ids")
+    name
+    for name in TokenOutput.__struct_fields__
+    if name not in ("request_id", "new_token_ids", "logprobs")
 )

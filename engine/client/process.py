@@ -51,6 +51,7 @@ class ProcessClient(MessageClient):
         config: EngineConfig,
         *,
         log_level: str = "info",
+        log_json: bool = False,
         timeout_seconds: float = START_SECONDS,
     ) -> ProcessClient:
         """A client whose core is up.
@@ -60,7 +61,7 @@ class ProcessClient(MessageClient):
         """
         client = cls()
         try:
-            client._core.start(config, log_level)
+            client._core.start(config, log_level, log_json)
             async with asyncio.timeout(timeout_seconds):
                 client.ready = await client._started
         except TimeoutError:

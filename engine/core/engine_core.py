@@ -7,6 +7,7 @@ travel, of text, or of HTTP.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ from ..token_ids import BYTES_PER_TOKEN
 from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size, num_blocks_in
 from ..worker.model_runner import ModelRunner
+from .figures import Figures
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class EngineCore:
             config.cache.block_size,
         )
         self._hasher = self._make_hasher(identity.root())
+        self._figures = Figures(config, layout, self.num_blocks)
         self._connector: KVConnectorScheduler | None = None
         self._connector_worker: KVConnectorWorker | None = None
         try:
@@ -121,7 +124,12 @@ class EngineCore:
         is unknown or cannot be followed now."""
         if name == "stats":
             connector = None if self._connector is None else self._connector.stats()
-            return {"scheduler": self.scheduler.stats(), "connector": connector}
+            return {
+                "scheduler": self.scheduler.stats(),
+                "connector": connector,
+                "pool": self.scheduler.manager.pool.residency.stats(),
+                "core": self._figures.stats(),
+            }
         if name == "reset_prefix_cache":
             return self._reset_prefix_cache(argument or "pool")
         raise ValueError(f"the core answers stats and reset_prefix_cache, not {name!r}")
@@ -137,12 +145,16 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, take in. A fault of the worker ends the requests of this step only."""
         output = self.scheduler.schedule()
+        began = time.monotonic()
         try:
             result = self._runner.execute(output)
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
             return self._fail_step(output, error)
         self._empty_failures = 0
-        return self.scheduler.update_from_output(output, result)
+        self._figures.note_step(output, result, time.monotonic() - began)
+        outputs = self.scheduler.update_from_output(output, result)
+        self._figures.ledger.credit(self.scheduler.counts)
+        return outputs
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
@@ -222,14 +234,18 @@ class EngineCore:
     def _make_request(self, request: AddRequest) -> Request:
         """Raises ValueError for tokens that cannot be."""
         tokens = self._check_tokens(request.prompt_token_ids)
+        params = request.sampling_params
+        _check_vocabulary(params, self.spec.vocab_size)
+        # What is found in a cache is not computed, so it has no logits to tell of.
+        needs_all_logits = params.prompt_logprobs is not None
         return Request(
             request.request_id,
             tokens,
-            _fit_max_tokens(request.sampling_params, self.max_model_len - len(tokens)),
+            _fit_max_tokens(params, self.max_model_len - len(tokens)),
             priority=request.priority,
             cache_salt=tenant_salt(self.config.tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
         )
 
     def _check_tokens(self, packed: bytes) -> TokenArray:
@@ -280,6 +296,18 @@ def _describe_tiers(offload: OffloadConfig) -> str:
     if "ssd" in offload.tiers:
         parts.append(f"ssd, {show_size(offload.ssd_bytes)} in {offload.ssd_path}")
     return "; ".join(parts)
+
+
+def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError for token ids in the parameters that the model does not have."""
+    for name, ids in (
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words_token_ids", list(itertools.chain(*params.bad_words_token_ids))),
+    ):
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name} must be token ids from 0 to {vocab_size - 1}, got {wrong}")
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:

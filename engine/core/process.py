@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from .. import logs
 from ..config import ConfigError
 from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
@@ -35,7 +36,8 @@ from .start import CoreStart, read_start
 if TYPE_CHECKING:
     from .engine_core import EngineCore
 
-logger = logging.getLogger(__name__)
+# Not __name__, which is __main__ in this process.
+logger = logging.getLogger("stratakv.engine.core.process")
 
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
@@ -89,7 +91,7 @@ class CoreServer:
             from .engine_core import EngineCore
         except ModuleNotFoundError as error:
             raise ConfigError(explain_missing_module(error)) from error
-        return EngineCore(self._start.config, progress=_print_progress)
+        return EngineCore(self._start.config)
 
     def _fail(self, error: Exception) -> int:
         is_config = isinstance(error, ConfigError)
@@ -171,14 +173,6 @@ def _signal_pipe() -> socket.socket:
     return receiving
 
 
-_BEGAN = time.monotonic()
-
-
-def _print_progress(text: str) -> None:
-    sys.stderr.write(f"stratakv: {text} ({time.monotonic() - _BEGAN:.1f} s)\n")
-    sys.stderr.flush()
-
-
 def main() -> int:
     """Run the core that standard input describes."""
     try:
@@ -186,7 +180,7 @@ def main() -> int:
     except (ValueError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"stratakv: {error}\n")
         return EXIT_CONFIG
-    logging.basicConfig(level=start.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.set_up(start.log_level, json=start.log_json)
     return CoreServer(start).run()
 
 

@@ -26,6 +26,7 @@ class CoreStart(msgspec.Struct):
     to_core_endpoint: str  # the core pulls from here
     from_core_endpoint: str  # and pushes to here
     log_level: str
+    log_json: bool = False
 
 
 def encode_start(start: CoreStart) -> bytes:

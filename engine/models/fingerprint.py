@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
 
 # They say where generation starts and ends, not what K and V are.
 _NOT_NUMBERS = ("eos_token_ids", "bos_token_id")
+# Younger than blocks on people's disks, whose names stand as long as these are absent.
+_OMITTED_AT_NONE = ("sliding_window",)
 _U64 = struct.Struct("<Q")
 
 
@@ -42,6 +44,9 @@ def fingerprint(path: Path, spec: ModelSpec | None = None) -> str:
     fields = dataclasses.asdict(spec or load_model_spec(path))
     for name in _NOT_NUMBERS:
         del fields[name]
+    for name in _OMITTED_AT_NONE:
+        if fields[name] is None:
+            del fields[name]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
     for file in find_shards(path).files:
         _add_file(digest, file)

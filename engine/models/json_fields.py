@@ -64,11 +64,27 @@ class JsonFields:
             raise self.fault(name, f"a whole number from {minimum} to {maximum}", value)
         return value  # type: ignore[return-value]
 
-    def number(self, name: str, default: object = _MISSING, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
+    def number(
+        self,
+        name: str,
+        default: object = _MISSING,
+        *,
+        above: float = 0.0,
+        at_most: float | None = None,
+    ) -> float:
+        """A finite number greater than `above`, and not greater than `at_most`."""
         value = self._get(name, default)
-        if not _is_number(value) or not value > above:  # type: ignore[operator]
-            raise self.fault(name, f"a number above {above:g}", value)
+        good = _is_number(value) and value > above  # type: ignore[operator]
+        if not good or (at_most is not None and value > at_most):  # type: ignore[operator]
+            limit = "" if at_most is None else f" and at most {at_most:g}"
+            raise self.fault(name, f"a number above {above:g}{limit}", value)
+        return float(value)  # type: ignore[arg-type]
+
+    def number_from(self, name: str, low: float, high: float) -> float:
+        """A number between the bounds, both of which it may be."""
+        value = self._get(name, _MISSING)
+        if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
+            raise self.fault(name, f"a number from {low:g} to {high:g}", value)
         return float(value)  # type: ignore[arg-type]
 
     def optional_number(self, name: str) -> float | None:

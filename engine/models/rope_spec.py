@@ -13,7 +13,8 @@ from .json_fields import JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 DEFAULT_THETA = 10000.0
-_HAS_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
+# Positions of several kinds of layers, of images, and queries that grow with their position.
+_UNSUPPORTED = ("full_attention", "sliding_attention", "mrope_section", "llama_4_scaling_beta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ def parse_rope(config: JsonFields, head_dim: int, max_positions: int) -> RopeSpe
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_KINDS:
         raise fields.fault("rope_type", "one of " + ", ".join(ROPE_KINDS), kind)
+    for name in _UNSUPPORTED:
+        if fields.has(name):
+            raise fields.fault(name, "absent (it is not supported)", fields.values[name])
     theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA), above=1.0)
     _refuse_partial(config, fields, kind)
 

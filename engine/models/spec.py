@@ -12,41 +12,21 @@ from pathlib import Path
 
 from ...tiers.block import BlockLayout
 from ..config import ConfigError
+from .families import ARCHITECTURES, FAMILIES, Family
+from .generation_config import GENERATION_CONFIG
 from .json_fields import JsonFields, read_json
 from .rope_spec import RopeSpec, parse_rope, stable_length
+from .sliding_window import parse_sliding_window
+from .unsupported import refuse_unsupported
 
-ARCHITECTURES = ("LlamaForCausalLM",)
 MAX_EOS_IDS = 64
-
-# Keys that change the numbers in ways the layers here do not compute, and the values under which
-# they change nothing. An absent or null key is always neutral.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "quantization_config": (),
-    "compression_config": (),
-    "auto_map": (),
-    "sliding_window": (),
-    "use_sliding_window": (False,),
-    "attention_chunk_size": (),
-    "final_logit_softcapping": (),
-    "attn_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "logit_scale": (1, 1.0),
-    "logits_scaling": (1, 1.0),
-    "embedding_multiplier": (1, 1.0),
-    "residual_multiplier": (1, 1.0),
-    "attention_multiplier": (),
-    "num_local_experts": (),
-    "num_experts": (),
-    "pretraining_tp": (1,),
-    "hidden_act": ("silu", "swish"),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """The shape of a model. Counts are elements, lengths are tokens."""
 
-    architecture: str
+    architecture: str  # a row of FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -58,15 +38,27 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     tied_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of queries, keys and values
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    sliding_window: int | None = None  # the last positions that some layers see; None: all
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the matrix after the attention has a bias."""
+        return self.attention_bias and self.family.output_bias
 
     @property
     def max_context(self) -> int:
-        """The longest sequence, in tokens, whose K and V can be cached and shared."""
-        return stable_length(self.rope, self.max_positions)
+        """The longest sequence, in tokens, that is computed as the model was trained, with K and V
+        that can be cached and shared."""
+        positions = stable_length(self.rope, self.max_positions)
+        return min(positions, self.sliding_window or positions)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
         """How one block of this model lies."""
@@ -82,16 +74,14 @@ def load_model_spec(path: Path) -> ModelSpec:
         raise ConfigError(f"the model {path} is not a directory; give a Hugging Face directory")
     config = read_json(path / "config.json")
     architecture = _architecture(config)
-    _refuse_unsupported(config)
+    family = FAMILIES[architecture]
+    refuse_unsupported(config)
 
     hidden_size = config.integer("hidden_size")
+    num_layers = config.integer("num_hidden_layers", maximum=4096)
     num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        expected = f"a divisor of num_attention_heads ({num_heads})"
-        raise config.fault("num_key_value_heads", expected, num_kv_heads)
-    head_dim = _head_dim(config, hidden_size, num_heads)
-    max_positions = config.integer("max_position_embeddings", minimum=2)
+    head_dim = _head_dim(config, family, hidden_size, num_heads)
+    max_positions = _max_positions(config, family)
     vocab_size = config.integer("vocab_size")
     eos, bos = _special_ids(path, config, vocab_size)
     return ModelSpec(
@@ -99,18 +89,23 @@ def load_model_spec(path: Path) -> ModelSpec:
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers", maximum=4096),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_kv_heads(config, family, num_heads),
         head_dim=head_dim,
         max_positions=max_positions,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=parse_rope(config, head_dim, max_positions),
         tied_embeddings=config.boolean("tie_word_embeddings", False),
-        attention_bias=config.boolean("attention_bias", False),
-        mlp_bias=config.boolean("mlp_bias", False),
+        attention_bias=(
+            config.boolean("attention_bias", False)
+            if family.attention_bias is None
+            else family.attention_bias
+        ),
+        mlp_bias=family.mlp_bias and config.boolean("mlp_bias", False),
         eos_token_ids=eos,
         bos_token_id=bos,
+        sliding_window=parse_sliding_window(config, family, num_layers),
     )
 
 
@@ -121,7 +116,12 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
     if wanted <= spec.max_context:
         return wanted
     reason = f"the model's max_position_embeddings is {spec.max_positions}"
-    if spec.max_context < spec.max_positions:
+    if spec.max_context == spec.sliding_window:
+        reason = (
+            f"the model's layers see only the last {spec.sliding_window} positions, and this "
+            "version computes full attention, which is the same up to that length"
+        )
+    elif spec.max_context < spec.max_positions:
         reason = (
             f"beyond {spec.max_context} tokens its longrope positions depend on the length of the "
             "whole sequence, so its blocks could not be shared"
@@ -132,33 +132,42 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
 
 
 def _architecture(config: JsonFields) -> str:
-    known = "this version serves " + ", ".join(ARCHITECTURES)
-    names = config.values.get("architectures") or (
-        list(ARCHITECTURES) if config.values.get("model_type") == "llama" else []
-    )
+    """The row of FAMILIES: by name or, where that is not given, by model type."""
+    kind = config.values.get("model_type")
+    names = config.values.get("architectures") or [
+        name for name, family in FAMILIES.items() if family.model_type == kind
+    ]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        known = "this version serves " + ", ".join(ARCHITECTURES)
         raise config.fault("architectures", f"one supported name ({known})", names)
-    if config.text("model_type", "llama") != "llama":
-        raise config.fault("model_type", "llama for this architecture", config.values["model_type"])
+    expected = FAMILIES[names[0]].model_type
+    if config.text("model_type", expected) != expected:
+        raise config.fault("model_type", f"{expected} for this architecture", kind)
     return str(names[0])
 
 
-def _refuse_unsupported(config: JsonFields) -> None:
-    for name, neutral in _NEUTRAL.items():
-        if config.has(name) and config.values[name] not in neutral:
-            expected = " or ".join(repr(value) for value in neutral) or "absent"
-            raise config.fault(
-                name, f"{expected} (anything else is not supported)", config.values[name]
-            )
-    kinds = config.values.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise config.fault("layer_types", "full_attention for every layer", kinds)
+def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
+    name = "num_key_value_heads"
+    # A null is not the same as silence here: it means as many as there are heads.
+    default = None if name in config.values else family.default_kv_heads
+    count = config.integer(name, default or num_heads)
+    if num_heads % count:
+        raise config.fault(name, f"a divisor of num_attention_heads ({num_heads})", count)
+    return count
 
 
-def _head_dim(config: JsonFields, hidden_size: int, num_heads: int) -> int:
-    if not config.has("head_dim") and hidden_size % num_heads:
+def _max_positions(config: JsonFields, family: Family) -> int:
+    name = "max_position_embeddings"
+    if family.default_max_positions is None:
+        return config.integer(name, minimum=2)
+    return config.integer(name, family.default_max_positions, minimum=2)
+
+
+def _head_dim(config: JsonFields, family: Family, hidden_size: int, num_heads: int) -> int:
+    default = family.default_head_dim
+    if default is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.fault("hidden_size", f"a multiple of {num_heads} attention heads", hidden_size)
-    head_dim = config.integer("head_dim", hidden_size // num_heads)
+    head_dim = config.integer("head_dim", default or hidden_size // num_heads)
     if head_dim % 2:
         raise config.fault("head_dim", "even, because rotary positions turn pairs", head_dim)
     return head_dim
@@ -169,8 +178,8 @@ def _special_ids(
 ) -> tuple[tuple[int, ...], int | None]:
     """End and begin ids: generation_config.json knows them better than config.json."""
     sources = [config]
-    if (path / "generation_config.json").exists():
-        sources.insert(0, read_json(path / "generation_config.json"))
+    if (path / GENERATION_CONFIG).exists():
+        sources.insert(0, read_json(path / GENERATION_CONFIG))
     eos = next((s for s in sources if s.has("eos_token_id")), None)
     bos = next((s for s in sources if s.has("bos_token_id")), None)
     return (

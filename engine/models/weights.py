@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a Llama: their names in Hugging Face's form, and the matrices made of them.
+"""The weights of a decoder: their names in Hugging Face's form, and the matrices made of them.
 
 Query, key and value become one matrix, so that a step rotates queries and keys together and makes
 one call for three. Gate and up stay apart: fusing them was measured to gain nothing, and apart they
@@ -21,15 +21,18 @@ from .spec import ModelSpec
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+QUERY_NORM = "self_attn.q_norm.weight"
+KEY_NORM = "self_attn.k_norm.weight"
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Matrices are `[out, in]`; a bias is None where the model has none."""
+    """One layer. Matrices are `[out, in]`; a bias or norm is None where the model has none."""
 
     attention_norm: Tensor
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
+    head_norms: Tensor | None  # [heads + kv heads, head_dim]: of queries, then of keys
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
@@ -42,7 +45,7 @@ class LayerWeights:
 
 
 @dataclass(slots=True)
-class LlamaWeights:
+class DecoderWeights:
     """A whole model; `head` is `embedding` itself where they are tied."""
 
     embedding: Tensor  # [vocab, hidden]
@@ -51,7 +54,7 @@ class LlamaWeights:
     head: Tensor  # [vocab, hidden]
 
 
-def load_llama_weights(path: Path, spec: ModelSpec, dtype: torch.dtype) -> LlamaWeights:
+def load_weights(path: Path, spec: ModelSpec, dtype: torch.dtype) -> DecoderWeights:
     """Map, check and cast the weights under `path`.
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
@@ -71,7 +74,7 @@ def load_llama_weights(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Llama
                 )
             head = embedding
         layers = [_load_layer(checkpoint, spec, dtype, i) for i in range(spec.num_layers)]
-        return LlamaWeights(embedding, layers, checkpoint.read(NORM, dtype), head)
+        return DecoderWeights(embedding, layers, checkpoint.read(NORM, dtype), head)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -103,11 +106,19 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
+    if spec.family.head_norms:
+        shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
     for name, shape in matrices.items():
         shapes[name + ".weight"] = shape
-        if spec.attention_bias if name.startswith("self_attn") else spec.mlp_bias:
+        if _has_bias(spec, name):
             shapes[name + ".bias"] = shape[:1]
     return shapes
+
+
+def _has_bias(spec: ModelSpec, matrix: str) -> bool:
+    if matrix.startswith("mlp"):
+        return spec.mlp_bias
+    return spec.output_bias if matrix == "self_attn.o_proj" else spec.attention_bias
 
 
 def _load_layer(
@@ -131,10 +142,15 @@ def _load_layer(
             row += rows
         return whole
 
+    def head_norms() -> Tensor:
+        counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
+        return torch.cat([read(name).expand(count, -1) for name, count in counts.items()])
+
     return LayerWeights(
         attention_norm=read("input_layernorm.weight"),
         qkv=stacked("weight"),
         qkv_bias=stacked("bias") if spec.attention_bias else None,
+        head_norms=head_norms() if spec.family.head_norms else None,
         out=read("self_attn.o_proj.weight"),
         out_bias=bias("self_attn.o_proj.bias"),
         mlp_norm=read("post_attention_layernorm.weight"),

@@ -17,6 +17,7 @@ from ..config import SchedulerConfig
 from ..request import EventKind, Request, RequestStatus
 from .places import Places
 from .pressure import MemoryPressure
+from .progress import Progress
 from .step import StepBuilder
 
 
@@ -66,6 +67,7 @@ class Admission:
             if verdict is Verdict.LATER:
                 later.append(request)
         places.skipped.prepend_all(later)
+        places.deferred_ids = {request.request_id for request in later}
         return bool(later)
 
     def _is_held_back(self, request: Request) -> bool:
@@ -120,6 +122,9 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
         places.counts["loads"] += 1
+        # What does not come of it has to be computed after all.
+        promised = num_hit_tokens + num_external_tokens
+        places.progress[request.request_id].lose(promised, "load_failed")
         return Verdict.PARKED
 
     def _allocate(
@@ -148,13 +153,29 @@ class Admission:
         places.loaded.pop(request.request_id, None)
         request.status = RequestStatus.RUNNING
         request.record_event(EventKind.SCHEDULED, now)
+        progress = places.progress[request.request_id]
+        self._count_reuse(request, progress)
         if request.num_cached_tokens < 0:
-            places.progress[request.request_id].scheduled = now
+            progress.scheduled = now
             self._note_cached_tokens(request)
         if request.num_preemptions > 0:
             step.resume(request, num_tokens)
         else:
             step.start(request, num_tokens)
+
+    def _count_reuse(self, request: Request, progress: Progress) -> None:
+        """At every start: tokens that need not be computed, by where they were, and those that have
+        to be computed again, by cause."""
+        counts = self._places.counts
+        computed = request.num_computed_tokens
+        counts["reused_tokens_pool"] += computed - request.num_external_computed_tokens
+        for tier, num_tokens in progress.loaded_by_tier.items():
+            counts[f"reused_tokens_{tier}"] += num_tokens
+        if progress.lost_tokens > computed:
+            counts[f"recomputes_{progress.lost_cause}"] += 1
+            counts[f"recomputed_tokens_{progress.lost_cause}"] += progress.lost_tokens - computed
+        progress.loaded_by_tier = {}
+        progress.lost_tokens = 0
 
     def _note_cached_tokens(self, request: Request) -> None:
         """Once in a request's life: what it finds again after a preemption was its own work."""
@@ -164,6 +185,10 @@ class Admission:
         request.cached_tokens_by_tier = {"pool": in_pool, **request.cached_tokens_by_tier}
         counts = self._places.counts
         counts["prompt_tokens"] += request.num_prompt_tokens
+        if self._manager.pool.enable_caching and not request.skip_reading_prefix_cache:
+            counts["prefix_queried_tokens"] += request.num_prompt_tokens
+            if self._connector is not None:
+                counts["external_queried_tokens"] += request.num_prompt_tokens - in_pool
         for tier, num_tokens in request.cached_tokens_by_tier.items():
             counts[f"cached_tokens_{tier}"] += num_tokens
 

@@ -61,7 +61,7 @@ class ModelRunnerOutput:
     """What the step computed. A request in the middle of its prompt has no token."""
 
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
-    nan_request_ids: set[str] = field(default_factory=set)  # logits were not finite
+    nan_request_ids: set[str] = field(default_factory=set)  # not finite, or every token banned
     connector_output: ConnectorWorkerOutput | None = None
     # Of requests that asked: one for each sampled token, and with the first of them the prompt's.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)

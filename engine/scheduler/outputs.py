@@ -7,8 +7,11 @@ finish reason, and it is its last.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..request import Request, RequestStatus
 from ..wire import TokenOutput
+from .output import ModelRunnerOutput
 from .places import Places
 from .stop import check_stop, stop_reason
 
@@ -63,3 +66,24 @@ class OutputWriter:
         output.stop_reason = request.stop_reason
         output.timings = self._places.progress[request.request_id].timings(request, now)
         self._places.end(request, status)
+
+
+def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
+    """Give outputs what the worker sent along with their tokens, as far as the tokens were kept."""
+    for output in outputs:
+        entries = runner_output.logprobs.get(output.request_id)
+        if entries is not None:
+            output.logprobs = entries[: len(output.new_token_ids)]
+        output.prompt_logprobs = runner_output.prompt_logprobs.get(output.request_id)
+
+
+def fault_of(request: Request, runner_output: ModelRunnerOutput) -> str | None:
+    """Why a request that got no usable token cannot go on; None in the middle of its prompt."""
+    if request.request_id in runner_output.nan_request_ids:
+        return (
+            "the model's logits for this request were not finite numbers, or its biases and bad "
+            "words ban every token"
+        )
+    if request.num_computed_tokens >= request.num_tokens:
+        return "the worker returned no token for this request"
+    return None

@@ -34,7 +34,14 @@ class Places:
         # Those in `skipped` that hold loaded blocks, in the order their loads ended.
         self.loaded: dict[str, Request] = {}
         self.finished_ids: set[str] = set()  # the worker has not been told yet
+        self.deferred_ids: set[str] = set()  # stood aside in the last round of admission
         self.counts: Counter[str] = Counter()
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that wait for a load or an answer of the tiers, not for room."""
+        standing_aside = sum(request_id in self.requests for request_id in self.deferred_ids)
+        return standing_aside + self.parked.num_unfinished
 
     def enter(self, request: Request, progress: Progress) -> None:
         """A new request waits."""
@@ -52,6 +59,7 @@ class Places:
         """Send the running request that was let in last back to the head of the queue."""
         request = self.running.pop()
         self.manager.free(request)
+        self.progress[request.request_id].lose(request.num_computed_tokens, "preemption")
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_external_computed_tokens = 0
@@ -72,6 +80,9 @@ class Places:
             return False
         del self.loaded[request.request_id]
         self.manager.free(request)
+        progress = self.progress[request.request_id]
+        progress.lose(request.num_computed_tokens, "load_given_up")
+        progress.loaded_by_tier = {}
         request.num_computed_tokens = 0
         request.num_external_computed_tokens = 0
         if request.num_cached_tokens < 0:

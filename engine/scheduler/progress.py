@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's notes on one request: what ends it, and the moments its latency is made of.
+"""The scheduler's notes on one request: what ends it, the moments its latency is made of, and what
+it had computed or loaded before.
 
 Knows nothing of queues or blocks. Moments are seconds on the monotonic clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..request import Request
 
@@ -19,6 +20,16 @@ class Progress:
     scheduled: float | None = None
     first_token: float | None = None
     load_seconds: float = 0.0
+    # What its last load brought, by tier, until it runs.
+    loaded_by_tier: dict[str, int] = field(default_factory=dict)
+    # The leading tokens that were there, or that a tier had promised, and why they may be missing.
+    lost_tokens: int = 0
+    lost_cause: str = ""
+
+    def lose(self, num_tokens: int, cause: str) -> None:
+        """The first `num_tokens` tokens may have to be computed again."""
+        if num_tokens >= self.lost_tokens:
+            self.lost_tokens, self.lost_cause = num_tokens, cause
 
     def timings(self, request: Request, now: float) -> dict[str, float]:
         """What the last output reports, in seconds (and the number of preemptions).

@@ -24,7 +24,7 @@ Nobody can block everybody:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ...connector.base import ConnectorWorkerOutput, KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
@@ -34,7 +34,7 @@ from ..wire import TokenOutput
 from .admission import Admission
 from .limits import check_config, check_request
 from .output import ModelRunnerOutput, SchedulerOutput
-from .outputs import OutputWriter
+from .outputs import OutputWriter, add_logprobs, fault_of
 from .places import Places
 from .pressure import MemoryPressure
 from .progress import Progress
@@ -88,6 +88,11 @@ class Scheduler:
     def requests(self) -> dict[str, Request]:
         """The unfinished requests by id; not to be changed."""
         return self._places.requests
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What was counted since start; part of `stats`."""
+        return self._places.counts
 
     @property
     def num_running(self) -> int:
@@ -190,8 +195,11 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
-            elif error := _fault(request, runner_output):
+            elif error := fault_of(request, runner_output):
                 outputs.append(self._writer.fail(request, error, now))
+        self._places.counts["generated_tokens"] += sum([len(o.new_token_ids) for o in outputs])
+        if runner_output.logprobs or runner_output.prompt_logprobs:
+            add_logprobs(outputs, runner_output)
         if any(output.finish_reason for output in outputs):
             self._places.sweep()
         return outputs
@@ -236,6 +244,7 @@ class Scheduler:
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
             "num_parked": self._places.parked.num_unfinished,
+            "num_deferred": self._places.num_deferred,
             "num_blocks": pool.num_blocks,
             "num_free_blocks": pool.num_free,
             "pool_usage": pool.usage,
@@ -292,7 +301,9 @@ class Scheduler:
         reports = self.connector.update_from_worker(worker_output or ConnectorWorkerOutput())
         for request, report in places.parked.release(reports):
             places.put_loaded(request)
-            places.progress[request.request_id].load_seconds += report.seconds
+            progress = places.progress[request.request_id]
+            progress.load_seconds += report.seconds
+            progress.loaded_by_tier = dict(report.tokens_by_tier)
             if request.num_cached_tokens < 0:
                 request.cached_tokens_by_tier = dict(report.tokens_by_tier)
             places.counts["loads_failed"] += request.external_load_failed
@@ -306,12 +317,3 @@ class Scheduler:
         if scheduler_output is not self._in_flight:
             raise RuntimeError("this is not the step in flight; each step comes back exactly once")
         self._in_flight = None
-
-
-def _fault(request: Request, runner_output: ModelRunnerOutput) -> str | None:
-    """Why a request that got no usable token cannot go on; None in the middle of its prompt."""
-    if request.request_id in runner_output.nan_request_ids:
-        return "the model's logits for this request were not finite numbers"
-    if request.num_computed_tokens >= request.num_tokens:
-        return "the worker returned no token for this request"
-    return None

@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._ids = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
+        self._ids = self._context_of(prompt_token_ids)
         self._read = len(self._ids)
         self._given = self._decode(self._ids)  # what of the window's text is already out
 
@@ -58,10 +58,15 @@ class IncrementalDetokenizer:
         """Take tokens; the whole characters that they complete."""
         if not token_ids:
             return ""
+        before = len(self._ids)
         self._ids.extend(token_ids)
         text = self._decode(self._ids)
         if not text.endswith(REPLACEMENT):
             return self._advance(text)
+        if len(token_ids) > 1:
+            # One at a time no whole character is passed over, however many came at once.
+            del self._ids[before:]
+            return "".join([self.push([token]) for token in token_ids])
         if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
             return self._shorten(text)
         # Byte tokens of some vocabularies turn into replacement characters together, also those
@@ -76,13 +81,28 @@ class IncrementalDetokenizer:
         """The rest of the text; a half character comes out as U+FFFD."""
         return self._advance(self._decode(self._ids))
 
+    def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, from the beginning of a character on: where bytes are tokens,
+        one that is out of place spoils all that stand together. A character that the prompt does
+        not finish stands alone, for its missing bytes would spoil the others."""
+        longest = [int(t) for t in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_HELD_CHARACTERS :]]
+        for unfinished in range(_MAX_HELD_CHARACTERS + 1):
+            end = max(0, len(longest) - unfinished)
+            for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_HELD_CHARACTERS + 1):
+                start = max(0, len(longest) - size)
+                if REPLACEMENT not in self._decode(longest[start:end]):
+                    return longest[end:] if unfinished else longest[start:]
+        return longest[-_CONTEXT_TOKENS:]
+
     def _advance(self, text: str) -> str:
         """Give out all of the window's text and let go of the tokens before the newest ones."""
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
         alone = self._decode(newest)
-        # Tokens without a text (special ones) tell nothing of how the next one joins.
-        if alone or len(self._ids) > _MAX_PENDING_TOKENS:
+        # Tokens without a text (special ones) tell nothing of how the next one joins, and the rest
+        # of a character would spoil the bytes after it.
+        joins = alone and not alone.startswith(REPLACEMENT)
+        if joins or len(self._ids) > _MAX_PENDING_TOKENS:
             self._ids, self._given = newest, alone
         else:
             self._given = text

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..client.base import EngineClient
+from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..sampling_params import SamplingParams
 from ..token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from ..wire import AddRequest, TokenOutput
@@ -38,6 +39,8 @@ class TextOutput:
     error: str | None = None
     error_code: str | None = None
     timings: dict[str, float] | None = None
+    logprobs: list[PositionLogprobs] | None = None  # one for each of `token_ids`
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class OutputProcessor:
@@ -73,11 +76,14 @@ class OutputProcessor:
             error=output.error,
             error_code=output.error_code,
             timings=output.timings,
+            prompt_logprobs=output.prompt_logprobs,
         )
         if self._params.stop:
             self._take_until_stop(output, result)
         else:
             self._take(output.new_token_ids, output, result)
+        if output.logprobs is not None:
+            result.logprobs = output.logprobs[: len(result.token_ids)]
         return result
 
     def _take(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:

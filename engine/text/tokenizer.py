@@ -69,7 +69,10 @@ class Tokenizer:
                     f"{max_tokens} tokens; shorten it"
                 )
         try:
-            encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+            # A batch of one: `encode` holds the interpreter's lock, for a second with a long text.
+            (encoding,) = self._fast.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError(
                 "the text holds half of a surrogate pair, which is no Unicode character; "
@@ -85,6 +88,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids outside the vocabulary have none."""
         return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """One token as it stands in the vocabulary; None for an id outside it."""
+        return self._fast.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         """The id of one token as it stands in the vocabulary."""

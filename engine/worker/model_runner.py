@@ -14,8 +14,8 @@ import torch
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorWorker
 from ..models.attention import PagedAttention
+from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, dtype_name
-from ..models.registry import load_model
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
@@ -23,6 +23,7 @@ from .attention_metadata import AttentionPlanner, ranges
 from .block_table import BlockTable, IntArray, MultiGroupBlockTable
 from .input_batch import InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
+from .prompt_logprobs import PromptLogprobsCollector
 
 
 class ModelRunner:
@@ -49,7 +50,7 @@ class ModelRunner:
         compute = compute_dtype(dtype)
         layout = spec.layout(block_size, dtype_name(compute))
         check_pool_size(layout, num_blocks, max_model_len)
-        self.model = load_model(path, spec, max_model_len, compute)
+        self.model = Decoder.load(path, spec, max_model_len, compute)
         self.pool = KvPool(layout, num_blocks)
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks_per_row = -(-max_model_len // block_size)
@@ -61,6 +62,7 @@ class ModelRunner:
             self.pool.tensor, layout, spec.num_heads, self._planner.max_group_blocks
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+        self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
         self._connector = connector
         if connector is not None:
             connector.register_pool(self.pool.tensor)
@@ -91,6 +93,7 @@ class ModelRunner:
         for request_id in output.finished_request_ids:
             self.batch.remove(request_id)
             self._requests.pop(request_id, None)
+            self._prompt_logprobs.forget(request_id)
         for request_id in output.preempted_request_ids:
             self.batch.remove(request_id)
         for new in output.new_requests:
@@ -101,6 +104,7 @@ class ModelRunner:
                 list(new.output_token_ids),
             )
             self._requests[new.request_id] = request
+            self._prompt_logprobs.add(request)
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._update_cached(output.cached_requests)
         update = self.batch.finish()
@@ -135,7 +139,11 @@ class ModelRunner:
         plan = self._planner.plan(batch.tables[0], rows, computed, counts, slots)
         # Only a request that reaches its last known token has something to sample from.
         ready = computed + counts == batch.num_tokens[rows]
-        last = (np.cumsum(counts) - 1)[ready]
+        last = wanted = (np.cumsum(counts) - 1)[ready]
+        prompts = self._prompt_logprobs
+        pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
+        if pieces:
+            wanted = np.concatenate([last, *[piece.rows for piece in pieces]])
         if self._connector is not None:
             self._connector.wait_before_forward()
         hidden = self.model.forward(
@@ -143,12 +151,15 @@ class ModelRunner:
             torch.from_numpy(positions),
             self._attention,
             plan,
-            torch.from_numpy(last),
+            torch.from_numpy(wanted),
         )
         batch.num_computed[rows] += counts
         result.sampled_token_ids = {request_id: [] for request_id in scheduled}
         if len(last):
-            self._sample(self.model.logits(hidden), rows[ready], result)
+            self._sample(self.model.logits(hidden[: len(last)]), rows[ready], result)
+        if prompts.is_active:
+            prompts.collect(pieces, hidden[len(last) :])
+            prompts.deliver(result)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Rows in ascending order and their token counts."""
@@ -164,14 +175,17 @@ class ModelRunner:
 
     def _sample(self, logits: torch.Tensor, rows: IntArray, result: ModelRunnerOutput) -> None:
         sampled = self._sampler.sample(logits, rows)
-        for row, token_id, is_finite in zip(
-            rows.tolist(), sampled.token_ids, sampled.is_finite, strict=True
-        ):
+        for index, row in enumerate(rows.tolist()):
             request = self.batch.requests[row]
             if request is None:
                 raise ValueError(f"row {row} of the batch is empty")
-            if not is_finite:
-                result.nan_request_ids.add(request.request_id)
+            request_id = request.request_id
+            if not sampled.is_finite[index]:
+                result.nan_request_ids.add(request_id)
                 continue
+            token_id = sampled.token_ids[index]
             self.batch.append_tokens(row, [token_id])
-            result.sampled_token_ids[request.request_id] = [token_id]
+            result.sampled_token_ids[request_id] = [token_id]
+            entry = sampled.logprobs[index] if sampled.logprobs is not None else None
+            if entry is not None:
+                result.logprobs[request_id] = [entry]

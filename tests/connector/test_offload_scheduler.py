@@ -203,7 +203,14 @@ def test_blocks_on_the_disk_are_copied_after_the_wake_up(rig: Rig) -> None:
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.num_loaded_tokens == 12
     assert report.tokens_by_tier == {"cpu": 4, "ssd": 8}
-    assert rig.side.stats()["tokens_loaded"] == {"cpu": 4, "ssd": 8}
+    stats = rig.side.stats()
+    assert stats["tokens_loaded"] == {"cpu": 4, "ssd": 8}
+    assert stats["load_bytes"] == stats["load_sizes"]["total"] == 3 * LAYOUT.page_bytes
+    assert stats["store_bytes"] == stats["store_sizes"]["total"] == LAYOUT.page_bytes
+    assert sum(stats["load_sizes"]["counts"]) == sum(stats["store_sizes"]["counts"]) == 1
+    assert stats["lookup_queries"] == {"cpu": 3, "ssd": 2}
+    assert stats["lookup_hits"] == {"cpu": 1, "ssd": 2}
+    assert sum(stats["traffic"]["ssd"]["promotion_seconds"]["counts"]) == 1
 
 
 def test_a_copy_that_ended_is_pending_work_until_it_is_collected(rig: Rig) -> None:
@@ -229,10 +236,15 @@ def test_who_meets_a_read_under_way_asks_again_after_it(rig: Rig) -> None:
     rig.side.get_matched_tokens(first, 0)
     rig.side.update_after_alloc(first, [20, 21], 8)
     assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY)
+    assert rig.side.stats()["lookup_queries"] == {"cpu": 2, "ssd": 2}  # the first one's alone
     assert not rig.side.build_meta([])
     rig.wait()
     assert len(rig.work(rig.side.build_meta([]))) == 1
     assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}
+    rig.put(9)
+    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}, "a prompt was counted twice"
     rig.side.update_after_alloc(second, [30, 31], 8)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"cpu": 8}
@@ -298,8 +310,10 @@ def test_a_failed_copy_is_a_failed_load(rig: Rig) -> None:
     (report,) = rig.work(rig.side.build_meta([]), fail=True)
     assert (report.num_loaded_tokens, report.tokens_by_tier) == (0, {})
     assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
-    assert rig.side.stats()["failures"] == {"load_copy": 1}
-    assert rig.side.stats()["loads"] == 0
+    stats = rig.side.stats()
+    assert stats["failures"] == {"load_copy": 1}
+    assert (stats["loads"], stats["load_bytes"]) == (0, 0)
+    assert stats["seconds_loaded"] == report.seconds > 0, "it was waited for all the same"
 
 
 def test_an_id_used_again_for_other_tokens_gets_its_own_answer(rig: Rig) -> None:

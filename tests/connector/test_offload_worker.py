@@ -107,6 +107,31 @@ def test_blocks_have_left_the_pool_before_the_forward_pass(rig: Rig) -> None:
     assert rig.poll_until(1) == ConnectorWorkerOutput(finished_stores=[1])
 
 
+def test_what_copies_cost_is_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_args: object) -> None:
+        time.sleep(0.05)
+
+    monkeypatch.setattr("stratakv.connector.device.cpu._copy_runs", slow)
+    rig.device.writer = CpuEvent()
+    threading.Timer(0.1, rig.device.writer.end).start()
+    rig.worker.start_step(
+        ConnectorMetadata(stores=[CopyJob(1, [0], [0])], loads=[CopyJob(2, [1], [1])])
+    )
+    rig.worker.wait_before_forward()
+    output = rig.worker.poll()
+    assert output.finished_stores == [1]
+    assert 0.05 <= output.store_copy_seconds < 0.1, "waiting for the writer is no copying"
+    assert 0.1 <= output.store_wait_seconds < WAIT_SECONDS
+    costs = []
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not costs and time.monotonic() < deadline:
+        if (output := rig.worker.poll()).finished_loads:
+            costs.append(output.load_copy_seconds)
+        assert (output.store_copy_seconds, output.store_wait_seconds) == (0.0, 0.0)
+    assert 0.05 <= costs[0] < WAIT_SECONDS
+    assert rig.worker.poll().load_copy_seconds == 0.0
+
+
 def test_a_load_into_a_block_that_is_stored_in_the_same_step(rig: Rig) -> None:
     old = rig.block(0)
     new = bytes(range(256))

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.config import ConfigError
+from stratakv.engine.logprobs import PositionLogprobs
 
 VOCAB = 257
 OPTIONS: dict[str, Any] = {"dtype": "float64", "num_blocks": 100, "max_num_seqs": 8,
@@ -97,6 +99,83 @@ def test_a_stop_string_ends_a_request_also_in_the_core(llm: LLM) -> None:
     assert stats["num_running"] == 0
 
 
+def test_log_probabilities(llm: LLM) -> None:
+    """`tests/test_logprobs.py` compares them with transformers."""
+    params = SamplingParams(
+        max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=0
+    )
+    plain, asking = llm.generate([prompt_of(9), prompt_of(9)], [GREEDY, params])
+    assert (plain.logprobs, plain.prompt_logprobs) == ([], None)
+    assert asking.prompt_logprobs is not None
+    assert [entry.token_ids[0] for entry in asking.logprobs] == asking.token_ids
+    assert all(entry.rank == 1 and len(entry.token_ids) == 4 for entry in asking.logprobs)
+    first, *rest = asking.prompt_logprobs
+    assert first is None
+    assert [entry and entry.token_ids for entry in rest] == [[t] for t in prompt_of(9)[1:]]
+    parts = list(llm.stream(prompt_of(9), params))
+    check_same([entry for part in parts for entry in part.logprobs or ()], asking.logprobs)
+    check_same(parts[0].prompt_logprobs or (), asking.prompt_logprobs)
+    assert all(part.prompt_logprobs is None for part in parts[1:])
+
+
+def test_log_probabilities_end_with_a_stop_string(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, logprobs=0)
+    [whole] = llm.generate([prompt_of(6)], params)
+    stop = whole.text[10:12]
+    [output] = llm.generate([prompt_of(6)], msgspec.structs.replace(params, stop=(stop,)))
+    assert len(output.token_ids) < 60
+    check_same(output.logprobs, whole.logprobs[: len(output.token_ids)])
+
+
+def check_same(
+    entries: Sequence[PositionLogprobs | None], expected: Sequence[PositionLogprobs | None]
+) -> None:
+    """Equal but for the rounding of another batch."""
+    assert len(entries) == len(expected)
+    for entry, other in zip(entries, expected, strict=True):
+        if entry is None or other is None:
+            assert entry is other
+        else:
+            assert (entry.token_ids, entry.rank) == (other.token_ids, other.rank)
+            assert entry.logprobs == pytest.approx(other.logprobs)
+
+
+def test_bad_words_are_never_written(llm: LLM) -> None:
+    """The tiny model has a token for each byte, so each word is a sequence."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    text, banned = "Hello", []
+    for _ in range(4):
+        [output] = llm.generate(text, msgspec.structs.replace(params, bad_words=tuple(banned)))
+        assert not any(word in output.text for word in banned)
+        banned.append(next(w for w in words_of(output.text) if w not in banned))
+    with pytest.raises(ValueError, match=r"prompt 0: bad_words must be valid texts, got '\\ud800'"):
+        llm.generate(text, SamplingParams(bad_words=("\ud800",)))
+
+
+def words_of(text: str) -> list[str]:
+    """Pieces of two whole characters, without spaces."""
+    pairs = [text[i : i + 2] for i in range(len(text) - 1)]
+    return [pair for pair in pairs if "\ufffd" not in pair and " " not in pair]
+
+
+def test_the_models_own_sampling(tiny_model: Path, tmp_path: Path) -> None:
+    for path in tiny_model.iterdir():
+        if path.name != "generation_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert llm.default_sampling_params() == SamplingParams()
+        config = tmp_path / "generation_config.json"
+        config.write_text(
+            '{"temperature": 0.6, "top_k": 20, "max_new_tokens": 3, "eos_token_id": 2}'
+        )
+        params = llm.default_sampling_params()
+        assert params == SamplingParams(temperature=0.6, top_k=20, max_tokens=3)
+        assert len(llm.generate([[1]], params)[0].token_ids) <= 3
+        config.write_text('{"temperature": "hot"}')
+        with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature"):
+            llm.default_sampling_params()
+
+
 def test_a_stream_is_the_same_text(llm: LLM) -> None:
     parts = list(llm.stream(prompt_of(7), GREEDY))
     [output] = llm.generate([prompt_of(7)], GREEDY)
@@ -148,6 +227,8 @@ def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
             llm.generate("text")
         with pytest.raises(ValueError, match="stop strings need a tokenizer"):
             llm.generate([[1]], SamplingParams(stop=("x",)))
+        with pytest.raises(ValueError, match="bad_words need a tokenizer"):
+            llm.generate([[1]], SamplingParams(bad_words=("x",)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +236,7 @@ def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     [
         ({"blok_size": 16}, "no option 'blok_size'; did you mean block_size"),
         ({"block_size": 24}, "--block-size takes a power of two"),
-        ({"enable_prefix_caching": "no"}, "takes True or False, not 'no'"),
+        ({"enable_prefix_caching": "maybe"}, r"takes true or false .*, not 'maybe'"),
         ({"kv_offload": ["cpu", "sdd"]}, "not 'cpu,sdd'; did you mean ssd"),
         ({"model": "/nowhere"}, "/nowhere is no directory"),
         ({"in_process": False, "log_level": "loud"}, "log_level takes debug or info"),
@@ -168,10 +249,15 @@ def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
 
 def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     prompts = [prompt_of(n) for n in range(4)]
-    params = [GREEDY, SamplingParams(max_tokens=10, seed=3, ignore_eos=True)] * 2
-    expected = [output.token_ids for output in llm.generate(prompts, params)]
+    wishes = {"bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2, "prompt_logprobs": 1}
+    params = [GREEDY, SamplingParams(max_tokens=10, seed=3, ignore_eos=True, **wishes)] * 2
+
+    expected = llm.generate(prompts, params)
     with LLM(tiny_model, in_process=False, **OPTIONS) as other:
-        assert [output.token_ids for output in other.generate(prompts, params)] == expected
+        for output, wanted in zip(other.generate(prompts, params), expected, strict=True):
+            assert output.token_ids == wanted.token_ids
+            check_same(output.logprobs, wanted.logprobs)
+            check_same(output.prompt_logprobs or (), wanted.prompt_logprobs or ())
         other.reset_prefix_cache(reset_tiers=True)
     other.close()
     with pytest.raises(EngineDead, match="was closed"):

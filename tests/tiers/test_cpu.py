@@ -44,14 +44,20 @@ def test_a_block_comes_in_and_is_read(slab: CpuSlab) -> None:
     assert slots == [0, 1, 2]
     assert slab.lookup(keys) == [Answer.PENDING] * 3
     assert slab.pin(keys) == [None] * 3
+    assert slab.stats().reserved_blocks == 3
     for slot in (0, 1, 2):
         slab.buffer(slot)[:4] = bytes([slot] * 4)
     slab.commit(keys, [True, False, True])
     assert slab.lookup(keys) == [Answer.HIT, Answer.MISS, Answer.HIT]
     assert slab.pin(keys) == [0, None, 2]
     assert bytes(slab.memory()[2 * SMALL.slot_bytes :][:4]) == b"\x02" * 4
+    slab.pin(keys[:1], touch=False)
+    assert slab.stats().pinned_blocks == 2
     slab.unpin([keys[0], keys[2]])
+    assert slab.stats().pinned_blocks == 1
+    slab.unpin(keys[:1])
     stats = slab.stats()
+    assert (stats.pinned_blocks, stats.reserved_blocks, stats.capacity_blocks) == (0, 0, 8)
     assert (stats.blocks, stats.stored_blocks, stats.hits, stats.misses) == (2, 2, 2, 4)
     assert stats.used_bytes == 2 * SMALL.slot_bytes
     assert slab.free_slots() == 6

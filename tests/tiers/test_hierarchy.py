@@ -20,6 +20,7 @@ from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.read_up import LoadTicket
+from stratakv.tiers.traffic import Traffic
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 WAIT_SECONDS = 10.0
@@ -130,6 +131,9 @@ class Rig:
     def errors(self) -> dict[str, int]:
         return self.hierarchy.stats()["ssd"].errors
 
+    def traffic(self) -> Traffic:
+        return self.hierarchy.traffic()["ssd"]
+
     def check_idle(self) -> None:
         self.hierarchy.poll()
         known = self.slab.keys()
@@ -207,7 +211,13 @@ def test_a_slow_disk_delays_nobody_and_the_loss_is_counted(rig: Rig) -> None:
     assert len(kept) >= rig.slab.num_slots - 1
     lost = rig.hierarchy.stats()["cpu"].dropped_stores
     assert lost == 60 - len(kept)
+    traffic = rig.traffic()
+    assert (traffic.lost_blocks, traffic.active_cascades) == (lost, 2)
+    assert 1 <= traffic.lost_stores <= lost
     rig.store.hold_stores = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert (rig.traffic().cascade_failures, rig.traffic().active_promotions) == (0, 0)
 
 
 def test_a_busy_store_is_asked_again(rig: Rig) -> None:
@@ -218,6 +228,7 @@ def test_a_busy_store_is_asked_again(rig: Rig) -> None:
     rig.store.fault = busy
     rig.put(*range(14))
     assert rig.errors()["TierBusy"] > 0
+    assert rig.traffic().cascade_failures == 0
     rig.store.fault = None
     rig.hierarchy.poll()
     assert rig.store.lookup(keys(13)) == [Answer.HIT]
@@ -231,6 +242,7 @@ def test_a_store_that_breaks_while_writing_costs_only_its_copy(rig: Rig) -> None
     rig.store.fault = broken
     rig.put(*range(14))
     assert rig.errors()["OSError"] > 0
+    assert rig.traffic().cascade_failures > 0
     assert rig.get(*range(14)) == list(range(14))
     rig.store.fault = None
 
@@ -255,10 +267,15 @@ def test_two_loads_share_one_read(rig: Rig) -> None:
     assert not first.done()
     assert second.tiers == ["ssd"] * 3
     assert rig.store.batches == [("load", 2), ("load", 1)]
+    assert rig.traffic().active_promotions == 2
     rig.hierarchy.end_load(third)  # whoever leaves early takes nothing with him
     rig.store.release()
     assert rig.finish(first) == [0, 1]
     assert rig.finish(second) == [0, 1, 2]
+    traffic = rig.traffic()
+    assert (traffic.active_promotions, traffic.promotion_failures) == (0, 0)
+    assert sum(traffic.promotion_seconds.counts) == 2
+    assert 0 < traffic.promotion_seconds.total < WAIT_SECONDS
 
 
 def test_blocks_on_their_way_in_are_pending(rig: Rig) -> None:
@@ -295,6 +312,10 @@ def test_a_late_read_fails_and_cannot_touch_a_slot_of_others(rig: Rig) -> None:
     rig.store.release()
     rig.hierarchy.poll()
     assert rig.get(1, 2) == [0, 1]  # what it brought is good for the next one
+    traffic = rig.traffic()
+    assert traffic.promotion_failures == 1
+    assert sum(traffic.promotion_seconds.counts) == 1  # how late it was
+    assert traffic.promotion_seconds.total >= 0.05
 
 
 def _raise(error: Exception) -> Callable[[str, Sequence[bytes]], None]:
@@ -316,6 +337,9 @@ def test_any_fault_of_a_load_is_a_counted_miss(rig: Rig, error: Exception, late:
     rig.store.release()
     assert rig.finish(ticket) == [0]
     assert rig.errors() == {type(error).__name__: 1}
+    traffic = rig.traffic()
+    assert (traffic.promotion_failures, traffic.active_promotions) == (1, 0)
+    assert sum(traffic.promotion_seconds.counts) == 0
     assert rig.slab.lookup(keys(2)) == [Answer.MISS]
     rig.store.fault = None
     rig.store.hold_loads = False
@@ -351,6 +375,7 @@ def test_a_load_larger_than_the_slab_brings_what_fits(rig: Rig) -> None:
     rig.put_below(1, 2, 4, 5, 6)
     ticket = rig.hierarchy.begin_load(keys(1, 2, 3, 4, 5, 6))
     assert rig.finish(ticket) == [0, 1, 2, 3]
+    assert rig.traffic().promotion_allocation_failures == 1
 
 
 @with_rig(num_slots=4)
@@ -368,7 +393,9 @@ def test_a_load_into_a_slab_that_is_all_pinned_brings_nothing(rig: Rig) -> None:
 def test_short_of_room_the_tail_is_not_stored(rig: Rig) -> None:
     rig.put(1)
     pinned = rig.hierarchy.begin_load(keys(1))
-    rig.put(10, 11, 12, 13, 14)
+    ticket = rig.hierarchy.begin_store(keys(10, 11, 12, 13, 14))
+    assert (len(ticket.keys), ticket.num_refused) == (3, 2)
+    rig.hierarchy.end_store(ticket, ok=True)
     assert rig.tiers(10, 11, 12, 13) == ["cpu"] * 3
     rig.hierarchy.end_load(pinned)
 

@@ -47,7 +47,7 @@ def open_store(
 ) -> OpenedStore:
     """Raises TierConfigError with cause and cure, and then leaves nothing open."""
     plan = plan_space(layout, capacity_bytes)
-    stats = TierStats(capacity_bytes=capacity_bytes)
+    stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
     with ExitStack() as undo:
         directory = StoreDirectory(path)
         undo.callback(directory.close)

@@ -101,6 +101,7 @@ class Reader:
             # Whatever it was, the block is not to be offered again.
             state.index.forget(part.entry)
             stats.misses += 1
+            stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
                 stats.rejected[outcome.value] = stats.rejected.get(outcome.value, 0) + 1
             part.job.settle(part.position, Answer.MISS)

@@ -3,8 +3,9 @@
 
     made once for a sampler ──► update_state with every BatchUpdate ──► apply in every step
 
-State is kept by row of the persistent batch and follows requests through BatchUpdates alone. A
-processor knows nothing of schedulers or of other processors.
+State is kept by row of the persistent batch and follows requests through BatchUpdates alone
+(`RowStates` and `RowValues` in row_states.py do that). A processor knows nothing of schedulers or
+of other processors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ class LogitsProcessor(ABC):
     """One kind of change.
 
     A caller may rely on: rows it has not asked for stay as they are; a row whose request asked for
-    nothing comes back unchanged; nothing is kept of a removed row.
+    nothing comes back unchanged, bit for bit; what a row becomes depends on its own request alone,
+    not on its index nor on other rows; nothing is kept of a removed row; token ids of a request
+    that lie outside the vocabulary are ignored.
+
+    A processor may rely on: one thread calls it; every BatchUpdate arrives before the next `apply`;
+    an output list only grows while its request holds a row, and has every token sampled before;
+    a request that returns after preemption is added again. It must not change that list, nor keep
+    `logits` or `rows` after `apply`.
     """
 
     @classmethod  # noqa: B027 - most have no rule of their own
@@ -45,13 +53,13 @@ class LogitsProcessor(ABC):
     @property
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token always stays the likeliest. Such a processor is applied to
-        rows that draw at random only, after the temperature."""
+        """Whether the likeliest token always stays the likeliest; never changes. Such a processor
+        is applied to rows that draw at random only, after the temperature."""
 
     @property
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether any row asks for something now; `apply` is left out otherwise."""
+        """Whether any row may need `apply` now; it is left out otherwise."""
 
     @abstractmethod
     def update_state(self, update: BatchUpdate) -> None:
@@ -60,4 +68,5 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
-        them. `rows` are the rows of the batch that they belong to."""
+        them, of the same shape and type. `rows` are the rows of the batch that they belong to, in
+        any order and not always all of them. A logit of -inf is a banned token and must stay so."""

@@ -7,12 +7,13 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 from safetensors.numpy import save_file
@@ -53,7 +54,11 @@ class LiveServer:
         model_path: Path,
         settings: ApiSettings | None = None,
         offload: OffloadConfig | None = None,
+        default_sampling: Mapping[str, float | int] | None = None,
+        has_tokenizer: bool = True,
     ) -> None:
+        self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
+        self._default_sampling = default_sampling or {}
         self._model_path = model_path
         self._offload = offload or OffloadConfig()
         self._settings = settings or ApiSettings()
@@ -97,8 +102,9 @@ class LiveServer:
             self.client,
             model_name=MODEL_NAME,
             model_path=self._model_path,
-            tokenizer=Tokenizer.load(self._model_path),
+            tokenizer=self._tokenizer,
             settings=self._settings,
+            default_sampling=self._default_sampling,
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)
@@ -133,6 +139,16 @@ def server(model_path: Path) -> Iterator[LiveServer]:
     live = LiveServer(model_path, ApiSettings(enable_dev_routes=True))
     yield live
     live.stop()
+
+
+@pytest.fixture(scope="session")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    """The client library that people use, of the shared server. It repeats nothing by itself."""
+    web = openai.DefaultHttpxClient(verify=False)
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30, http_client=web
+    ) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

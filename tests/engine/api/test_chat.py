@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,12 +15,6 @@ MESSAGES: Any = [
 ]
 GREEDY: Any = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 RENDERED = "<s><system>hello\n<user>wörld\n€\n<assistant>"
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_conversation_goes_through_the_template(
@@ -96,14 +89,6 @@ def test_completions_by_the_library(client: openai.OpenAI) -> None:
     whole = client.completions.create(prompt=[4, 5, 6], max_tokens=10, **GREEDY)
     parts = client.completions.create(prompt=[4, 5, 6], max_tokens=10, stream=True, **GREEDY)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-
-
-def test_errors_reach_the_library_as_its_own(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served here"):
-        client.chat.completions.create(model="other", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="`n` is not supported") as caught:
-        client.chat.completions.create(messages=MESSAGES, n=2, **GREEDY)
-    assert caught.value.param == "n"
 
 
 def test_models(client: openai.OpenAI) -> None:

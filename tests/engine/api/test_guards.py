@@ -63,10 +63,13 @@ def _code(response: httpx.Response) -> tuple[int, str]:
 def test_every_route_but_health_asks_for_the_key(
     web: httpx.Client, strict: Any, headers: dict[str, str]
 ) -> None:
-    for path in ("/v1/models", "/metrics", "/version", "/ping", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/version", "/ping", "/load", "/nothing"):
         response = web.get(strict.url + path, headers=headers)
         assert _code(response) == (401, "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/ping"):
+        response = web.post(strict.url + path, json={}, headers=headers)
+        assert _code(response) == (401, "invalid_api_key")
     assert web.get(strict.url + "/health", headers=headers).status_code == 200
 
 

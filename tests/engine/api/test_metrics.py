@@ -15,9 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stratakv.connector.counters import OffloadCounters
 from stratakv.engine.api.metrics import Metrics
+from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
-from stratakv.engine.config import MIB, OffloadConfig
+from stratakv.engine.config import MIB, EngineConfig, ModelConfig, OffloadConfig
+from stratakv.engine.core.figures import Figures
 from stratakv.tiers.base import TierStats
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.traffic import Traffic
 
 EXPECTED = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
@@ -26,7 +30,12 @@ EXPECTED = {
     "vllm:num_preemptions", "vllm:request_success", "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds",
-    "vllm:request_decode_time_seconds", "stratakv:engine_up", "stratakv:pool_blocks",
+    "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds",
+    "vllm:request_time_per_output_token_seconds", "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens", "vllm:request_params_max_tokens",
+    "vllm:iteration_tokens_total", "vllm:num_requests_waiting_by_reason",
+    "vllm:prompt_tokens_by_source", "vllm:cache_config_info", "stratakv:engine_up",
+    "stratakv:pool_blocks",
 }  # fmt: skip
 EXTERNAL = {
     "vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits",
@@ -78,12 +87,22 @@ def test_names_and_figures(http: httpx.Client) -> None:
     assert grown("vllm:prompt_tokens_cached_by_source_total{source=pool}") == 128
     assert grown("vllm:prefix_cache_queries_total") == 140
     assert grown("vllm:prefix_cache_hits_total") == 128
+    assert grown("vllm:prompt_tokens_by_source_total{source=local_compute}") == 12
+    assert grown("vllm:prompt_tokens_by_source_total{source=pool}") == 128
     assert grown("vllm:request_success_total{finished_reason=length}") == 2
+    for name, total in (("prompt", 140), ("generation", 200)):
+        assert grown(f"vllm:request_{name}_tokens_count") == 2
+        assert grown(f"vllm:request_{name}_tokens_sum") == total
     for name in ("time_to_first_token", "e2e_request_latency"):
         assert grown(f"vllm:{name}_seconds_count") == 2
         assert 0 < grown(f"vllm:{name}_seconds_sum") < 20
-    for phase in ("queue", "prefill", "decode"):
+    for phase in ("queue", "prefill", "decode", "inference"):
         assert grown(f"vllm:request_{phase}_time_seconds_count") == 2
+    parts = sum(grown(f"vllm:request_{phase}_time_seconds_sum") for phase in ("prefill", "decode"))
+    assert grown("vllm:request_inference_time_seconds_sum") == pytest.approx(parts)
+    each = grown("vllm:request_time_per_output_token_seconds_sum")
+    assert grown("vllm:request_time_per_output_token_seconds_count") == 2
+    assert 0 < each < grown("vllm:e2e_request_latency_seconds_sum") / 99
     # Outputs that wait for their reader are merged, so there may be fewer than there are tokens.
     assert 1 <= grown("vllm:inter_token_latency_seconds_count") <= 198
     assert after["vllm:num_requests_running"] == 0
@@ -112,15 +131,35 @@ class OneAnswer:
 @pytest.fixture
 def offload_stats() -> dict[str, Any]:
     """The figures of an engine with tiers, in the classes that the tiers and connector fill."""
-    cpu = TierStats(capacity_bytes=1000, used_bytes=250, hits=3, evicted_blocks=2)
+    cpu = TierStats(
+        capacity_bytes=1000, used_bytes=250, capacity_blocks=8, pinned_blocks=2, reserved_blocks=1,
+        hits=3, evicted_blocks=2,
+    )  # fmt: skip
+    traffic = Traffic(active_promotions=1, lost_blocks=7)
+    for seconds in (0.0001, 0.002, 99.0):
+        traffic.promotion_seconds.observe(seconds)
     ssd = TierStats(misses=4, rejected={"checksum": 5, "key": 1}, errors={"busy": 2})
     counters = OffloadCounters(seconds_loaded=1.5, failures={"late": 1})
+    counters.count_lookup(["cpu", "ssd"], ["cpu", "ssd", "ssd"], 9)
     tiers = {"cpu": asdict(cpu), "ssd": asdict(ssd)}
     scheduler = {
-        "num_running": 2, "num_waiting": 1, "pool_usage": 0.5, "prompt_tokens": 100,
-        "cached_tokens_pool": 32, "cached_tokens_cpu": 16, "cached_tokens_ssd": 20,
+        "num_running": 2, "num_waiting": 5, "num_parked": 1, "num_deferred": 3, "num_blocks": 9,
+        "num_free_blocks": 4, "pool_usage": 0.5, "prompt_tokens": 100,
+        "prefix_queried_tokens": 90, "external_queried_tokens": 68, "cached_tokens_pool": 32,
+        "cached_tokens_cpu": 16, "cached_tokens_ssd": 20, "recomputed_tokens_load_failed": 6,
     }  # fmt: skip
-    return {"scheduler": scheduler, "connector": {**asdict(counters), "tiers": tiers}}
+    config = EngineConfig(ModelConfig(Path("none"), "tiny"))
+    layout = BlockLayout(2, 16, 2, 8, "float32")
+    connector = {
+        **asdict(counters), "tiers": tiers, "traffic": {"ssd": asdict(traffic)},
+        "loads_in_flight": 1, "stores_in_flight": 0,
+    }  # fmt: skip
+    return {
+        "scheduler": scheduler,
+        "connector": connector,
+        "pool": BlockPool(9).residency.stats(),
+        "core": Figures(config, layout, 9).stats(),
+    }
 
 
 def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
@@ -131,7 +170,14 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert names >= EXTERNAL
     assert samples["vllm:external_prefix_cache_queries_total"] == 68
     assert samples["vllm:external_prefix_cache_hits_total"] == 36
-    assert samples["vllm:kv_offload_cpu_cache_usage_perc"] == 0.25
+    assert samples["vllm:prefix_cache_queries_total"] == 90
+    assert samples["vllm:kv_offload_cpu_cache_usage_perc"] == 0.375
+    assert samples["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0.25
+    assert samples["vllm:kv_offload_cpu_cache_write_usage_perc"] == 0.125
+    assert samples["vllm:num_requests_waiting_by_reason{reason=deferred}"] == 3
+    assert samples["vllm:num_requests_waiting_by_reason{reason=capacity}"] == 2
+    assert samples["stratakv:recomputed_tokens_total{cause=load_failed}"] == 6
+    assert samples["stratakv:recomputed_tokens_total{cause=preemption}"] == 0
     assert samples["stratakv:tier_capacity_bytes{tier=cpu}"] == 1000
     assert samples["stratakv:tier_misses_total{tier=ssd}"] == 4
     assert samples["stratakv:checksum_rejects_total{defect=checksum,tier=ssd}"] == 5
@@ -140,6 +186,54 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert samples["stratakv:load_seconds_paid_total"] == 1.5
     assert samples["stratakv:offload_failures_total{reason=late}"] == 1
     assert samples["vllm:num_preemptions_total"] == 0
+
+
+def test_what_lies_between_tiers_is_shown_by_their_place(offload_stats: dict[str, Any]) -> None:
+    metrics = Metrics("tiny")
+    client = cast("EngineClient", OneAnswer(offload_stats))
+    asyncio.run(metrics.core.refresh(client, 1.0))
+    _, samples = read(metrics.exposition().decode())
+    tiering = {
+        name.removeprefix("vllm:kv_offload_tiering_"): value
+        for name, value in samples.items()
+        if name.startswith("vllm:kv_offload_tiering_")
+    }
+    assert tiering["chunk_queries_total{tier=0:primary}"] == 4
+    assert tiering["chunk_hits_total{tier=0:primary}"] == 1
+    assert tiering["chunk_queries_total{tier=1:ssd}"] == 3
+    assert tiering["chunk_hits_total{tier=1:ssd}"] == 2
+    assert tiering["active_promotion_jobs{tier=1:ssd}"] == 1
+    assert tiering["backpressure_blocks_dropped_total{tier=1:ssd}"] == 7
+    # Buckets hold what is at most their bound, and all those before them.
+    latency = "promotion_latency_seconds"
+    buckets = {
+        name.split("le=")[1].split(",")[0]: value
+        for name, value in tiering.items()
+        if name.startswith(f"{latency}_bucket")
+    }
+    assert buckets["0.0001"] == buckets["0.001"] == 1
+    assert buckets["0.005"] == buckets["10.0"] == 2
+    assert buckets["+Inf"] == tiering[f"{latency}_count{{tier=1:ssd}}"] == 3
+    assert tiering[f"{latency}_sum{{tier=1:ssd}}"] == pytest.approx(99.0021)
+
+
+def test_nothing_is_credited_without_a_price(offload_stats: dict[str, Any]) -> None:
+    def shown() -> dict[str, float]:
+        metrics = Metrics("tiny")
+        client = cast("EngineClient", OneAnswer(offload_stats))
+        asyncio.run(metrics.core.refresh(client, 1.0))
+        samples = read(metrics.exposition().decode())[1]
+        return {name: value for name, value in samples.items() if "prefill_seconds" in name}
+
+    assert shown() == {}
+    offload_stats["core"]["seconds_per_token"] = 0.5
+    offload_stats["core"]["saved_seconds"] = {"ssd": 4.0}
+    assert shown() == {
+        "stratakv:prefill_seconds_per_token": 0.5,
+        "stratakv:prefill_seconds_saved_total{source=pool}": 0,
+        "stratakv:prefill_seconds_saved_total{source=cpu}": 0,
+        "stratakv:prefill_seconds_saved_total{source=ssd}": 4,
+    }
 
 
 def test_an_engine_with_tiers_shows_them(server: Any, model_path: Path) -> None:

@@ -29,7 +29,7 @@ def config_of(*words: str) -> EngineConfig:
 # The words of a call and parts of the one sentence it is answered with.
 REFUSED: list[tuple[str, list[str]]] = [
     ("serv", ["no command 'serv'", "did you mean serve"]),
-    ("frobnicate", ["no command 'frobnicate'", "serve, generate, bench"]),
+    ("frobnicate", ["no command 'frobnicate'", "serve, generate, bench, config"]),
     ("--verison", ["no option '--verison'", "did you mean --version"]),
     ("serve --kv-ofload cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),
     ("serve --kv-ofload=cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),
@@ -57,7 +57,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --max-num-seqs 99999999999", ["--max-num-seqs must be at most 65536"]),
     ("serve --max-num-batched-tokens 99999999999", ["--max-num-batched-tokens must be at most"]),
     ("serve --block 16", ["no option --block", "did you mean --block-size or --block-hash"]),
-    ("serve --host=", ["--host '' is no address"]),
+    ("serve --host=", ["--host takes a text that is not empty"]),
     ("serve ~nobody-of-this-name/m", ["MODEL takes a path", "~nobody-of-this-name"]),
     ("serve meta-llama/Llama-3.1-8B", ["is no directory", "nothing is downloaded"]),
     ("serve --max-num-seqs 0", ["--max-num-seqs must be at least 1"]),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
@@ -46,6 +47,46 @@ def test_a_prompt_from_standard_input(
     out, err = capsys.readouterr()
     assert out == expected.partition(stop)[0] + "\n"
     assert "ended by stop]" in err
+
+
+def test_sampling_flags_are_those_of_the_api(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them at once, with bad words that would be there."""
+    params = SamplingParams(
+        max_tokens=12, temperature=0.8, seed=4, min_p=0.01, repetition_penalty=1.2,
+        presence_penalty=0.5, frequency_penalty=-0.5, ignore_eos=True,
+    )  # fmt: skip
+    with LLM(tiny_model, num_blocks=60, num_threads=1, dtype="float64") as llm:
+        whole = llm.generate("Hello", params)[0].text
+        bad = tuple(sorted(set(whole) - {"\ufffd", " "}))[:2]
+        expected = llm.generate("Hello", msgspec.structs.replace(params, bad_words=bad))[0].text
+    assert expected != whole
+    flags = [
+        "--max-tokens", "12", "--temperature", "0.8", "--seed", "4", "--min-p", "0.01",
+        "--repetition-penalty", "1.2", "--presence-penalty", "0.5", "--frequency-penalty=-0.5",
+        "--ignore-eos", "--bad-word", bad[0], "--bad-word", bad[1],
+    ]  # fmt: skip
+    assert main(["generate", str(tiny_model), "--prompt", "Hello", *flags, *FLAGS]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--min-p", "2"], "--min-p must be between 0 and 1, got 2"),
+        (["--repetition-penalty", "x"], "--repetition-penalty takes a number, not 'x'"),
+        (["--presence-penalty", "3"], "--presence-penalty must be between -2 and 2"),
+        (["--frequency-penalty=-3"], "--frequency-penalty must be between -2 and 2"),
+        (["--bad-word", ""], "--bad-word must be strings of 1 to 128 characters"),
+        (["--bad-word", "  "], "--bad-word must be words that the model's tokens can spell"),
+    ],
+)
+def test_sampling_that_cannot_be(
+    tiny_model: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(tiny_model), "--prompt", "x", *flags, *FLAGS]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_prompt_that_does_not_fit(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

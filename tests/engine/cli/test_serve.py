@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.cli.serve import bind
+from stratakv.engine.cli.serve import _tell_start, bind
 from stratakv.engine.config import ConfigError
+from stratakv.engine.options import engine_config
+from stratakv.engine.settings.server import ServerConfig
+from stratakv.engine.wire import Ready
 
 FLAGS = ["--port", "0", "--num-blocks", "60", "--num-threads", "1", "--log-level", "warning"]
 READY = re.compile(r"StrataKV serves tiny at (http://127\.0\.0\.1:\d+) ")
@@ -123,3 +127,97 @@ def test_what_a_socket_can_be_bound_to() -> None:
         assert sock.family in (socket.AF_INET, socket.AF_INET6)
     with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1 is no address of this machine"):
         bind("203.0.113.1", 0)
+
+
+def test_flags_environment_and_a_file_make_one_server(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In JSON, to the last line of every process, and with no secret in any line."""
+    key, secret = "key-that-nobody-sees", "secret-that-nobody-sees"
+    path = tmp_path / "stratakv.yaml"
+    path.write_text(
+        "served-model-name: of-the-file\nmax-model-len: 99\nblock-size: 32\nlog-json: true\n"
+        f"kv-offloading-size: 0.002\ntenant-secret: {secret}\nlog-level: debug\n"
+    )
+    monkeypatch.setenv("STRATAKV_CONFIG", str(path))
+    monkeypatch.setenv("STRATAKV_BLOCK_SIZE", "8")
+    monkeypatch.setenv("STRATAKV_API_KEY", key)
+    with serving(tiny_model, "--log-level", "info") as process:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())["message"]
+        found = re.match(
+            r"StrataKV serves tiny at (\S+) \(context 99, 60 blocks of 8 tokens", ready
+        )
+        assert found, "the flag, the file, the flag and the variable"
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            ask(found[1], "/v1/models")
+        assert refusal.value.code == 401
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    records = [json.loads(line) for line in err.splitlines()]
+    assert key not in ready + out + err
+    assert secret not in ready + out + err
+    messages = {record["logger"]: record["message"] for record in records}
+    assert {"cli.serve", "core.engine_core", "uvicorn"} <= messages.keys()
+    assert {record["level"] for record in records} == {"info"}
+    told = " | ".join(record["message"] for record in records)
+    for word in (
+        f"options given: 6 by the command line, 2 by the environment, 5 by {path}",
+        "tiers below the pool: cpu 2147483 bytes", "KV pool of 480 tokens",
+    ):  # fmt: skip
+        assert word in told
+
+
+def test_a_refusal_by_the_core_is_a_log_line_too_and_names_its_origin(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAKV_MAX_MODEL_LEN", "100000")
+    with serving(tiny_model, "--log-json") as process:
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 2
+    record = json.loads(err.splitlines()[-1])
+    assert (record["level"], record["logger"]) == ("error", "cli.main")
+    assert record["message"].endswith("(--max-model-len comes from STRATAKV_MAX_MODEL_LEN)")
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "is_warned"),
+    [("0.0.0.0", None, True), ("0.0.0.0", "key", False), ("127.0.0.1", None, False)],
+)
+def test_what_a_start_tells(
+    host: str,
+    api_key: str | None,
+    is_warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A server that others can reach without a key is worth a warning."""
+    caplog.set_level("INFO")
+    config = engine_config(None, {"kv_offload": "cpu,ssd", "kv_offload_ssd_bytes": "16MiB"})
+    ready = Ready(1, 256, 257, 60, 16, [256])
+    with bind(host, 0) as sock:
+        _tell_start(config, ServerConfig(api_key=api_key), ready, sock)
+    assert "KV pool of 960 tokens, for requests of up to 256" in caplog.messages
+    assert "tiers below the pool: cpu 4GiB, ssd 16MiB" in caplog.messages
+    assert capsys.readouterr().out.startswith(
+        f"StrataKV serves stratakv-embedded at http://{host}:"
+    )
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(warnings) == is_warned
+    assert all("--api-key" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("word", "longest"), [("auto", 3), ("none", 16)])
+def test_whether_the_models_recommendations_count(
+    tiny_model: Path, tmp_path: Path, word: str, longest: int
+) -> None:
+    """`max_new_tokens` of generation_config.json, where a request says nothing."""
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 3, "temperature": 0.0}')
+    with serving(tmp_path, "--generation-config", word) as process:
+        body = {"prompt": [7] * 5, "ignore_eos": True}
+        usage = ask(wait_ready(process), "/v1/completions", body)["usage"]
+    assert usage["completion_tokens"] == longest

@@ -111,6 +111,26 @@ def test_a_bad_prompt_fails_alone(
     assert results["good"].new_token_ids == greedy_reference(prompt_of(9), 6)
 
 
+@pytest.mark.parametrize(
+    ("fields", "name", "wrong"),
+    [
+        ({"logit_bias": {0: 1.0, VOCAB: 1.0}}, "logit_bias", VOCAB),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias", -1),
+        ({"stop_token_ids": (5, 2**40)}, "stop_token_ids", 2**40),
+        ({"bad_words_token_ids": [[5, 6], [7, VOCAB]]}, "bad_words_token_ids", VOCAB),
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused(
+    make_core: MakeCore, fields: dict[str, Any], name: str, wrong: int
+) -> None:
+    core = make_core()
+    good = {"logit_bias": {VOCAB - 1: 1.0}, "stop_token_ids": (0, VOCAB - 1)}
+    results = run(core, request("bad", [1], **fields), request("good", [1], **good))
+    error = f"{name} must be token ids from 0 to {VOCAB - 1}, got {wrong}"
+    assert (results["bad"].finish_reason, results["bad"].error) == ("error", error)
+    assert results["good"].error is None
+
+
 def test_the_context_bounds_what_is_asked_for(make_core: MakeCore) -> None:
     """Also the memory: a request's buffer is as long as its prompt and max_tokens."""
     results = run(make_core(), request("r", prompt_of(250), max_tokens=2**40, min_tokens=2**39))

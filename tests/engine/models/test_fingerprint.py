@@ -11,6 +11,7 @@ import pytest
 from stratakv.engine.config import ConfigError
 from stratakv.engine.models import fingerprint as module
 from stratakv.engine.models.fingerprint import fingerprint
+from stratakv.engine.options import EMBEDDED_MODEL
 
 
 def test_it_is_the_same_for_a_copy_elsewhere(directory, tmp_path_factory):
@@ -30,6 +31,12 @@ def test_it_is_a_golden_value(directory):
     (directory.path / "model.safetensors").write_bytes(content)
     golden = "37bfe7688b3600aa55818e911f9a3a418a7e229a912d6c11f6da0002e684ae5a"
     assert fingerprint(directory.path) == golden
+
+
+def test_the_embedded_model_keeps_its_name():
+    """Its blocks lie on people's disks, and a field added to the specification renames none."""
+    golden = "74d682d8fdb30ba1e4a76a31815a746a15b4d879c57a7c2c33e4116b68fd2d4b"
+    assert fingerprint(EMBEDDED_MODEL) == golden
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 
 from stratakv.engine.config import ConfigError
 from stratakv.engine.models import json_fields
-from stratakv.engine.models.registry import MODELS
 from stratakv.engine.models.rope_spec import RopeSpec
-from stratakv.engine.models.spec import ARCHITECTURES, load_model_spec, resolve_max_model_len
+from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -27,7 +26,6 @@ def test_a_plain_configuration(spec_with):
     assert (spec.eos_token_ids, spec.bos_token_id) == ((2,), 1)
     assert spec.rope == RopeSpec() and not spec.tied_embeddings
     assert spec.layout(16, "float32").page_bytes == 2 * 2 * 16 * 2 * 4 * 4
-    assert set(MODELS) == set(ARCHITECTURES)
 
 
 def test_absent_keys_have_defaults(spec_with):
@@ -106,14 +104,23 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, r"architectures must be .*LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures must be .*LlamaForCausalLM, Mis"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be one supported name"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be one supported name"),
+        ({"architectures": None, "model_type": ["llama"]}, "architectures must be"),
         ({"architectures": None, "model_type": None}, "architectures must be"),
         ({"model_type": "qwen2"}, "model_type must be llama"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish'"),
         ({"pretraining_tp": 2}, "pretraining_tp must be 1 "),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be absent"),
+        ({"num_experts": 8}, "num_experts must be absent"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be absent"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier must be 1 or 1.0"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map must be absent"),
         ({"sliding_window": 4096}, "sliding_window must be absent"),
+        ({"use_sliding_window": True}, "use_sliding_window must be absent"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be full"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must be a list"),
         ({"hidden_size": None}, "the key hidden_size is missing"),
         ({"hidden_size": "16"}, "hidden_size must be a whole number from 1 to .*, not '16'"),
         ({"hidden_size": 18}, "hidden_size must be a multiple of 4 attention heads, not 18"),
@@ -131,6 +138,11 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: rope_type must be one of default,"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters: full_attention must be absent",
+        ),
+        ({"rope_scaling": {"mrope_section": [1, 1]}}, "rope_scaling: mrope_section must be absent"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: the key factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a number above 0"),
         (

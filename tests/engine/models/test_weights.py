@@ -10,14 +10,15 @@ import torch
 
 from stratakv.engine.config import ConfigError
 from stratakv.engine.models.dtypes import compute_dtype, dtype_name
+from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.models.weights import load_llama_weights
+from stratakv.engine.models.weights import expected_tensors, load_weights
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def load(directory, dtype=torch.float32):
-    return load_llama_weights(directory.path, load_model_spec(directory.path), dtype)
+    return load_weights(directory.path, load_model_spec(directory.path), dtype)
 
 
 def test_whole_and_sharded_models_load_alike(directory):
@@ -87,6 +88,74 @@ def load_with_biases(directory, skip=None):
     directory.tensors.pop(skip, None)
     directory.write_single()
     return load(directory)
+
+
+def as_family(directory, name, **changes):
+    """The same directory as a model of another family, whose own tensors are still missing."""
+    directory.write_config(
+        architectures=[name], model_type=FAMILIES[name].model_type, head_dim=4, **changes
+    )
+
+
+def test_norms_of_heads_are_loaded_one_row_for_each_head(directory):
+    as_family(directory, "Qwen3ForCausalLM")
+    for layer in range(2):
+        for part in "qk":
+            name = f"model.layers.{layer}.self_attn.{part}_norm.weight"
+            directory.tensors[name] = torch.randn(4)
+    directory.write_single()
+    norms = load(directory).layers[1].head_norms
+    queries, keys = (
+        directory.tensors[f"model.layers.1.self_attn.{part}_norm.weight"] for part in "qk"
+    )
+    assert torch.equal(norms, torch.stack([queries] * 4 + [keys] * 2))
+    del directory.tensors["model.layers.1.self_attn.k_norm.weight"]
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"lacks the tensor model.layers.1.self_attn.k_norm"):
+        load(directory)
+
+
+def test_qwen2_has_biases_but_for_the_output_matrix(directory):
+    as_family(directory, "Qwen2ForCausalLM")
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"lacks the tensor model.layers.0.self_attn.q_proj.bias"):
+        load(directory)
+    for layer in range(2):
+        for part in "qkv":
+            name = f"model.layers.{layer}.self_attn.{part}_proj"
+            directory.tensors[name + ".bias"] = torch.randn(
+                len(directory.tensors[name + ".weight"])
+            )
+    directory.write_single()
+    layer = load(directory).layers[0]
+    assert layer.qkv_bias is not None and layer.out_bias is None and layer.down_bias is None
+    directory.tensors["model.layers.0.self_attn.o_proj.bias"] = torch.randn(16)
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"holds the tensor model.layers.0.self_attn.o_proj.bias"):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_norms_of_heads_that_no_family_but_qwen3_has(name, directory):
+    as_family(directory, name)
+    directory.tensors = {
+        name: torch.zeros(shape)
+        for name, shape in expected_tensors(load_model_spec(directory.path)).items()
+    }
+    directory.write_single()
+    load(directory)
+    directory.tensors["model.layers.1.self_attn.q_norm.weight"] = torch.ones(4)
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"holds the tensor model.layers.1.self_attn.q_norm"):
+        load(directory)
+
+
+def test_a_mistral_has_no_biases(directory):
+    as_family(directory, "MistralForCausalLM", attention_bias=True)
+    directory.tensors["model.layers.0.self_attn.q_proj.bias"] = torch.randn(16)
+    directory.write_single()
+    with pytest.raises(ConfigError, match=r"holds the tensor model.layers.0.self_attn.q_proj.bias"):
+        load(directory)
 
 
 def test_old_rotary_frequencies_are_ignored(directory):

@@ -37,6 +37,27 @@ from stratakv.engine.sampling_params import SamplingParams
         ("stop_token_ids", 5, "a list, got 5"),
         ("stop_token_ids", ["a"], "a list of token ids, got 'a' in it"),
         ("ignore_eos", "yes", "True or False, got 'yes'"),
+        ("min_p", 1.5, "between 0 and 1, got 1.5"),
+        ("min_p", None, "a number, got None"),
+        ("repetition_penalty", 0.0, "above 0 and at most 100, got 0.0"),
+        ("repetition_penalty", float("nan"), "above 0 and at most 100, got nan"),
+        ("presence_penalty", 2.5, "between -2 and 2, got 2.5"),
+        ("frequency_penalty", "much", "a number, got 'much'"),
+        ("logit_bias", 5, "a map of token ids to numbers, got 5"),
+        ("logit_bias", [5], "a map of token ids to numbers, got [5]"),
+        ("logit_bias", {5: 101.0}, "between -100 and 100, got 101.0 for 5"),
+        ("logit_bias", {5: float("nan")}, "between -100 and 100, got nan for 5"),
+        ("logit_bias", {"5": 1.0}, "token ids with numbers between -100 and 100, got 1.0 for '5'"),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "at most 1024 token ids, got 1025"),
+        ("bad_words", ["x"] * 129, "at most 128 strings, got 129"),
+        ("bad_words", [""], "strings of 1 to 128 characters, got one of 0"),
+        ("bad_words_token_ids", [5], "lists of token ids, got 5 in it"),
+        ("bad_words_token_ids", [[1], []], "lists of 1 to 64 token ids, got one of 0"),
+        ("bad_words_token_ids", [["a"]], "lists of token ids, got ['a'] in it"),
+        ("bad_words_token_ids", [[1]] * 257, "at most 256 lists, got 257"),
+        ("logprobs", -1, "between 0 and 20, got -1"),
+        ("logprobs", True, "a whole number or None, got True"),
+        ("prompt_logprobs", 21, "between 0 and 20, got 21"),
     ],
 )
 def test_what_cannot_be(name: str, value: Any, words: str) -> None:
@@ -54,3 +75,11 @@ def test_lists_become_tuples() -> None:
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[5])  # type: ignore[arg-type]
     assert (params.stop, params.stop_token_ids) == (("a", "b"), (5,))
     assert hash(params) == hash(SamplingParams(stop=("a", "b"), stop_token_ids=(5,)))
+
+
+def test_maps_and_lists_of_lists_become_tuples() -> None:
+    given: dict[str, Any] = {"logit_bias": {3: 1.5, 4: -2}, "bad_words_token_ids": [[1, 2], [3]]}
+    params = SamplingParams(**given)
+    assert params.logit_bias == ((3, 1.5), (4, -2))
+    assert params.bad_words_token_ids == ((1, 2), (3,))
+    assert hash(params) == hash(SamplingParams(**given))

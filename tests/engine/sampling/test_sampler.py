@@ -13,7 +13,8 @@ from stratakv.engine.sampling.sampler import FIRST_CANDIDATES, Sampler, uniform_
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
 
-VOCAB = 12
+from .batches import VOCAB, added, row_of
+from .chi_square import assert_follows
 
 
 def sampler_for(
@@ -21,13 +22,9 @@ def sampler_for(
 ) -> tuple[Sampler, list[list[int]]]:
     """A sampler with one row for each request, and the output lists it watches."""
     sampler = Sampler(64, vocab, eos, seed=5)
-    outputs: list[list[int]] = [[] for _ in requests]
-    added = [
-        AddedRow(i, SamplingParams(**one), np.array([1], np.int32), outputs[i])
-        for i, one in enumerate(requests)
-    ]
-    sampler.update(BatchUpdate(len(added), (), added, ()))
-    return sampler, outputs
+    rows = [row_of(row, one) for row, one in enumerate(requests)]
+    sampler.update(added(*rows))
+    return sampler, [row.output_token_ids for row in rows]
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int] | None = None) -> list[int]:
@@ -37,20 +34,10 @@ def draw(sampler: Sampler, logits: torch.Tensor, rows: list[int] | None = None) 
     return sampled.token_ids
 
 
-def frequencies(params: dict[str, Any], logits: torch.Tensor, draws: int = 4000) -> np.ndarray:
+def count_draws(params: dict[str, Any], logits: torch.Tensor, draws: int = 4000) -> np.ndarray:
     sampler, _ = sampler_for(*[params] * 40, vocab=len(logits))
     tokens = [t for _ in range(draws // 40) for t in draw(sampler, logits.expand(40, -1))]
-    return np.bincount(tokens, minlength=len(logits)) / draws
-
-
-def assert_distribution(measured: np.ndarray, expected: torch.Tensor, draws: int = 4000) -> None:
-    """Chi-square with a bound far out in its tail (about 1e-9 for these sizes)."""
-    wanted = expected.double().numpy()
-    assert not measured[wanted == 0].any()
-    kept = wanted > 0
-    chi = draws * ((measured[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
-    degrees = int(kept.sum()) - 1
-    assert chi < degrees + 9 * np.sqrt(2 * degrees) + 15
+    return np.bincount(tokens, minlength=len(logits))
 
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, 1.5, -0.5, 0.8, -2.0, 0.1, 1.2, 0.6])
@@ -58,14 +45,14 @@ LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, 1.5, -0.5, 0.8, -2.0, 0.1, 1.2,
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_draws_follow_the_softmax(temperature):
-    measured = frequencies({"temperature": temperature}, LOGITS)
-    assert_distribution(measured, torch.softmax(LOGITS.double() / temperature, -1))
+    measured = count_draws({"temperature": temperature}, LOGITS)
+    assert_follows(measured, torch.softmax(LOGITS.double() / temperature, -1))
 
 
 def test_top_k_keeps_the_best():
-    measured = frequencies({"top_k": 3}, LOGITS)
+    measured = count_draws({"top_k": 3}, LOGITS)
     kept = torch.where(LOGITS >= 1.2, LOGITS, -torch.inf)
-    assert_distribution(measured, torch.softmax(kept.double(), -1))
+    assert_follows(measured, torch.softmax(kept.double(), -1))
 
 
 def test_top_p_keeps_the_fewest_that_reach_the_share():
@@ -73,23 +60,23 @@ def test_top_p_keeps_the_fewest_that_reach_the_share():
     ordered = probabilities.sort(descending=True).values
     # Just above the sum of four: a fifth is needed.
     share = float(ordered[:4].sum()) + 1e-4
-    measured = frequencies({"top_p": share}, LOGITS)
+    measured = count_draws({"top_p": share}, LOGITS)
     kept = torch.where(probabilities >= ordered[4], LOGITS, -torch.inf)
-    assert_distribution(measured, torch.softmax(kept.double(), -1))
+    assert_follows(measured, torch.softmax(kept.double(), -1))
 
 
 def test_top_p_counts_over_what_top_k_left():
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     # Of the best two, 0.4 is 57 %: enough for a share of 0.55, though not of the whole.
-    measured = frequencies({"top_k": 2, "top_p": 0.55}, probabilities.log())
-    assert measured.tolist() == [1.0, 0.0, 0.0, 0.0]
+    measured = count_draws({"top_k": 2, "top_p": 0.55}, probabilities.log())
+    assert measured.tolist() == [4000, 0, 0, 0]
 
 
 def test_equal_logits_are_kept_together():
     logits = torch.tensor([1.0, 3.0, 1.0, 3.0, 3.0, 0.0])
     for params in ({"top_k": 2}, {"top_p": 0.4}):
-        measured = frequencies(params, logits)
-        assert_distribution(measured, torch.tensor([0, 1, 0, 1, 1, 0]) / 3)
+        measured = count_draws(params, logits)
+        assert_follows(measured, torch.tensor([0, 1, 0, 1, 1, 0]) / 3)
 
 
 def test_top_p_looks_further_where_the_first_candidates_do_not_reach():
@@ -110,9 +97,9 @@ def test_top_p_looks_further_where_the_first_candidates_do_not_reach():
 
 def test_limits_that_leave_everything_or_one_token():
     everything = {"top_k": 10**6, "top_p": 1.0}
-    assert_distribution(frequencies(everything, LOGITS), torch.softmax(LOGITS.double(), -1))
+    assert_follows(count_draws(everything, LOGITS), torch.softmax(LOGITS.double(), -1))
     for params in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}):
-        assert frequencies(params, LOGITS, 80)[2] == 1.0
+        assert count_draws(params, LOGITS, 80)[2] == 80
 
 
 def test_greedy_and_random_rows_share_a_batch():
@@ -122,26 +109,6 @@ def test_greedy_and_random_rows_share_a_batch():
     logits = torch.stack([LOGITS, LOGITS, -LOGITS])
     seen = [draw(sampler, logits) for _ in range(20)]
     assert {(a, c) for a, _, c in seen} == {(2, 8)}
-
-
-def test_a_seed_gives_the_same_tokens_in_any_batch():
-    seeded = {"temperature": 1.0, "seed": 42, "top_p": 0.9}
-
-    def run(*others: dict[str, Any]) -> list[int]:
-        sampler, outputs = sampler_for(*others, seeded)
-        logits = torch.randn(len(outputs), VOCAB)
-        tokens = []
-        for _ in range(30):
-            logits[-1] = LOGITS
-            token = draw(sampler, logits)[-1]
-            outputs[-1].append(token)
-            tokens.append(token)
-        return tokens
-
-    alone = run()
-    assert len(set(alone)) > 4
-    assert run({"top_k": 7}, {"temperature": 0.0}, {"seed": 42, "temperature": 2.0}) == alone
-    assert run({"top_p": 0.1}) == alone
 
 
 def test_seeded_numbers_are_uniform_and_unrelated():
@@ -158,6 +125,40 @@ def test_seeded_numbers_are_uniform_and_unrelated():
 def test_unseeded_rows_differ_from_each_other():
     sampler, _ = sampler_for(*[{"temperature": 1.0}] * 40)
     assert len(set(draw(sampler, LOGITS.expand(40, -1)))) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_any_token_left_is_named(temperature):
+    everything = tuple((token,) for token in range(VOCAB))
+    wishes = {"temperature": temperature, "bad_words_token_ids": everything, "logprobs": 1}
+    sampler, _ = sampler_for({"temperature": temperature, "top_k": 1}, wishes)
+    sampled = sampler.sample(torch.stack([LOGITS, LOGITS]), np.arange(2))
+    assert sampled.is_finite == [True, False]
+    assert sampled.token_ids[0] == 2 and 0 <= sampled.token_ids[1] < VOCAB
+
+
+def test_greedy_rows_obey_biases_bans_and_penalties():
+    greedy = {"temperature": 0.0}
+    sampler, outputs = sampler_for(
+        greedy | {"logit_bias": {8: 5.0}},
+        greedy | {"bad_words_token_ids": ((2,), (1, 5))},
+        greedy | {"frequency_penalty": 0.3},
+        greedy | {"presence_penalty": 2.0},
+        greedy | {"repetition_penalty": 2.0},
+        greedy | {"min_p": 1.0, "top_k": 1, "top_p": 0.1},
+    )
+    seen = []
+    for _ in range(3):
+        seen.append(draw(sampler, LOGITS.expand(6, -1)))
+        for output, token in zip(outputs, seen[-1], strict=True):
+            output.append(token)
+    # The logits are 2.0 of token 2, 1.5 of 5, 1.2 of 10, 1.0 of 4. The prompt is token 1.
+    by_row = list(zip(*seen, strict=True))
+    assert by_row[0] == (8, 8, 8)
+    assert by_row[1] == (10, 5, 5)
+    assert by_row[2] == (2, 2, 5)
+    assert by_row[3] == by_row[4] == (2, 5, 10)
+    assert by_row[5] == (2, 2, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

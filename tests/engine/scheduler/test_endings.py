@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.engine.logprobs import PositionLogprobs
 from stratakv.engine.request import RequestStatus
 from stratakv.engine.scheduler.output import ModelRunnerOutput
 
@@ -45,6 +46,25 @@ def test_tokens_after_the_end_are_dropped(make_engine: Make) -> None:
     assert told.new_token_ids == [5, 0]
     assert told.finish_reason == "stop"
     assert request.output_token_ids == [5, 0]
+
+
+def test_log_probabilities_end_with_their_tokens(make_engine: Make) -> None:
+    engine = make_engine()
+    for name in "abc":
+        engine.add(name, prompt(9))
+    output = engine.scheduler.schedule()
+    entries = [PositionLogprobs([token], [-0.5], 1) for token in (5, 0, 6)]
+    of_prompt = [None, *entries]
+    result = ModelRunnerOutput(
+        {"a": [5, 0, 6], "b": [7], "c": []},
+        nan_request_ids={"c"},
+        logprobs={"a": entries},
+        prompt_logprobs={"a": of_prompt},
+    )
+    a, b, c = engine.scheduler.update_from_output(output, result)
+    assert (a.logprobs, a.prompt_logprobs) == (entries[:2], of_prompt)
+    assert (b.logprobs, b.prompt_logprobs) == (None, None)
+    assert (c.finish_reason, c.logprobs, c.prompt_logprobs) == ("error", None, None)
 
 
 def test_the_last_output_carries_the_times(make_engine: Make) -> None:

@@ -7,46 +7,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from stratakv.engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from stratakv.engine.text.tokenizer import Tokenizer
 
-TEXT = "Zwölf Boxkämpfer jagen Виктор quer über 漢字の道 🙂🙃 the naïve café, 123 times. "
-
-
-def byte_level() -> Tokenizer:
-    """Bytes and a few merges; one character may take four tokens."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    fast.train_from_iterator([TEXT], trainer)
-    return Tokenizer(fast)
-
-
-def byte_fallback() -> Tokenizer:
-    """Words with a mark for the space before them, and bytes for what is unknown."""
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocabulary |= {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
-    for piece in ["▁", "▁a", "▁b", "a", "b", "é", "▁é"]:
-        vocabulary[piece] = len(vocabulary)
-    fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    fast.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    fast.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
-    fast.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(fast)
+from .small_tokenizers import BYTE_FALLBACK, TEXT, TOKENIZERS, WORDS, byte_fallback, byte_level
 
 
 def in_pieces(
@@ -62,23 +27,77 @@ def in_pieces(
     return [*pieces, detokenizer.finish()]
 
 
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_the_pieces_are_the_whole_text(make: object, rng: random.Random) -> None:
-    tokenizer = byte_level() if make is byte_level else byte_fallback()
-    for _ in range(20):
-        text = "".join(rng.choices(TEXT, k=80)).strip()
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_pieces_are_the_whole_text(name: str, rng: random.Random) -> None:
+    tokenizer = TOKENIZERS[name]()
+    for turn in range(40):
+        # Whole words, or letters torn out of what they belong to.
+        parts = rng.choices(WORDS, k=12) if turn % 2 else rng.choices(TEXT, k=60)
+        text = (" " if turn % 2 else "").join(parts).strip()
         ids = tokenizer.encode(text)
         pieces = in_pieces(tokenizer, ids, rng)
         assert "".join(pieces) == tokenizer.decode(ids) == text
         assert REPLACEMENT not in "".join(pieces)
 
 
-def test_any_tokens_at_all(rng: random.Random) -> None:
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_many_tokens_at_once(name: str) -> None:
+    """A reader that was slow gets what came in the meantime, up to the middle of a character."""
+    tokenizer = TOKENIZERS[name]()
+    text = "👩\u200d👩\u200d👧\u200d👦🇩🇪🇯🇵" * 3 + "a"
+    ids = tokenizer.encode(text)
+    for cut in range(1, len(ids)):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        first = detokenizer.push(ids[:cut])
+        assert text.startswith(first)
+        assert first + detokenizer.push(ids[cut:]) + detokenizer.finish() == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_cut_between_prompt_and_output(name: str, rng: random.Random) -> None:
+    """A prompt may also end within a character, which then comes out with the output."""
+    tokenizer = TOKENIZERS[name]()
+    for _ in range(60):
+        text = " ".join(rng.choices(WORDS, k=6))
+        ids = tokenizer.encode(text)
+        for cut in rng.sample(range(len(ids)), 4):
+            got = "".join(in_pieces(tokenizer, ids[cut:], rng, ids[:cut]))
+            assert whole_characters(name, tokenizer, ids[:cut]) + got == text
+
+
+def whole_characters(name: str, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of `ids` without a character that they leave unfinished."""
+    for missing in range(4):
+        text = tokenizer.decode(ids[: len(ids) - missing])
+        if name not in BYTE_FALLBACK:  # else whole characters may be shown as broken too
+            text = text.rstrip(REPLACEMENT)
+        if REPLACEMENT not in text:
+            return text
+    raise AssertionError(f"{ids} are no beginning of a text")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS.keys() - set(BYTE_FALLBACK))
+def test_any_tokens_at_all(name: str, rng: random.Random) -> None:
     """Bytes that are no UTF-8 come out as decoding at once shows them."""
-    tokenizer = byte_level()
+    tokenizer = TOKENIZERS[name]()
     for _ in range(300):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 50))]
         assert "".join(in_pieces(tokenizer, ids, rng)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", BYTE_FALLBACK)
+def test_a_wrong_byte_spoils_only_what_stands_together(name: str, rng: random.Random) -> None:
+    """Decoding at once takes characters back that had been whole until a wrong byte came. What is
+    out cannot be taken back, but all that comes after another token is right."""
+    tokenizer = TOKENIZERS[name]()
+    wrong = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in (0xFF, 0x80, 0xF0)]
+    for _ in range(100):
+        before, after = ("a" + "".join(rng.choices(TEXT, k=20)) + "a" for _ in range(2))
+        bad = [token for token in rng.choices(wrong, k=rng.randrange(1, 40)) if token is not None]
+        ids = [*tokenizer.encode(before), *bad, *tokenizer.encode(after)]
+        got = "".join(in_pieces(tokenizer, ids, rng))
+        assert got == tokenizer.decode(ids)
+        assert got == before + REPLACEMENT * len(bad) + " " + after
 
 
 def test_the_output_goes_on_from_the_prompt(rng: random.Random) -> None:

@@ -12,11 +12,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from stratakv.engine.client.base import EngineClient
+from stratakv.engine.logprobs import PositionLogprobs
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor, TextOutput, generate_text
 from stratakv.engine.text.tokenizer import Tokenizer
 from stratakv.engine.token_ids import pack_token_ids, unpack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
+
+from .small_tokenizers import TOKENIZERS, WORDS
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,60 @@ def test_before_the_minimum_nothing_stops(tokenizer: Tokenizer) -> None:
     results = process(tokenizer, params, outputs_of(tokenizer, "aaabcad", 2))
     assert "".join([r.text for r in results]) == "aaabc"
     assert [token for r in results for token in r.token_ids] == tokenizer.encode("aaabca")
+
+
+@pytest.mark.parametrize("minimum", range(7))
+def test_a_stop_string_may_begin_with_the_minimum(tokenizer: Tokenizer, minimum: int) -> None:
+    """The text of the token that reaches it counts, what is before does not."""
+    params = SamplingParams(stop=("abc",), min_tokens=minimum, max_tokens=9)
+    results = process(tokenizer, params, outputs_of(tokenizer, "xabcabcx", 1))
+    text = "".join([r.text for r in results])
+    if minimum <= 2:
+        assert text == "x"
+    elif minimum <= 5:
+        assert text == "xabc"
+    else:
+        assert text == "xabcabcx"
+        assert results[-1].finish_reason is None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("count", [1, 3, 100])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_of_several_bytes(name: str, count: int, include: bool) -> None:
+    """Also where they begin or end in the middle of a token, or of a letter."""
+    tokenizer = TOKENIZERS[name]()
+    text = " ".join(WORDS)
+    for stop in ("漢字の", "🙃", "ï", "\u200d👧", "🇯", "\u0323", "é, 1", "สว", "어", "नम"):
+        params = SamplingParams(stop=(stop,), include_stop_str_in_output=include, max_tokens=999)
+        outputs = outputs_of(tokenizer, text, count, finish_reason="length")
+        results = process(tokenizer, params, outputs)
+        before = text[: text.index(stop)]
+        assert "".join([r.text for r in results]) == before + (stop if include else "")
+        assert (results[-1].finish_reason, results[-1].stop_reason) == ("stop", stop)
+        ids = [token for r in results for token in r.token_ids]
+        assert ids == tokenizer.encode(text)[: len(ids)]
+        assert stop in tokenizer.decode(ids)
+        assert stop not in tokenizer.decode(ids[:-1])
+
+
+@pytest.mark.parametrize("count", [1, 4, 100])
+def test_log_probabilities_end_with_their_tokens(tokenizer: Tokenizer, count: int) -> None:
+    outputs = outputs_of(tokenizer, "one, two. Three.", count)
+    for output in outputs:
+        output.logprobs = [PositionLogprobs([token], [-0.5], 1) for token in output.new_token_ids]
+    outputs[0].prompt_logprobs = [None]
+    results = process(tokenizer, SamplingParams(stop=(". ",), max_tokens=99), outputs)
+    for result in results:
+        assert result.logprobs is not None
+        assert [entry.token_ids[0] for entry in result.logprobs] == result.token_ids
+    assert len([token for r in results for token in r.token_ids]) == len("one, two. ")
+    assert [r.prompt_logprobs for r in results] == [[None]] + [None] * (len(results) - 1)
+
+
+def test_who_did_not_ask_gets_no_log_probabilities(tokenizer: Tokenizer) -> None:
+    [result] = process(tokenizer, SamplingParams(), outputs_of(tokenizer, "one", 100))
+    assert (result.logprobs, result.prompt_logprobs) == (None, None)
 
 
 def test_an_end_token_is_no_text(tokenizer: Tokenizer) -> None:

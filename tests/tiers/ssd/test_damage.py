@@ -73,6 +73,7 @@ class Victim:
         } == damaged
         rejected = store.stats().rejected
         assert sum(rejected.values()) == len(damaged)
+        assert store.stats().corrupt_records_dropped == len(damaged)
         assert set(rejected) <= {defect.value for defect in allowed}
         refused = sorted(damaged)
         assert store.lookup(refused) == [Answer.MISS] * len(refused)

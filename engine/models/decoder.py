@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Llama network as plain functions over weights, for one flat batch of tokens.
+"""The network of every family as plain functions over weights, for one flat batch of tokens.
 
 Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
 rounding them would make results depend on the order of additions again.
+What tells the families apart is in the weights: a bias or a norm that is None is not computed.
 Knows nothing of requests, blocks or sampling: positions and the attention plan come from outside.
 """
 
@@ -17,14 +18,16 @@ from torch import Tensor
 from .attention import AttentionPlan, PagedAttention
 from .rope import rope_tables, rotate
 from .spec import ModelSpec
-from .weights import LayerWeights, LlamaWeights, load_llama_weights
+from .weights import DecoderWeights, LayerWeights, load_weights
+
+_WIDE_TYPES = (torch.float32, torch.float64)
 
 
-class Llama:
+class Decoder:
     """One model in memory. `max_model_len` is the number of positions it keeps tables for."""
 
     def __init__(
-        self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int, dtype: torch.dtype
+        self, spec: ModelSpec, weights: DecoderWeights, max_model_len: int, dtype: torch.dtype
     ) -> None:
         self.spec = spec
         self._weights = weights
@@ -32,9 +35,9 @@ class Llama:
         self._cos, self._sin = cos[:, None], sin[:, None]
 
     @classmethod
-    def load(cls, path: Path, spec: ModelSpec, max_model_len: int, dtype: torch.dtype) -> Llama:
+    def load(cls, path: Path, spec: ModelSpec, max_model_len: int, dtype: torch.dtype) -> Decoder:
         """Read the weights under `path`; raises ConfigError where they do not fit `spec`."""
-        return cls(spec, load_llama_weights(path, spec, dtype), max_model_len, dtype)
+        return cls(spec, load_weights(path, spec, dtype), max_model_len, dtype)
 
     def forward(
         self,
@@ -81,7 +84,10 @@ class Llama:
         qkv = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = qkv.view(len(x), -1, spec.head_dim)
         turning = spec.num_heads + spec.num_kv_heads
-        rotated = rotate(heads[:, :turning], cos, sin)
+        turned = heads[:, :turning]
+        if layer.head_norms is not None:
+            turned = self._norm(turned, layer.head_norms)
+        rotated = rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
 
@@ -92,7 +98,10 @@ class Llama:
         return F.linear(gate, layer.down, layer.down_bias)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        size, eps = weight.shape, self.spec.rms_norm_eps
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, size, weight, eps)
-        return weight * F.rms_norm(x.float(), size, None, eps).to(x.dtype)
+        """Over the last dimension; `weight` may be a vector for each head."""
+        size, eps = weight.shape[-1:], self.spec.rms_norm_eps
+        if x.dtype not in _WIDE_TYPES:
+            return weight * F.rms_norm(x.float(), size, None, eps).to(x.dtype)
+        if weight.dim() > 1:
+            return F.rms_norm(x, size, None, eps) * weight
+        return F.rms_norm(x, size, weight, eps)

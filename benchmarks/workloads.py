@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes of work by name: what prompts share, and so what a prefix cache can find again.
+
+    chat-system-prompt  many users, one question each, all under the same long system prompt
+    multi-turn          conversations; each turn repeats all that was said before it
+    documents           questions about few documents, some of them asked about far more often
+    few-shot-code       functions to continue, each after one of a few sets of examples
+    unique              prompts that share nothing: what serving costs without any cache
+
+Everything follows from a seed. The text is the standard library's own documentation, so tokens are
+as long, and outputs as likely, as in real use. Knows nothing of HTTP or of measuring.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .documents import QUESTIONS, Encoder, documents
+
+Decoder = Callable[[Sequence[int]], str]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# Sizes in tokens.
+CHAT_SYSTEM_TOKENS = 2048
+INSTRUCTION_TOKENS = 256
+MESSAGE_TOKENS = (24, 96)
+DOCUMENT_TOKENS = 1536
+EXAMPLE_TOKENS = 384
+FUNCTION_TOKENS = (192, 384)
+UNIQUE_TOKENS = (96, 160)
+
+LONGEST_PROMPT_TOKENS = 2560  # of any prompt here, while answers keep to the limit
+LONGEST_ANSWER_TOKENS = 256
+CONTEXT_TOKENS = LONGEST_PROMPT_TOKENS + LONGEST_ANSWER_TOKENS
+
+TURNS = 4
+DOCUMENTS = 8
+EXAMPLE_SETS = 4
+
+CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS = 16, 8192
+
+
+class Session(Protocol):
+    """Requests of one user, one after another."""
+
+    @property
+    def path(self) -> str:
+        """The route they go to."""
+
+    @property
+    def num_turns(self) -> int: ...
+
+    def body(self, answers: Sequence[str]) -> dict[str, Any]:
+        """The prompt of the request that follows these answers, as fields of its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSession:
+    """One prompt of token ids."""
+
+    token_ids: list[int]
+    path: str = COMPLETIONS
+    num_turns: int = 1
+
+    def body(self, answers: Sequence[str]) -> dict[str, Any]:
+        return {"prompt": self.token_ids}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSession:
+    """A conversation under a system prompt."""
+
+    system: str
+    questions: list[str]
+    path: str = CHAT
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.questions)
+
+    def body(self, answers: Sequence[str]) -> dict[str, Any]:
+        messages = [{"role": "system", "content": self.system}]
+        for question, answer in zip(self.questions, answers, strict=False):
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": self.questions[len(answers)]})
+        return {"messages": messages}
+
+
+class Text:
+    """Passages of real text, drawn at random."""
+
+    def __init__(self, encode: Encoder, decode: Decoder, rng: random.Random) -> None:
+        """Raises ValueError where the standard library is too small for it."""
+        self.encode, self._decode, self.rng = encode, decode, rng
+        made = documents(encode, CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS)
+        self._ids = list(itertools.chain.from_iterable(made))
+
+    def ids(self, least: int, most: int | None = None) -> list[int]:
+        """`least` token ids, or up to `most`."""
+        count = self.rng.randint(least, most or least)
+        start = self.rng.randrange(len(self._ids) - count)
+        return self._ids[start : start + count]
+
+    def message(self, least: int, most: int | None = None) -> str:
+        """As much as text; encoded again it may be a few tokens more or less."""
+        return self._decode(self.ids(least, most))
+
+
+def _chat_system_prompt(text: Text, count: int) -> list[Session]:
+    system = text.message(CHAT_SYSTEM_TOKENS)
+    return [ChatSession(system, [text.message(*MESSAGE_TOKENS)]) for _ in range(count)]
+
+
+def _multi_turn(text: Text, count: int) -> list[Session]:
+    # Each conversation has instructions of its own, so all that is found was said in it.
+    return [
+        ChatSession(
+            text.message(INSTRUCTION_TOKENS), [text.message(*MESSAGE_TOKENS) for _ in range(TURNS)]
+        )
+        for _ in range(max(1, count // TURNS))
+    ]
+
+
+def _documents(text: Text, count: int) -> list[Session]:
+    library = [text.ids(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+    # The n-th most popular is asked about 1/n as often as the first.
+    weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
+    return [
+        PromptSession(chosen + text.ids(*MESSAGE_TOKENS) + text.encode(text.rng.choice(QUESTIONS)))
+        for chosen in text.rng.choices(library, weights, k=count)
+    ]
+
+
+def _few_shot_code(text: Text, count: int) -> list[Session]:
+    sets = [text.ids(EXAMPLE_TOKENS) for _ in range(EXAMPLE_SETS)]
+    return [PromptSession(text.rng.choice(sets) + text.ids(*FUNCTION_TOKENS)) for _ in range(count)]
+
+
+def _unique(text: Text, count: int) -> list[Session]:
+    return [PromptSession(text.ids(*UNIQUE_TOKENS)) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A class of work. `usual_hit_rate` is the share of prompt tokens that such work is commonly
+    said to find cached; the measured one is shown beside it."""
+
+    usual_hit_rate: float
+    sessions: Callable[[Text, int], list[Session]]
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "chat-system-prompt": Workload(0.92, _chat_system_prompt),
+    "multi-turn": Workload(0.78, _multi_turn),
+    "documents": Workload(0.65, _documents),
+    "few-shot-code": Workload(0.55, _few_shot_code),
+    "unique": Workload(0.05, _unique),
+}
+
+
+def make_sessions(
+    name: str, encode: Encoder, decode: Decoder, count: int, seed: int
+) -> list[Session]:
+    """Sessions with about `count` requests in all, the same for the same arguments. Raises
+    ValueError where there is too little text."""
+    text = Text(encode, decode, random.Random(f"{name} {seed}"))
+    return WORKLOADS[name].sessions(text, count)

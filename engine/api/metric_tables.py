@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which metric shows which figure of the core's `stats`: names, kinds and texts, as tables.
+
+Names that begin with `vllm:` are those that users' dashboards and autoscalers read already. What
+each of them means in full stands in `docs/metrics.md`. Knows nothing of how figures are fetched.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+LABELS = ("model_name", "engine")  # on every metric
+
+
+class Kind(Enum):
+    """The type of a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Shown(NamedTuple):
+    """How one figure is shown."""
+
+    name: str
+    kind: Kind
+    text: str
+
+
+def _counter(name: str, text: str) -> Shown:
+    return Shown(name, Kind.COUNTER, text)
+
+
+def _gauge(name: str, text: str) -> Shown:
+    return Shown(name, Kind.GAUGE, text)
+
+
+def _histogram(name: str, text: str) -> Shown:
+    return Shown(name, Kind.HISTOGRAM, text)
+
+
+# Rows of a table: the key of the figure, and how it is shown.
+Table = tuple[tuple[str, Shown], ...]
+
+UP = _gauge("stratakv:engine_up", "1 while the engine core is alive.")
+AGE = _gauge("stratakv:stats_age_seconds", "Age of the core's figures.")
+
+# Of the scheduler. It makes a counter when there is something to count; until then it is 0.
+SCHEDULER: Table = (
+    ("num_running", _gauge("vllm:num_requests_running", "Requests being computed.")),
+    ("num_waiting", _gauge("vllm:num_requests_waiting", "Requests that wait or load.")),
+    ("num_parked", _gauge("stratakv:num_requests_loading", "Requests whose blocks are loading.")),
+    ("pool_usage", _gauge("vllm:kv_cache_usage_perc", "Held part of the KV pool, 1 is all.")),
+    ("pool_usage", _gauge("vllm:gpu_cache_usage_perc", "The same under its older name.")),
+    ("num_blocks", _gauge("stratakv:pool_blocks", "Blocks of the KV pool.")),
+    ("num_free_blocks", _gauge("stratakv:pool_free_blocks", "Blocks of the pool to be had.")),
+    ("evicted_blocks", _counter("stratakv:pool_evicted_blocks", "Named blocks that were reused.")),
+    ("preemptions", _counter("vllm:num_preemptions", "Requests sent back to the queue.")),
+    ("steps", _counter("stratakv:steps", "Steps of the engine.")),
+    ("scheduled_tokens", _counter("stratakv:scheduled_tokens", "Tokens computed.")),
+    ("loads", _counter("stratakv:loads", "Loads from the tiers that were begun.")),
+    ("loads_failed", _counter("stratakv:loads_failed", "Loads that brought nothing.")),
+    ("loads_given_up", _counter("stratakv:loads_given_up", "Loads given back to make room.")),
+    (
+        "prefix_queried_tokens",
+        _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV pool."),
+    ),
+    (
+        "cached_tokens_pool",
+        _counter("vllm:prefix_cache_hits", "Prompt tokens found in the KV pool."),
+    ),
+)
+WAITING_BY_REASON = _gauge("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.")
+RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
+RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
+CAUSES = ("preemption", "load_failed", "load_given_up")
+
+# Of the blocks of the KV pool that are followed.
+POOL: Table = (
+    (
+        "lifetime",
+        _histogram("vllm:kv_block_lifetime_seconds", "From handing a block out to its eviction."),
+    ),
+    (
+        "idle_before_evict",
+        _histogram("vllm:kv_block_idle_before_evict_seconds", "From last use to eviction."),
+    ),
+    ("reuse_gap", _histogram("vllm:kv_block_reuse_gap_seconds", "Between two uses of a block.")),
+)
+
+# Of the steps.
+CORE: Table = (
+    ("iteration_tokens", _histogram("vllm:iteration_tokens_total", "Tokens of a step.")),
+    (
+        "request_max_tokens",
+        _histogram("vllm:request_params_max_tokens", "Most tokens a request may make."),
+    ),
+)
+PRICE = _gauge("stratakv:prefill_seconds_per_token", "Time to compute one token of a prompt.")
+SAVED = _counter("stratakv:prefill_seconds_saved", "Time of computing what was found instead.")
+CACHE_CONFIG = _gauge("vllm:cache_config_info", "Settings of the KV pool, as labels.")
+OFFLOAD_CONFIG = _gauge("vllm:kv_offload_config_info", "Settings of the tiers, as labels.")
+
+# Of the connector, where there is one.
+CONNECTOR: Table = (
+    ("stores", _counter("stratakv:stores", "Copy jobs from the KV pool to the tiers.")),
+    ("stored_blocks", _counter("stratakv:stored_blocks", "Blocks copied out of the KV pool.")),
+    ("seconds_loaded", _counter("stratakv:load_seconds_paid", "Time that requests were loading.")),
+    (
+        "store_wait_seconds",
+        _counter("stratakv:store_wait_seconds", "Time that steps waited for stores."),
+    ),
+    ("loads_in_flight", _gauge("stratakv:loads_in_flight", "Loads under way.")),
+    ("stores_in_flight", _gauge("stratakv:stores_in_flight", "Stores under way.")),
+    ("load_bytes", _counter("vllm:kv_offload_load_bytes", "Bytes copied to the KV pool.")),
+    ("load_copy_seconds", _counter("vllm:kv_offload_load_time", "Time of these copies.")),
+    ("load_sizes", _histogram("vllm:kv_offload_load_size", "Bytes of each of these copies.")),
+    ("store_bytes", _counter("vllm:kv_offload_store_bytes", "Bytes copied out of the KV pool.")),
+    ("store_copy_seconds", _counter("vllm:kv_offload_store_time", "Time of these copies.")),
+    ("store_sizes", _histogram("vllm:kv_offload_store_size", "Bytes of each of these copies.")),
+    (
+        "allocation_failures",
+        _counter("vllm:kv_offload_allocation_failure", "Stores the cpu tier lacked room for."),
+    ),
+)
+FAILURES = _counter("stratakv:offload_failures", "Transfers that failed, by reason.")
+EXTERNAL_QUERIES = _counter(
+    "vllm:external_prefix_cache_queries", "Prompt tokens looked up in the tiers below the pool."
+)
+EXTERNAL_HITS = _counter(
+    "vllm:external_prefix_cache_hits", "Prompt tokens that came from these tiers."
+)
+
+# Of each tier, with the label `tier`: its name.
+TIER: Table = (
+    ("capacity_bytes", _gauge("stratakv:tier_capacity_bytes", "Bytes a tier may hold.")),
+    ("used_bytes", _gauge("stratakv:tier_used_bytes", "Bytes a tier holds.")),
+    ("capacity_blocks", _gauge("stratakv:tier_capacity_blocks", "Blocks a tier may hold.")),
+    ("blocks", _gauge("stratakv:tier_blocks", "Blocks a tier holds.")),
+    ("hits", _counter("stratakv:tier_hits", "Blocks to be loaded that were there.")),
+    ("misses", _counter("stratakv:tier_misses", "Blocks to be loaded that were not there.")),
+    ("stored_blocks", _counter("stratakv:tier_stored_blocks", "Blocks taken in.")),
+    ("loaded_blocks", _counter("stratakv:tier_loaded_blocks", "Blocks given out.")),
+    ("stored_bytes", _counter("stratakv:tier_stored_bytes", "Bytes taken in.")),
+    ("loaded_bytes", _counter("stratakv:tier_loaded_bytes", "Bytes given out.")),
+    ("evicted_blocks", _counter("stratakv:tier_evicted_blocks", "Blocks displaced by others.")),
+    ("dropped_stores", _counter("stratakv:tier_dropped_stores", "Blocks refused or lost.")),
+    (
+        "corrupt_records_dropped",
+        _counter("stratakv:corrupt_records_dropped", "Records forgotten as damaged or unreadable."),
+    ),
+)
+# Of each tier, by a further label.
+TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
+    (
+        "rejected",
+        "defect",
+        _counter("stratakv:checksum_rejects", "Damaged records that were not served."),
+    ),
+    ("errors", "kind", _counter("stratakv:tier_errors", "Faults of a tier, each a miss.")),
+)
+
+# Of the cpu tier: parts of its slots that transfers hold now.
+CPU_USAGE = _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Part held by transfers.")
+CPU_READ_USAGE = _gauge("vllm:kv_offload_cpu_cache_read_usage_perc", "Part being read.")
+CPU_WRITE_USAGE = _gauge("vllm:kv_offload_cpu_cache_write_usage_perc", "Part being filled.")
+
+_TIERING = "vllm:kv_offload_tiering_"
+# Of the connector, with the label `tier`: place and name, as `0:primary` and `1:ssd`.
+LOOKUPS: Table = (
+    ("lookup_queries", _counter(f"{_TIERING}chunk_queries", "Chunks looked up in a tier.")),
+    ("lookup_hits", _counter(f"{_TIERING}chunk_hits", "Chunks that were there.")),
+)
+# Of each store below the cpu tier, from its tier's figures; the label as above.
+STORE: Table = (
+    ("loaded_bytes", _counter(f"{_TIERING}read_bytes", "Bytes read from a tier.")),
+    ("load_seconds", _counter(f"{_TIERING}read_time", "Time of these reads.")),
+    ("stored_bytes", _counter(f"{_TIERING}write_bytes", "Bytes written to a tier.")),
+    ("store_seconds", _counter(f"{_TIERING}write_time", "Time of these writes.")),
+)
+# The same, from the figures of its traffic.
+TRAFFIC: Table = (
+    ("active_promotions", _gauge(f"{_TIERING}active_promotion_jobs", "Reads under way.")),
+    ("active_cascades", _gauge(f"{_TIERING}active_cascade_jobs", "Writes under way.")),
+    (
+        "promotion_seconds",
+        _histogram(f"{_TIERING}promotion_latency_seconds", "From asking for a read to its end."),
+    ),
+    ("promotion_failures", _counter(f"{_TIERING}promotion_job_failures", "Reads that failed.")),
+    (
+        "promotion_allocation_failures",
+        _counter(f"{_TIERING}promotion_allocation_failures", "Reads the cpu tier had no room for."),
+    ),
+    ("cascade_failures", _counter(f"{_TIERING}cascade_job_failures", "Writes that failed.")),
+    (
+        "lost_blocks",
+        _counter(f"{_TIERING}backpressure_blocks_dropped", "Blocks evicted before their write."),
+    ),
+    (
+        "lost_stores",
+        _counter(f"{_TIERING}backpressure_stores_dropped", "Evictions that lost such blocks."),
+    ),
+)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv config show` and `config check FILE`: what holds, and where it comes from.
+
+`show` takes the arguments of `serve` and refuses what `serve` would refuse; what it prints is a
+file that `--config` takes. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..config import ConfigError
+from ..nearest import did_you_mean
+from ..options import engine_config
+from ..settings import readers
+from ..settings.layers import hides, with_origins
+from ..settings.resolve import Settings, read_config_settings
+from ..settings.schema import MASK, MODEL, SCHEMA, default_text, shown, value_in
+from ..settings.server import server_config
+from . import serve
+from .args import Parser, naming_origins, settings_of
+
+DESCRIPTION = "Show the settings that hold and where they come from, or check a file of them."
+
+DEFAULT = "default"
+# Texts that YAML reads as themselves without quotes.
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./,-]*|\d+[MGT]iB")
+_WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The word; the rest belongs to it."""
+    parser.add_argument("word", metavar="show|check", nargs="?", help="see the documentation")
+    parser.add_argument(
+        "rest", metavar="...", nargs=argparse.REMAINDER,
+        help="show: the arguments of serve, --origin, --json; check: a file",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the word says."""
+    if args.word not in _WORDS:
+        near = did_you_mean(args.word or "", _WORDS)
+        given = "" if args.word is None else f", not {args.word!r}{near}"
+        raise ConfigError(f"stratakv config takes {' or '.join(_WORDS)}{given}")
+    return _WORDS[args.word](args.rest)
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """All of serve's, and how to show them."""
+    parser.add_argument("--origin", action="store_true", help="say where each comes from")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    serve.add_arguments(parser)
+
+
+def _show(words: list[str]) -> int:
+    parser = Parser(prog="stratakv config show", description=DESCRIPTION)
+    add_show_arguments(parser)
+    args = parser.parse_all(words)
+    settings = settings_of(args)
+    with naming_origins(args):
+        values = effective(settings)
+    if args.json:
+        print(json.dumps(_as_json(values, settings, with_origin=args.origin), indent=2))
+    else:
+        _print_lines(values, settings, with_origin=args.origin)
+    return 0
+
+
+def _check(words: list[str]) -> int:
+    parser = Parser(prog="stratakv config check", description=DESCRIPTION)
+    parser.add_argument("file", metavar="FILE", help="YAML or TOML")
+    path = readers.path("FILE", parser.parse_all(words).file)
+    settings = read_config_settings(path)
+    try:
+        effective(settings)
+    except ConfigError as error:
+        raise ConfigError(with_origins(str(error), settings.given)) from error
+    print(f"{path} is fine: {len(settings.given)} options")
+    for note in settings.notes:
+        print(note)
+    return 0
+
+
+_WORDS: Mapping[str, Callable[[list[str]], int]] = {"show": _show, "check": _check}
+
+
+def effective(settings: Settings) -> dict[str, Any]:
+    """Every option with what holds for it, as a file takes it. Secrets are masked, and None is
+    what has no value or no effect."""
+    engine = engine_config(settings.model, settings.engine_options)
+    server = server_config(settings.server_options)
+    values = {name: shown(name, value_in(name, engine, server)) for name in SCHEMA}
+    if settings.model is None:
+        values[MODEL] = None  # where the embedded model lies is nobody's concern
+    pool = () if engine.cache.num_blocks is None else hides("num_blocks", engine.cache.num_blocks)
+    for name in (*pool, *hides("kv_offload", engine.offload.tiers)):
+        values[name] = None
+    return values
+
+
+def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: bool) -> None:
+    lines = [_yaml_line(name, value) for name, value in values.items()]
+    width = max(map(len, lines))
+    for name, line in zip(values, lines, strict=True):
+        origin = f"  # {_origin(settings, name)}" if with_origin else ""
+        print(f"{line:<{width}}{origin}" if origin else line)
+    for note in settings.notes:
+        print(f"# {note}")
+
+
+def _yaml_line(name: str, value: Any) -> str:
+    """What no file can take, a secret or nothing, is a comment."""
+    if value is None:
+        is_unused = default_text(name) != SCHEMA[name].unset
+        return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"
+    if value == MASK and SCHEMA[name].is_secret:
+        return f"# {name}: {MASK}"
+    is_plain = not isinstance(value, str) or (
+        _PLAIN.fullmatch(value) is not None and value.lower() not in _WORDS_OF_YAML
+    )
+    text = str(value) if is_plain else json.dumps(value, ensure_ascii=False)
+    return f"{name}: {text.lower() if isinstance(value, bool) else text}"
+
+
+def _as_json(values: Mapping[str, Any], settings: Settings, *, with_origin: bool) -> dict[str, Any]:
+    if not with_origin:
+        return dict(values)
+    return {
+        name: {"value": value, "kind": _kind(settings, name), "origin": _origin(settings, name)}
+        for name, value in values.items()
+    }
+
+
+def _kind(settings: Settings, name: str) -> str:
+    return settings.given[name].kind if name in settings.given else DEFAULT
+
+
+def _origin(settings: Settings, name: str) -> str:
+    return settings.given[name].origin if name in settings.given else DEFAULT

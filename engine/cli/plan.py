@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv plan`: what a model takes, what fits and when loading pays, before anything is started.
+
+Reads config.json, and of weight files only whether they are there. The arithmetic is in
+`engine/plan.py`, rates come from `plan_rates.py`, and `plan_table.py` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...tiers.block import DTYPE_BYTES, BlockLayout
+from ...tiers.errors import TierConfigError
+from ...tiers.host_memory import available_memory_bytes
+from ...tiers.ssd.space import plan_space
+from .. import plan
+from ..config import CacheConfig, ConfigError, ModelConfig
+from ..models.shards import find_shards
+from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
+from ..options import EMBEDDED_MODEL, flag_of
+from ..settings import readers
+from ..settings.readers import Reader
+from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
+
+DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."
+
+TYPICAL_TOKENS = 2048
+MAX_DEVICES = 1024
+# More than all computers of the world do in a second.
+MAX_PER_SECOND = 1e24
+
+
+def _size(called: str, value: Any) -> int:
+    size: int = readers.size(called, value)
+    if size < 1:
+        raise ConfigError(f"{called} must be at least 1 byte, not {value}; leave it out for none")
+    return size
+
+
+def _bytes_per_second(called: str, value: str) -> float:
+    return float(_size(called, value.removesuffix("/s")))
+
+
+def _per_second(called: str, value: str) -> float:
+    number = readers.number(called, value)
+    if not 0 < number <= MAX_PER_SECOND:  # false for NaN too
+        raise ConfigError(f"{called} takes a number above 0 and to {MAX_PER_SECOND:g}, not {value}")
+    return number
+
+
+# Flag → (how it is read, its metavar, help)
+_FLAGS: Mapping[str, tuple[Reader, str, str]] = {
+    "memory": (_size, "SIZE", "memory of one device (default: what this machine has left)"),
+    "cpu": (_size, "SIZE", "size of the cpu tier (default: none)"),
+    "ssd": (_size, "SIZE", "size of the ssd tier (default: none)"),
+    "block_size": (readers.integer, "N", "tokens in a block (default: 16)"),
+    "dtype": (readers.text, "TYPE", "number type of the weights (default: auto, float32)"),
+    "kv_dtype": (
+        readers.one_of("auto", *DTYPE_BYTES), "TYPE",
+        "number type of K and V (default: auto, as the weights)",
+    ),
+    "max_model_len": (
+        readers.integer, "N", "tokens of the longest request (default: what the model allows)",
+    ),
+    "request_tokens": (
+        readers.integer, "N", f"tokens of a typical request (default: up to {TYPICAL_TOKENS})",
+    ),
+    "reserve": (readers.size, "SIZE", "memory beside weights and KV (default: an estimate)"),
+    "tensor_parallel_size": (
+        readers.integer_within(1, MAX_DEVICES), "N", "devices that share the model (default: 1)",
+    ),
+    "cpu_bandwidth": (
+        _bytes_per_second, "RATE", "bytes/s from the cpu tier to one device (default: measured)",
+    ),
+    "ssd_bandwidth": (
+        _bytes_per_second, "RATE", "bytes/s read from the ssd tier (default: measured)",
+    ),
+    "network_bandwidth": (
+        _bytes_per_second, "RATE", "bytes/s from another host (default: left out)",
+    ),
+    "flops": (_per_second, "N", "operations/s of one device (default: measured)"),
+    "prefill_tokens_per_second": (
+        _per_second, "N", "prompt tokens/s of all devices, instead of --flops",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned. Bytes and the layout are those of one device."""
+
+    path: Path
+    spec: ModelSpec
+    shapes: plan.Shapes
+    dtype: str
+    max_model_len: int
+    typical_tokens: int
+    num_devices: int
+    layout: BlockLayout
+    memory: plan.Memory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, sizes and rates."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", type=Path, default=EMBEDDED_MODEL,
+        help="a directory with config.json (default: the embedded model)",
+    )  # fmt: skip
+    for name, (_, metavar, text) in _FLAGS.items():
+        parser.add_argument(flag_of(name), metavar=metavar, help=text)
+    parser.add_argument(
+        "--probe", action=argparse.BooleanOptionalAction, default=True,
+        help="measure rates that are not given, or take reference figures",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Raises ConfigError."""
+    given = {
+        name: read(flag_of(name), getattr(args, name))
+        for name, (read, *_) in _FLAGS.items()
+        if getattr(args, name) is not None
+    }
+    made = make_plan(args.model, given, args.probe)
+    if args.json:
+        print(json.dumps(made, indent=2, allow_nan=False))
+    else:
+        from .plan_table import print_plan
+
+        print_plan(made)
+    return 0
+
+
+def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, Any]:
+    """The whole plan, as JSON has it."""
+    subject = _subject(path, given)
+    tiers = _tiers(subject, given)
+    rates = resolve_rates(given, probe)  # last of what may be refused, for it takes a second
+    return {
+        "model": _model(subject),
+        "block": {
+            "tokens": subject.layout.block_size,
+            "kv_dtype": subject.layout.kv_dtype,
+            "bytes_per_token": subject.layout.token_bytes,
+            "bytes": subject.layout.page_bytes,
+        },
+        "memory": {**asdict(subject.memory), "kv_bytes": subject.memory.kv_bytes},
+        "tiers": {name: asdict(held) for name, held in tiers.items()},
+        "waste": asdict(plan.waste(subject.layout, subject.typical_tokens)),
+        "rates": {name: asdict(rate) for name, rate in rates.items()},
+        **_loading(subject, rates),
+        "notes": _notes(subject, given, rates, tiers["pool"]),
+    }
+
+
+def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
+    # They need torch, and --help does not.
+    from ..models.dtypes import compute_dtype, dtype_name
+    from ..models.weights import expected_tensors
+
+    spec = load_model_spec(path)
+    lengths = given.get("max_model_len")
+    model = ModelConfig(path, path.name, dtype=given.get("dtype", "auto"), max_model_len=lengths)
+    max_model_len = resolve_max_model_len(spec, model.max_model_len)
+    dtype = dtype_name(compute_dtype(model.dtype))
+    kv_dtype = given.get("kv_dtype", "auto")
+    devices = given.get("tensor_parallel_size", 1)
+    block_size = CacheConfig(block_size=given.get("block_size", 16)).block_size
+    layout = plan.device_layout(
+        spec, block_size, dtype if kv_dtype == "auto" else kv_dtype, devices
+    )
+    shapes = expected_tensors(spec)
+    memory = plan.Memory(
+        total_bytes=_memory_bytes(given),
+        weight_bytes=plan.weight_bytes(shapes, dtype, devices),
+        reserve_bytes=given.get("reserve", plan.activation_bytes(spec, dtype)),
+    )
+    plan.check_memory(memory, layout)
+    typical = _typical_tokens(given, max_model_len)
+    return Subject(path, spec, shapes, dtype, max_model_len, typical, devices, layout, memory)
+
+
+def _memory_bytes(given: Mapping[str, Any]) -> int:
+    size = given.get("memory") or available_memory_bytes()
+    if size is None:
+        raise ConfigError("this machine does not say how much memory it has left; give --memory")
+    return int(size)
+
+
+def _typical_tokens(given: Mapping[str, Any], max_model_len: int) -> int:
+    tokens = int(given.get("request_tokens", min(TYPICAL_TOKENS, max_model_len)))
+    if not 1 <= tokens <= max_model_len:
+        raise ConfigError(
+            f"--request-tokens takes a number from 1 to the {max_model_len} tokens of the longest "
+            f"request, not {tokens}"
+        )
+    return tokens
+
+
+def _model(subject: Subject) -> dict[str, Any]:
+    elements = plan.num_elements(subject.shapes)
+    return {
+        "path": str(subject.path),
+        "architecture": subject.spec.architecture,
+        "parameters": elements,
+        "dtype": subject.dtype,
+        "parameter_bytes": elements * DTYPE_BYTES[subject.dtype],
+        "weight_files": _weight_files(subject.path),
+        "max_model_len": subject.max_model_len,
+        "typical_tokens": subject.typical_tokens,
+        "tensor_parallel_size": subject.num_devices,
+    }
+
+
+def _weight_files(path: Path) -> dict[str, int] | None:
+    """Count and size of the safetensors files; None where they are not all there."""
+    try:
+        files = find_shards(path).files
+    except ConfigError:  # a plan needs none of them
+        return None
+    return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def _tiers(subject: Subject, given: Mapping[str, Any]) -> dict[str, plan.Capacity]:
+    layout, devices, kv_bytes = subject.layout, subject.num_devices, subject.memory.kv_bytes
+    lengths = {
+        "max_model_len": subject.max_model_len,
+        "typical_tokens": subject.typical_tokens,
+    }
+    size = layout.block_size
+    pool = plan.capacity(
+        kv_bytes, kv_bytes // layout.page_bytes, size, null_blocks=plan.NULL_BLOCKS, **lengths
+    )
+    tiers = {"pool": pool}
+    if "cpu" in given:
+        blocks = given["cpu"] // (devices * layout.slot_bytes)
+        if blocks == 0:
+            raise ConfigError(
+                f"--cpu {given['cpu']} holds no block; give at least {devices * layout.slot_bytes}"
+            )
+        tiers["cpu"] = plan.capacity(given["cpu"], blocks, size, **lengths)
+    if "ssd" in given:
+        try:
+            blocks = plan_space(layout, given["ssd"] // devices).num_slots
+        except TierConfigError as error:
+            raise ConfigError(f"--ssd {given['ssd']} on {devices} device(s): {error}") from error
+        tiers["ssd"] = plan.capacity(given["ssd"], blocks, size, **lengths)
+    return tiers
+
+
+def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
+    layout, devices = subject.layout, subject.num_devices
+    if PREFILL_TOKENS in rates:
+        prefill = plan.Prefill(1 / rates[PREFILL_TOKENS].per_second)
+    else:
+        operations = rates[OPERATIONS].per_second * devices
+        prefill = plan.prefill_of(subject.shapes, subject.spec, operations)
+    ways = {place: rates[place].per_second for place in PLACES if place in rates}
+    seconds = plan.block_seconds(layout, ways, devices)
+    lengths = plan.prefix_lengths(subject.max_model_len)
+    return {
+        "loads": [asdict(load) for load in plan.loads(lengths, layout, seconds, prefill, devices)],
+        "break_even_tokens": {
+            place: plan.break_even_tokens(each, layout.block_size, prefill)
+            for place, each in seconds.items()
+        },
+    }
+
+
+def _notes(
+    subject: Subject, given: Mapping[str, Any], rates: Mapping[str, Rate], pool: plan.Capacity
+) -> list[str]:
+    """What the figures rest on, and what `serve` would say to them."""
+    notes = []
+    if "reserve" not in given:
+        notes.append("the reserve is an estimate for steps of the default size")
+    if OPERATIONS in rates:
+        notes.append(
+            "computing is reckoned at the whole rate of operations; a model does not reach it, so "
+            "loading gains more than this says"
+        )
+    if subject.num_devices > 1:
+        notes.append(
+            "several devices are reckoned to share work and matrices evenly; this version "
+            "computes on one"
+        )
+    if subject.layout.kv_dtype != subject.dtype:
+        notes.append(f"this version keeps K and V in the type of the weights, {subject.dtype}")
+    if pool.requests_of_max_model_len == 0:
+        notes.append(
+            f"the KV pool cannot hold one request of {subject.max_model_len} tokens; "
+            f"--max-model-len {pool.tokens} is the most"
+        )
+    return notes

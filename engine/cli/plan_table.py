@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints a plan as tables. Knows only the plan's JSON form, and measures and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_RATE_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def print_plan(made: dict[str, Any]) -> None:
+    """All of it on standard output."""
+    console = Console()
+    # A file has no width; 110 columns keep one row on one line there.
+    console = console if console.is_terminal else Console(width=110)
+    console.print(_summary(made), soft_wrap=True, markup=False, highlight=False)
+    for title, columns, rows in (_memory(made), _tiers(made), _loads(made), _rates(made)):
+        console.print(_table(title, columns, rows))
+    for line in (_break_even(made), _waste(made), *made["notes"]):
+        console.print(f"- {line}", soft_wrap=True, markup=False, highlight=False)
+
+
+def show_bytes(count: float) -> str:
+    """Three figures and a decimal unit: `5.24 MB`."""
+    for factor, unit in _BYTE_UNITS:
+        if count >= factor:
+            return f"{_three(count / factor)} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Three figures: `46.8 ms`."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{_three(seconds / factor)} {unit}"
+    return f"{_three(seconds / 1e-6)} µs"
+
+
+def show_rate(per_second: float, what: str) -> str:
+    """`28.0 GB/s`, or `1.20 T operations/s`."""
+    unit = what.partition(",")[0]
+    if unit == "bytes":
+        return f"{show_bytes(per_second)}/s"
+    for factor, prefix in _RATE_PREFIXES:
+        if per_second >= factor:
+            return f"{_three(per_second / factor)} {prefix} {unit}/s"
+    return f"{_three(per_second)} {unit}/s"
+
+
+def _three(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def _summary(made: dict[str, Any]) -> str:
+    model, block = made["model"], made["block"]
+    files = model["weight_files"]
+    there = "no whole set of safetensors files is there"
+    if files is not None:
+        there = f"safetensors files of {show_bytes(files['bytes'])} are there"
+    return (
+        f"{model['path']}: {model['architecture']}, {model['parameters']:,} parameters, "
+        f"{show_bytes(model['parameter_bytes'])} in {model['dtype']} "
+        f"(counted from config.json; {there})\n"
+        f"KV cache in {block['kv_dtype']}: {block['bytes_per_token']:,} bytes a token, "
+        f"{block['bytes']:,} bytes ({show_bytes(block['bytes'])}) a block of {block['tokens']} "
+        f"tokens, in one piece{_on_each(model)}"
+    )
+
+
+def _on_each(model: dict[str, Any]) -> str:
+    devices = model["tensor_parallel_size"]
+    return f", on each of {devices} devices" if devices > 1 else ""
+
+
+_Part = tuple[str, Sequence[str], list[list[str]]]
+
+
+def _memory(made: dict[str, Any]) -> _Part:
+    memory = made["memory"]
+    names = {
+        "total_bytes": "memory",
+        "weight_bytes": "weights",
+        "reserve_bytes": "reserve for activations",
+        "kv_bytes": "KV pool",
+    }
+    rows = [
+        [name, show_bytes(memory[key]), f"{memory[key] / memory['total_bytes']:.1%}"]
+        for key, name in names.items()
+    ]
+    return f"Memory{_on_each(made['model'])}", ("what", "size", "share"), rows
+
+
+def _tiers(made: dict[str, Any]) -> _Part:
+    model = made["model"]
+    columns = (
+        "tier", "size", "blocks", "tokens", f"requests of {model['max_model_len']:,}",
+        f"of {model['typical_tokens']:,}",
+    )  # fmt: skip
+    rows = [
+        [
+            name,
+            show_bytes(tier["size_bytes"]),
+            f"{tier['blocks']:,}",
+            f"{tier['tokens']:,}",
+            f"{tier['requests_of_max_model_len']:,}",
+            f"{tier['requests_of_typical_length']:,}",
+        ]
+        for name, tier in made["tiers"].items()
+    ]
+    return "What fits (of the pool's blocks one is the null block)", columns, rows
+
+
+def _loads(made: dict[str, Any]) -> _Part:
+    places = list(made["break_even_tokens"])
+    columns = ["prefix", "blocks", "size", "computed in", *(f"from {name}" for name in places)]
+    rows = [
+        [
+            f"{load['tokens']:,}",
+            f"{load['blocks']:,}",
+            show_bytes(load["size_bytes"]),
+            show_seconds(load["prefill_seconds"]),
+            *(_load(load, load["load_seconds"][place]) for place in places),
+        ]
+        for load in made["loads"]
+    ]
+    return "A prefix computed, and loaded instead", columns, rows
+
+
+def _load(load: dict[str, Any], seconds: float) -> str:
+    return f"{show_seconds(seconds)} ({_three(load['prefill_seconds'] / seconds)}x)"
+
+
+def _rates(made: dict[str, Any]) -> _Part:
+    rows = [
+        [name.replace("_", " "), show_rate(rate["per_second"], rate["what"]), rate["origin"],
+         rate["what"].partition(", ")[2]]
+        for name, rate in made["rates"].items()
+    ]  # fmt: skip
+    return "Rates", ("of", "rate", "origin", "how"), rows
+
+
+def _break_even(made: dict[str, Any]) -> str:
+    longest = made["model"]["max_model_len"]
+    block = made["block"]["tokens"]
+
+    def say(place: str, tokens: int | None) -> str:
+        if tokens is None or tokens > longest:
+            return f"from {place} never"
+        return f"from {place} " + ("always" if tokens == block else f"from {tokens:,} tokens on")
+
+    words = [say(place, tokens) for place, tokens in made["break_even_tokens"].items()]
+    return "loading a prefix is quicker than computing it: " + ", ".join(words)
+
+
+def _waste(made: dict[str, Any]) -> str:
+    waste = made["waste"]
+    return (
+        f"half-filled last blocks: {waste['tokens_per_request']:g} tokens "
+        f"({show_bytes(waste['bytes_per_request'])}) of a request on average, "
+        f"{waste['share_of_typical']:.2%} of one of {made['model']['typical_tokens']:,}"
+    )
+
+
+def _table(title: str, columns: Sequence[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    is_text = {"what", "tier", "of", "origin", "how"}
+    for column in columns:
+        table.add_column(column, justify="left" if column in is_text else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

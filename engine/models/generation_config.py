@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's authors recommend for sampling, read from its generation_config.json.
+
+Only keys with a number that requests may give too. That the file says `do_sample: false` turns no
+server greedy: exporters write it for every model. Imports no torch, and knows nothing of requests:
+whoever answers them decides when a recommendation counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .json_fields import JsonFields, read_json
+
+GENERATION_CONFIG = "generation_config.json"
+_MAX_TOP_K = 2**31 - 1
+
+# The bounds are those of a request's sampling parameters.
+_READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
+    "temperature": lambda fields, name: fields.number_from(name, 0.0, 100.0),
+    "top_k": lambda fields, name: fields.integer(name, minimum=-1, maximum=_MAX_TOP_K),
+    "top_p": lambda fields, name: fields.number(name, at_most=1.0),
+    "min_p": lambda fields, name: fields.number_from(name, 0.0, 1.0),
+    "repetition_penalty": lambda fields, name: fields.number(name, at_most=100.0),
+    "max_new_tokens": lambda fields, name: fields.integer(name),
+}
+
+
+def load_default_sampling(path: Path) -> dict[str, float | int]:
+    """The recommendations in the model directory `path`, by Hugging Face's names; empty without a
+    file. Raises ConfigError naming the file and the key for a value no request may have."""
+    if not (path / GENERATION_CONFIG).exists():
+        return {}
+    fields = read_json(path / GENERATION_CONFIG)
+    return {name: read(fields, name) for name, read in _READERS.items() if fields.has(name)}

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Biases: numbers that a request adds to the logits of tokens it names.
+
+Knows nothing of probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...worker.batch_update import AddedRow, BatchUpdate
+from ...worker.block_table import IntArray
+from ..row_states import RowStates
+from .base import LogitsProcessor, ProcessorContext
+from .entries import entries_of
+
+
+class Biases(NamedTuple):
+    """Token ids and what is added to each."""
+
+    token_ids: IntArray
+    values: npt.NDArray[np.float64]
+
+
+class LogitBias(LogitsProcessor):
+    """Adds. A token named twice gets both numbers."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self._states = RowStates(context.max_rows, self._state_of)
+
+    @property
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._states)
+
+    def update_state(self, update: BatchUpdate) -> None:
+        self._states.update(update)
+
+    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+        asked = self._states.of(rows)
+        if asked:
+            entries = entries_of([(index, biases.token_ids) for index, biases in asked])
+            values = torch.from_numpy(np.concatenate([biases.values for _, biases in asked]))
+            logits.index_put_(tuple(entries), values.to(logits.dtype), accumulate=True)
+        return logits
+
+    def _state_of(self, added: AddedRow) -> Biases | None:
+        totals: dict[int, float] = {}
+        for token, value in added.params.logit_bias:
+            if 0 <= token < self.context.vocab_size:
+                totals[token] = totals.get(token, 0.0) + value
+        if not totals:
+            return None
+        return Biases(np.array(list(totals), np.int64), np.array(list(totals.values()), np.float64))

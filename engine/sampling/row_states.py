@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept for each row of the persistent batch, following requests from row to row.
+
+`RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
+rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty. Knows
+nothing of logits or of what is kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..worker.batch_update import AddedRow, BatchUpdate, MoveKind
+from ..worker.block_table import IntArray
+
+Number = TypeVar("Number", np.float64, np.int64)
+State = TypeVar("State")
+
+
+class RowFollower(ABC):
+    """The one way to take in a BatchUpdate; what a row holds is left to those below."""
+
+    def update(self, update: BatchUpdate) -> None:
+        """Take in one step's changes: removed, added, moved."""
+        for row in update.removed:
+            self._drop(row)
+        for added in update.added:
+            self._drop(added.row)
+            self._add(added)
+        for source, target, kind in update.moved:
+            self._exchange(source, target)
+            if kind is MoveKind.ONE_WAY:
+                self._drop(source)
+
+    @abstractmethod
+    def _add(self, added: AddedRow) -> None: ...
+
+    @abstractmethod
+    def _drop(self, row: int) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, first: int, second: int) -> None: ...
+
+
+class RowValues(RowFollower, Generic[Number]):
+    """One number for each row: what `value_of` makes of its request, `empty` without a request."""
+
+    def __init__(
+        self, max_rows: int, empty: Number, value_of: Callable[[AddedRow], float | int]
+    ) -> None:
+        self.values: npt.NDArray[Number] = np.full(max_rows, empty, empty.dtype)
+        self._empty: Number = empty
+        self._value_of = value_of
+
+    def _add(self, added: AddedRow) -> None:
+        self.values[added.row] = self._value_of(added)
+
+    def _drop(self, row: int) -> None:
+        self.values[row] = self._empty
+
+    def _exchange(self, first: int, second: int) -> None:
+        self.values[[first, second]] = self.values[[second, first]]
+
+
+class RowStates(RowFollower, Generic[State]):
+    """An object for each row whose request needs one: what `state_of` makes of it, unless None.
+    False where no row has any."""
+
+    def __init__(self, max_rows: int, state_of: Callable[[AddedRow], State | None]) -> None:
+        self._states: dict[int, State] = {}
+        self._has_state: npt.NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        self._state_of = state_of
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def of(self, rows: IntArray) -> list[tuple[int, State]]:
+        """The states among `rows`, each with its index there. Rows that have none cost nothing."""
+        if not self._states:
+            return []
+        indices = np.flatnonzero(self._has_state[rows])
+        states = map(self._states.__getitem__, rows[indices].tolist())
+        return list(zip(indices.tolist(), states, strict=True))
+
+    def discard(self, row: int) -> None:
+        """Forget what a row needs no more."""
+        self._drop(row)
+
+    def _add(self, added: AddedRow) -> None:
+        state = self._state_of(added)
+        if state is not None:
+            self._put(added.row, state)
+
+    def _drop(self, row: int) -> None:
+        self._states.pop(row, None)
+        self._has_state[row] = False
+
+    def _exchange(self, first: int, second: int) -> None:
+        one, other = self._states.get(first), self._states.get(second)
+        self._drop(first)
+        self._drop(second)
+        if one is not None:
+            self._put(second, one)
+        if other is not None:
+            self._put(first, other)
+
+    def _put(self, row: int, state: State) -> None:
+        self._states[row] = state
+        self._has_state[row] = True

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's names for options, taken as flags and in files so that its command lines work here.
+
+Each is another name of an option, or accepted with the values that ask for nothing, or refused
+with the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
+Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import GIB, MAX_SIZE_BYTES, ConfigError
+from ..logprobs import MAX_LOGPROBS
+from . import readers
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an alias says in StrataKV's own options, read already."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)  # where no layer gives the option
+    note: str = ""  # for the log
+
+
+Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """One of vLLM's options."""
+
+    translate: Translate
+    metavar: str = ""  # empty: a switch with --no-
+    is_server: bool = False  # no flag of `generate`
+
+
+_NOTHING = Meaning()
+_MAX_GIB = MAX_SIZE_BYTES // GIB
+
+
+def _renamed(name: str, read: readers.Reader) -> Translate:
+    return lambda called, value: Meaning({name: read(called, value)})
+
+
+def _only(*neutral: str, way: str) -> Translate:
+    """Values that ask for what StrataKV does anyway; any other is refused."""
+
+    def translate(called: str, value: Any) -> Meaning:
+        if str(value).strip().lower() not in neutral:
+            raise ConfigError(f"{called} takes {' or '.join(neutral)} here, not {value!r}; {way}")
+        return _NOTHING
+
+    return translate
+
+
+def _refused(way: str) -> Translate:
+    """Whatever the value, unless it switches the thing off."""
+
+    def translate(called: str, value: Any) -> Meaning:
+        if value is False or str(value).strip().lower() in ("0", "false", "no", "off"):
+            return _NOTHING
+        raise ConfigError(f"{called} is not taken: {way}")
+
+    return translate
+
+
+def _without_effect(read: readers.Reader, reason: str) -> Translate:
+    def translate(called: str, value: Any) -> Meaning:
+        read(called, value)
+        return Meaning(note=f"{called} has no effect: {reason}")
+
+    return translate
+
+
+def _offloading_size(called: str, value: Any) -> Meaning:
+    """GiB of CPU memory, which also turns the cpu tier on."""
+    gibibytes = readers.number(called, value)
+    if not 0 < gibibytes <= _MAX_GIB:
+        raise ConfigError(f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {value!r}")
+    return Meaning({"kv_offload_cpu_bytes": int(gibibytes * GIB)}, implied={"kv_offload": ("cpu",)})
+
+
+def _share(called: str, value: Any) -> None:
+    if not 0 < readers.number(called, value) <= 1:
+        raise ConfigError(f"{called} takes a share above 0 and up to 1, not {value!r}")
+
+
+def _no_log_stats(called: str, value: Any) -> Meaning:
+    return Meaning({"log_stats": not readers.switch(called, value)})
+
+
+ALIASES: Mapping[str, Alias] = {
+    "kv_offloading_size": Alias(_offloading_size, "GIB"),
+    "kv_offloading_backend": Alias(
+        _only("native", way="the tiers are StrataKV's own; say --kv-offload cpu or cpu,ssd"), "NAME"
+    ),
+    "num_gpu_blocks_override": Alias(_renamed("num_blocks", readers.integer), "N"),
+    "prefix_caching_hash_algo": Alias(
+        _renamed("block_hash", readers.one_of("sha256", "sha256_cbor")), "NAME"
+    ),
+    "gpu_memory_utilization": Alias(
+        _without_effect(
+            _share, "it is a share of GPU memory; --kv-cache-memory-bytes sizes the KV pool"
+        ),
+        "SHARE",
+    ),
+    "kv_cache_dtype": Alias(
+        _only("auto", way="the KV pool has the type of the computation; choose it with --dtype"),
+        "TYPE",
+    ),
+    "load_format": Alias(
+        _only("auto", "safetensors", way="weights are read from safetensors files only"), "NAME"
+    ),
+    "tensor_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
+    "pipeline_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
+    "tokenizer_mode": Alias(
+        _only("auto", way="the tokenizer is the model's tokenizer.json"), "NAME"
+    ),
+    "scheduling_policy": Alias(
+        _only("fcfs", way="requests are served in the order in which they came"), "NAME"
+    ),
+    "trust_remote_code": Alias(
+        _refused("no code of model repositories is run; leave it out, or use a built-in model")
+    ),
+    "enforce_eager": Alias(
+        _without_effect(readers.switch, "no graphs are captured, so none are switched off")
+    ),
+    "swap_space": Alias(
+        _refused("blocks go to a tier below the KV pool; say --kv-offload cpu"), "GIB"
+    ),
+    "kv_transfer_config": Alias(
+        _refused("the tiers are configured by options; say --kv-offload cpu,ssd"), "JSON"
+    ),
+    "seed": Alias(
+        _only("0", way="every request brings its own seed; send `seed` with it"),
+        "N",
+        is_server=True,
+    ),
+    "max_logprobs": Alias(
+        _only(str(MAX_LOGPROBS), way="so many may be asked for with any request"),
+        "N",
+        is_server=True,
+    ),
+    "uvicorn_log_level": Alias(
+        _renamed("log_level", readers.one_of("debug", "info", "warning", "error")),
+        "LEVEL",
+        is_server=True,
+    ),
+    "disable_log_stats": Alias(_no_log_stats, is_server=True),
+    "disable_log_requests": Alias(
+        _without_effect(readers.switch, "requests are never logged"), is_server=True
+    ),
+    "enable_prompt_tokens_details": Alias(
+        _without_effect(readers.switch, "every answer's usage holds them"), is_server=True
+    ),
+}

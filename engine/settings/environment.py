@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer of environment variables: `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`.
+
+A variable that begins so and is none is refused, since a mistyped one would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..config import ConfigError
+from ..nearest import did_you_mean
+from .aliases import ALIASES
+from .layers import VARIABLE, Given
+from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
+
+CONFIG_VARIABLE = "STRATAKV_CONFIG"
+# Variables that are no options, and what they are for.
+OTHER_VARIABLES: Mapping[str, str] = {
+    CONFIG_VARIABLE: "the file of options",
+    "STRATAKV_ARGS": "arguments that the systemd unit adds",
+}
+MAX_NAME_CHARACTERS = 80
+# Kubernetes gives these to every container beside a service whose name begins with `stratakv`.
+_SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT|PORT_.+)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.+)?")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    """The options in these variables; raises ConfigError for one that cannot be."""
+    known = {variable_of(name): name for name in SCHEMA}
+    layer = {}
+    for variable, value in environ.items():
+        if not variable.startswith(VARIABLE_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if _is_service_link(variable, value):
+            continue
+        name = known.get(variable)
+        if name is None:
+            raise ConfigError(_explain_unknown(variable, known))
+        layer[name] = Given(SCHEMA[name].read(variable, value), VARIABLE, variable)
+    return layer
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    if _SERVICE_LINK.fullmatch(variable):
+        return True
+    return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
+
+
+def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
+    shown = variable[:MAX_NAME_CHARACTERS]
+    if variable.removeprefix(VARIABLE_PREFIX).lower() in ALIASES:
+        return (
+            f"{shown} is set, and names of vLLM's options are taken as flags and in files only; "
+            "use StrataKV's own name"
+        )
+    # Without the prefix, which makes any two of them alike.
+    ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
+    near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)
+    near = re.sub(r"\b([A-Z][A-Z_]*)", rf"{VARIABLE_PREFIX}\1", near)
+    return f"{shown} is set and names no option{near or '; `stratakv config show` lists them'}"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer of a file: flat YAML or TOML, by the ending of its name.
+
+Keys are options with `-` or `_`, each once, and values are plain: nothing is nested, no type is
+made by a tag. Raises ConfigError with the file and the key. Knows nothing of what options mean.
+"""
+
+from __future__ import annotations
+
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError
+
+MAX_BYTES = 256 * 1024
+MAX_KEY_CHARACTERS = 64
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Options by name with `_`, unread, in the order of the file."""
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(
+            f"the configuration file {path} is read by its ending, which must be "
+            f"{', '.join(_PARSERS)}; rename it"
+        )
+    return _collect(path, parse(path, _text_of(path)))
+
+
+def called(path: Path, key: str) -> str:
+    """A key as messages name it: in one line, whatever it holds."""
+    short = key[:MAX_KEY_CHARACTERS]
+    return f"{short if short.isprintable() else repr(short)} of {path}"
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # Not a pipe or a device: opening one could wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"the configuration file {path} is no ordinary file; give one")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(
+                f"the configuration file {path} has more than {MAX_BYTES // 1024} KiB, and options "
+                "take much less; is it another file?"
+            )
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration file {path} cannot be read ({error.strerror})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the configuration file {path} is no UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from error
+
+
+def _collect(path: Path, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for key, value in pairs:
+        name = key.replace("-", "_")
+        shown = called(path, key)
+        if name in given:
+            raise ConfigError(f"{shown} stands there twice (- and _ are the same); keep one")
+        if value is None:
+            raise ConfigError(f"{shown} has no value; give one or leave the key out")
+        given[name] = value
+    return given
+
+
+def _refuse_nested(path: Path, key: str) -> ConfigError:
+    return ConfigError(
+        f"{called(path, key)} holds a table or nested lists, and the file is "
+        "flat: one `option: value` a line, without sections"
+    )
+
+
+def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep; the file is flat") from error
+    for key, value in table.items():
+        items = value if isinstance(value, list) else (value,)
+        if any(isinstance(item, dict | list) for item in items):
+            raise _refuse_nested(path, key)
+        yield key, value
+
+
+def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Reads the nodes before any value is made of them: duplicate keys and nesting show there."""
+    import yaml
+
+    try:
+        # yaml.safe_load would keep the last of two equal keys in silence.
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        # Its own text quotes the file, in which there may be secrets.
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{path} is no YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: it holds a character that may not be") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep; the file is flat") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path} is no list of options; write one `option: value` a line")
+    for key_node, node in root.value:
+        items = node.value if isinstance(node, yaml.SequenceNode) else (node,)
+        if not all(isinstance(item, yaml.ScalarNode) for item in (key_node, *items)):
+            raise _refuse_nested(path, str(key_node.value))
+        key = key_node.value
+        try:
+            yield key, loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:
+            line = f"line {node.start_mark.line + 1}"
+            raise ConfigError(
+                f"{called(path, key)} ({line}) is no plain value; put a text in quotes"
+            ) from error
+
+
+_PARSERS: Mapping[str, Callable[[Path, str], Iterator[tuple[str, Any]]]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": _parse_toml,
+}

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values with their origins, and how layers of them become one.
+
+    flags  >  environment  >  file  >  what aliases imply  >  defaults
+
+The highest layer that gives an option decides it. Where two options exclude each other, the one
+of the higher layer also hides the other of a lower layer; within one layer that is a contradiction
+and left for `options.py` to refuse. Knows nothing of how a layer is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import OFFLOAD_TIERS
+from ..options import OPTIONS, flag_of
+from .schema import MODEL, SCHEMA
+
+FLAG = "flag"
+VARIABLE = "variable"
+FILE = "file"
+
+_POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
+_NAMES_IN_TEXT = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)|\b(MODEL)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value, read already, and where it came from."""
+
+    value: Any
+    kind: str  # FLAG | VARIABLE | FILE
+    origin: str  # as a person knows it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
+
+
+Layer = Mapping[str, Given]
+
+
+def merge(layers: Sequence[Layer]) -> dict[str, Given]:
+    """One value for each option that any layer gives; the first layer is the highest."""
+    merged: dict[str, Given] = {}
+    for layer in layers:
+        hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
+        for name, given in layer.items():
+            if name not in hidden:
+                merged.setdefault(name, given)
+    return merged
+
+
+def hides(name: str, value: Any) -> Iterator[str]:
+    """The options that mean nothing once `name` has this value."""
+    if name in _POOL_SIZES:
+        yield from (other for other in _POOL_SIZES if other != name)
+    elif name == "kv_offload":
+        for tier in OFFLOAD_TIERS:
+            if tier not in value:
+                yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
+
+
+def with_origins(message: str, given: Layer) -> str:
+    """A refusal with the origins of the options it names, unless all of them were flags."""
+    named = {
+        name: given[name]
+        for flag, model in _NAMES_IN_TEXT.findall(message)
+        if (name := MODEL if model else flag.replace("-", "_")) in given and name in SCHEMA
+    }
+    origins = {
+        MODEL.upper() if name == MODEL else flag_of(name): each.origin
+        for name, each in named.items()
+    }
+    if all(flag == origin for flag, origin in origins.items()):
+        return message
+    words = [
+        f"{flag} comes from {'the command line' if flag == origin else origin}"
+        for flag, origin in origins.items()
+    ]
+    return f"{message} ({', '.join(words)})"

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of option values: from text, or from what Python, YAML and TOML give, to what is meant.
+
+A reader takes how the option was called (`--port`, `STRATAKV_PORT`, `port of x.yaml`) and the
+value, and raises ConfigError. Reading what was read already changes nothing. Knows no option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import ConfigError, parse_size
+from ..nearest import did_you_mean
+
+Reader = Callable[[str, Any], Any]
+
+_SWITCH = {
+    "true": True, "yes": True, "on": True, "1": True,
+    "false": False, "no": False, "off": False, "0": False,
+}  # fmt: skip
+# HMAC under a shorter secret could be found out by trying.
+MIN_SECRET_BYTES = 16
+
+
+def integer(called: str, value: Any) -> int:
+    """A whole number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigError(f"{called} takes a whole number, not {value!r}") from None
+
+
+def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
+    """A reader of whole numbers in [low, high]."""
+
+    def read(called: str, value: Any) -> int:
+        try:
+            number = integer(called, value)
+        except ConfigError:
+            number = low - 1
+        if not low <= number <= high:
+            raise ConfigError(f"{called} takes a whole number from {low} to {high}, not {value!r}")
+        return number
+
+    return read
+
+
+def number(called: str, value: Any) -> float:
+    """Also what is no finite number; the value objects refuse it with their bounds."""
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value if isinstance(value, int | float) else str(value))
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{called} takes a number, not {value!r}") from None
+
+
+def size(called: str, value: Any) -> int:
+    """A number of bytes, perhaps with a unit."""
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return parse_size(value if is_count else str(value), called)
+
+
+def switch(called: str, value: Any) -> bool:
+    """True or False, also as a word."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word not in _SWITCH:
+        raise ConfigError(f"{called} takes true or false (yes, no, on, off, 1, 0), not {value!r}")
+    return _SWITCH[word]
+
+
+def text(called: str, value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{called} takes a text that is not empty, not {value!r}{_quote(value)}")
+    return value
+
+
+def path(called: str, value: Any) -> Path:
+    """Raises ConfigError for what names no place in a file system."""
+    place = text(called, str(value) if isinstance(value, Path) else value)
+    if "\0" in place:
+        raise ConfigError(f"{called} takes a path, and {place!r} holds a zero byte; leave it out")
+    try:
+        return Path(place).expanduser()
+    except RuntimeError as error:  # `~name` of nobody on this machine
+        raise ConfigError(f"{called} takes a path, not {place!r} ({error})") from error
+
+
+def one_of(*known: str) -> Callable[[str, Any], str]:
+    """A reader of one word out of several."""
+
+    def read(called: str, value: Any) -> str:
+        if value not in known:
+            raise ConfigError(
+                f"{called} takes {' or '.join(known)}, not {value!r}"
+                f"{did_you_mean(str(value), known)}"
+            )
+        return str(value)
+
+    return read
+
+
+def tiers(called: str, value: Any) -> tuple[str, ...]:
+    """Which tiers there are, and in which order, is for OffloadConfig to say."""
+    names = value.split(",") if isinstance(value, str) else value
+    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not is_list or value == "":
+        raise ConfigError(f"{called} takes cpu or cpu,ssd, not {value!r}")
+    stripped = tuple(name.strip() for name in names)
+    return () if stripped == ("none",) else stripped
+
+
+def api_key(called: str, value: Any) -> str:
+    """A key that a header can carry. It is in no message."""
+    _check_secret(called, value)
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        raise ConfigError(
+            f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "
+            "send in a header; choose another key"
+        )
+    return str(value)
+
+
+def secret_bytes(called: str, value: Any) -> bytes:
+    """A secret for HMAC. It is in no message."""
+    if not isinstance(value, bytes):
+        _check_secret(called, value)
+        value = value.encode("utf-8", "surrogateescape")
+    if len(value) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{called} has {len(value)} bytes and {MIN_SECRET_BYTES} are the least that cannot be "
+            "guessed; make one with `openssl rand -hex 32`"
+        )
+    return bytes(value)
+
+
+def _check_secret(called: str, value: Any) -> None:
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise ConfigError(f"{called} takes a text, not a value of type {kind}; put it in quotes")
+    if not value.strip():
+        raise ConfigError(f"{called} is empty; give a key, or leave the option out")
+
+
+def _quote(value: Any) -> str:
+    """A cure for what YAML and TOML take for a number, a date or a truth value."""
+    return "" if value is None or isinstance(value, str | list | dict) else "; put it in quotes"

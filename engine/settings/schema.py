@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option there is, of the engine and of the server, in one table.
+
+`SCHEMA` is what environment and files may name. Also says what holds where nothing is given. Knows
+nothing of where values come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig, ModelConfig, show_size
+from ..options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS, Option
+from . import readers
+from .server import SERVER_OPTIONS, ServerConfig
+
+# The only option that is an argument and no flag.
+MODEL = "model"
+MODEL_OPTION = Option(
+    "model", "path", readers.path, "a model directory", "MODEL", "the embedded model"
+)
+SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS}
+
+VARIABLE_PREFIX = "STRATAKV_"
+# What is shown of a secret. It says nothing, not even the length.
+MASK = "***"
+
+_DEFAULT_ENGINE = EngineConfig(ModelConfig(EMBEDDED_MODEL, EMBEDDED_NAME))
+_DEFAULT_SERVER = ServerConfig()
+
+
+def variable_of(name: str) -> str:
+    """`block_size` → `STRATAKV_BLOCK_SIZE`."""
+    return VARIABLE_PREFIX + name.upper()
+
+
+def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
+    """What holds for an option in these settings."""
+    option = SCHEMA[name]
+    if option.section == "server":
+        return getattr(server, option.field)
+    section = engine if option.section == "engine" else getattr(engine, option.section)
+    return getattr(section, option.field)
+
+
+def shown(name: str, value: Any) -> Any:
+    """A value as a file takes it: a text, a number or a truth value; None where there is none."""
+    option = SCHEMA[name]
+    if value is None or value in ("", b""):
+        return None
+    if option.is_secret:
+        return MASK
+    if option.read is readers.tiers:
+        return ",".join(value) or "none"
+    if option.read is readers.size:
+        return show_size(value).removesuffix(" bytes")
+    return str(value) if isinstance(value, Path) else value
+
+
+def default_text(name: str) -> str:
+    """What holds where nothing is given, in words or as a flag takes it."""
+    if name in (MODEL, "served_model_name"):
+        return SCHEMA[name].unset
+    value = shown(name, value_in(name, _DEFAULT_ENGINE, _DEFAULT_SERVER))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return SCHEMA[name].unset if value is None else str(value)

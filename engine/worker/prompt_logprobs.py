@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of prompts, put together over the steps that compute them.
+
+The logits of a position tell how likely the token after it was, so a chunk of a prompt gives these
+entries; the prompt's last position belongs to the sampler:
+
+    position        0     1     2     3     4
+    prompt          a     b     c     d     e
+    chunk                [1     2     3)
+    its entries                 c     d         entries[0] stays None
+
+They are kept by position, so a prompt that is computed again after a preemption writes them again.
+Knows nothing of the model beyond hidden states and what makes logits of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..logprobs import PromptLogprobs
+from ..sampling.logprobs import prompt_logprobs
+from ..scheduler.output import ModelRunnerOutput
+from .block_table import IntArray
+from .input_batch import InputBatch, WorkerRequest
+
+# Logits of a whole prompt would take gigabytes: 4,096 tokens with 128,000 words, 2 GB in float32.
+LOGITS_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWish:
+    """A request whose prompt's log-probabilities have not been delivered."""
+
+    request: WorkerRequest
+    count: int  # of the likeliest tokens at each position
+    entries: PromptLogprobs
+
+
+class PromptPiece(NamedTuple):
+    """The positions from `start` to before `stop` of one prompt, computed in this step."""
+
+    wish: PromptWish
+    start: int
+    stop: int
+    first_row: int  # of `start` among the tokens of the step
+
+    @property
+    def rows(self) -> IntArray:
+        return np.arange(self.first_row, self.first_row + self.stop - self.start)
+
+
+class PromptLogprobsCollector:
+    """The wishes that are open. In every step `plan`, then `collect`, then `deliver`."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+        """`logits` makes `[rows, vocab]` of hidden states `[rows, hidden]`."""
+        self._logits = logits
+        self._wishes: dict[str, PromptWish] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is anything to do in this step."""
+        return bool(self._wishes)
+
+    def add(self, request: WorkerRequest) -> None:
+        """Note a new request, if it asks. One with output has had its entries in another life."""
+        count = request.params.prompt_logprobs
+        if count is not None and not request.output_token_ids:
+            entries: PromptLogprobs = [None] * len(request.prompt_token_ids)
+            self._wishes[request.request_id] = PromptWish(request, count, entries)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended; one that never asked is ignored."""
+        self._wishes.pop(request_id, None)
+
+    def plan(
+        self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> list[PromptPiece]:
+        """What a step that computes `counts` tokens of each of these rows of the batch, after
+        `computed` ones, has for the open wishes."""
+        first_rows = np.cumsum(counts) - counts
+        row_index = {row: index for index, row in enumerate(rows.tolist())}
+        pieces = []
+        for request_id, wish in self._wishes.items():
+            index = row_index.get(batch.row_of.get(request_id, -1))
+            if index is None:
+                continue
+            start = int(computed[index])
+            stop = min(start + int(counts[index]), len(wish.entries) - 1)
+            if start < stop:
+                pieces.append(PromptPiece(wish, start, stop, int(first_rows[index])))
+        return pieces
+
+    def collect(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> None:
+        """Take in the hidden states of the pieces' rows, one piece after the other."""
+        offset = 0
+        for wish, start, stop, _ in pieces:
+            for begin in range(start, stop, LOGITS_ROWS):
+                end = min(begin + LOGITS_ROWS, stop)
+                tokens = wish.request.prompt_token_ids[begin + 1 : end + 1].astype(np.int64)
+                logits = self._logits(hidden[offset : offset + end - begin])
+                made = prompt_logprobs(logits, torch.from_numpy(tokens), wish.count)
+                wish.entries[begin + 1 : end + 1] = made
+                offset += end - begin
+
+    def deliver(self, result: ModelRunnerOutput) -> None:
+        """Hand over the prompts of which this step sampled the first token."""
+        for request_id in list(self._wishes):
+            if result.sampled_token_ids.get(request_id):
+                result.prompt_logprobs[request_id] = self._wishes.pop(request_id).entries

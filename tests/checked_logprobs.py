@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All log-probabilities that a request got, compared with one pass of transformers in float64.
+
+Knows nothing of how the request was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.sampling.logprobs import LOGPROB_FLOOR
+from stratakv.engine.sampling_params import SamplingParams
+
+from .tiny_models import load_reference
+
+# transformers rounds its norms to float32 in float64 models too, so it is the one that is off.
+TOLERANCE = 1e-4
+
+
+@torch.inference_mode()
+def check_logprobs(
+    model: Path,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    logprobs: Sequence[PositionLogprobs],
+    prompt_logprobs: PromptLogprobs | None,
+    *,
+    prompt_may_lack_numbers: bool = False,
+) -> None:
+    """`token_ids` are what came until now: all of them have an entry, and with the first of them
+    the prompt, where `params` ask for it, and nothing has where not."""
+    asks, asks_prompt = params.logprobs is not None, params.prompt_logprobs is not None
+    assert len(logprobs) == (len(token_ids) if asks else 0)
+    assert (prompt_logprobs is not None) == (asks_prompt and len(token_ids) > 0)
+    if not logprobs and prompt_logprobs is None:
+        return
+    ids = torch.tensor([[*prompt, *token_ids]])
+    expected = load_reference(model)(ids).logits[0].log_softmax(dim=-1)
+    if params.logprobs is not None:
+        _check(logprobs, expected[len(prompt) - 1 : -1], token_ids, params.logprobs, False)
+    if params.prompt_logprobs is not None and prompt_logprobs is not None:
+        first, *entries = prompt_logprobs
+        assert first is None
+        before = expected[: len(prompt) - 1]
+        _check(entries, before, prompt[1:], params.prompt_logprobs, prompt_may_lack_numbers)
+
+
+def _check(
+    entries: Sequence[PositionLogprobs | None],
+    expected: torch.Tensor,
+    token_ids: Sequence[int],
+    count: int,
+    may_lack_numbers: bool,
+) -> None:
+    """One entry for each token, with its own and the `count` best values of its row."""
+    assert len(entries) == len(expected) == len(token_ids)
+    for entry, row, token in zip(entries, expected, token_ids, strict=True):
+        assert entry is not None
+        if may_lack_numbers and entry.logprobs[0] == LOGPROB_FLOOR:
+            continue
+        best = row.topk(count).indices.tolist()
+        assert entry.token_ids == [token, *best]
+        assert entry.logprobs == pytest.approx(row[entry.token_ids].tolist(), abs=TOLERANCE)
+        assert entry.rank == 1 + int((row > row[token]).sum())

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's spellings: what each is read as, what it is refused with, and where it is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.config import GIB, ConfigError
+from stratakv.engine.options import engine_config
+from stratakv.engine.settings.aliases import ALIASES
+from stratakv.engine.settings.layers import with_origins
+from stratakv.engine.settings.resolve import read_config_settings, resolve
+from stratakv.engine.settings.schema import SCHEMA
+
+# alias, value, what it gives
+TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
+    ("kv_offloading_size", "1.5",
+     {"kv_offload_cpu_bytes": 3 * GIB // 2, "kv_offload": ("cpu",)}),
+    ("kv_offloading_backend", "native", {}),
+    ("num_gpu_blocks_override", "77", {"num_blocks": 77}),
+    ("prefix_caching_hash_algo", "sha256_cbor", {"block_hash": "sha256_cbor"}),
+    ("gpu_memory_utilization", "0.9", {}),
+    ("kv_cache_dtype", "auto", {}),
+    ("load_format", "auto", {}),
+    ("load_format", "safetensors", {}),
+    ("tensor_parallel_size", "1", {}),
+    ("tensor_parallel_size", 1, {}),
+    ("pipeline_parallel_size", "1", {}),
+    ("tokenizer_mode", "auto", {}),
+    ("scheduling_policy", "fcfs", {}),
+    ("trust_remote_code", False, {}),
+    ("enforce_eager", True, {}),
+    ("swap_space", "0", {}),
+    ("kv_transfer_config", False, {}),
+    ("seed", "0", {}),
+    ("max_logprobs", "20", {}),
+    ("uvicorn_log_level", "warning", {"log_level": "warning"}),
+    ("disable_log_stats", True, {"log_stats": False}),
+    ("disable_log_stats", False, {"log_stats": True}),
+    ("disable_log_requests", True, {}),
+    ("enable_prompt_tokens_details", True, {}),
+]  # fmt: skip
+WITH_A_NOTE = {
+    "gpu_memory_utilization", "enforce_eager", "disable_log_requests",
+    "enable_prompt_tokens_details",
+}  # fmt: skip
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("kv_offloading_size", "much", "takes a number, not 'much'"),
+    ("kv_offloading_size", "0", "takes GiB above 0"),
+    ("kv_offloading_size", "-1", "takes GiB above 0"),
+    ("kv_offloading_size", "nan", "takes GiB above 0"),
+    ("kv_offloading_size", "1e300", "up to 1073741824"),
+    ("kv_offloading_backend", "lmcache", "takes native here, not 'lmcache'; .*--kv-offload cpu"),
+    ("num_gpu_blocks_override", "many", "--num-gpu-blocks-override takes a whole number"),
+    ("prefix_caching_hash_algo", "xxhash", "takes sha256 or sha256_cbor, not 'xxhash'"),
+    ("gpu_memory_utilization", "90", "takes a share above 0 and up to 1"),
+    ("gpu_memory_utilization", "nan", "takes a share above 0 and up to 1"),
+    ("kv_cache_dtype", "fp8", "takes auto here, not 'fp8'; .*--dtype"),
+    ("load_format", "pt", "takes auto or safetensors here, not 'pt'; .*safetensors files only"),
+    ("tensor_parallel_size", "2", "takes 1 here, not '2'; the engine computes on one device"),
+    ("pipeline_parallel_size", 2, "takes 1 here, not 2"),
+    ("tokenizer_mode", "slow", "takes auto here"),
+    ("scheduling_policy", "priority", "takes fcfs here"),
+    ("trust_remote_code", True, "is not taken: no code of model repositories is run"),
+    ("enforce_eager", "maybe", "takes true or false"),
+    ("swap_space", "4", "is not taken: .*--kv-offload cpu"),
+    ("kv_transfer_config", '{"kv_connector":"X"}', "is not taken: .*--kv-offload cpu,ssd"),
+    ("seed", "42", "takes 0 here, not '42'; every request brings its own seed"),
+    ("max_logprobs", "-1", "takes 20 here"),
+    ("uvicorn_log_level", "trace", "takes debug or info or warning or error, not 'trace'"),
+    ("disable_log_stats", "maybe", "takes true or false"),
+    ("disable_log_requests", "maybe", "takes true or false"),
+    ("enable_prompt_tokens_details", "maybe", "takes true or false"),
+]
+
+
+def test_every_alias_is_tried_here_and_is_no_option() -> None:
+    assert {name for name, *_ in TAKEN} == set(ALIASES) == {name for name, *_ in REFUSED}
+    assert not ALIASES.keys() & SCHEMA.keys()
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), TAKEN)
+def test_taken(name: str, value: Any, expected: dict[str, Any]) -> None:
+    settings = resolve({name: value}, {})
+    assert {option: each.value for option, each in settings.given.items()} == expected
+    flag = "--" + name.replace("_", "-")
+    assert all(each.origin == flag for each in settings.given.values())
+    assert bool(settings.notes) == (name in WITH_A_NOTE)
+    assert all(note.startswith(f"{flag} has no effect: ") for note in settings.notes)
+    engine_config(settings.model, settings.engine_options)
+
+
+@pytest.mark.parametrize(("name", "value", "words"), REFUSED)
+def test_refused(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} .*|{words}") as refusal:
+        resolve({name: value}, {})
+    assert refusal.match(words)
+
+
+def test_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("kv-offloading-size: 2\nnum_gpu_blocks_override: 9\ntrust_remote_code: false")
+    given = read_config_settings(path).given
+    assert given["kv_offload_cpu_bytes"].value == 2 * GIB
+    assert given["kv_offload"].value == ("cpu",)
+    assert given["num_blocks"].origin == f"num_gpu_blocks_override of {path}"
+
+
+def test_the_size_leaves_the_tiers_that_another_layer_gives(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("kv_offload: cpu,ssd")
+    given = resolve({"kv_offloading_size": "1"}, {}, str(path)).given
+    assert (given["kv_offload"].value, given["kv_offload_cpu_bytes"].value) == (("cpu", "ssd"), GIB)
+    same = resolve({"kv_offloading_size": "1", "kv_offload": "cpu,ssd"}, {}).given
+    assert same["kv_offload"].value == ("cpu", "ssd")
+
+
+def test_tiers_switched_off_above_hide_the_size_below(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("kv_offloading_size: 1")
+    settings = resolve({}, {"STRATAKV_KV_OFFLOAD": "none"}, str(path))
+    assert not engine_config(settings.model, settings.engine_options).offload.enabled
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_offloading_size": "1", "kv_offload_cpu_bytes": "1GiB"},
+        {"num_blocks": "9", "num_gpu_blocks_override": "9"},
+        {"log_stats": True, "disable_log_stats": True},
+    ],
+)
+def test_two_spellings_in_one_layer(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^--\S+ and --\S+ are two spellings of one option"):
+        resolve(flags, {})
+
+
+def test_a_spelling_above_wins_over_the_other_below() -> None:
+    given = resolve({"num_gpu_blocks_override": "9"}, {"STRATAKV_NUM_BLOCKS": "7"}).given
+    assert given["num_blocks"].value == 9
+
+
+def test_a_refused_value_is_named_by_the_alias_that_gave_it() -> None:
+    settings = resolve({"num_gpu_blocks_override": "1"}, {})
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(None, settings.engine_options)
+    text = with_origins(str(refusal.value), settings.given)
+    assert text.endswith("(--num-blocks comes from --num-gpu-blocks-override)")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags come before the environment, that before the file, that before the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.config import GIB, MIB, ConfigError
+from stratakv.engine.options import engine_config
+from stratakv.engine.settings.layers import with_origins
+from stratakv.engine.settings.resolve import Settings, resolve
+from stratakv.engine.settings.schema import SCHEMA, variable_of
+from stratakv.engine.settings.server import ServerConfig, server_config
+
+# For each option three values as text, and what each of them is read as.
+VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] = {
+    "model": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "served_model_name": (("a", "a"), ("b", "b"), ("c", "c")),
+    "revision": (("a", "a"), ("b", "b"), ("c", "c")),
+    "dtype": (("float64", "float64"), ("float32", "float32"), ("auto", "auto")),
+    "device": (("cpu", "cpu"), ("cuda", "cuda"), ("cpu", "cpu")),
+    "max_model_len": (("64", 64), ("32", 32), ("16", 16)),
+    "block_size": (("64", 64), ("32", 32), ("16", 16)),
+    "num_blocks": (("64", 64), ("32", 32), ("16", 16)),
+    "kv_cache_memory_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
+    "enable_prefix_caching": (("true", True), ("no", False), ("ON", True)),
+    "block_hash": (("sha256", "sha256"), ("sha256_cbor", "sha256_cbor"), ("sha256", "sha256")),
+    "max_num_batched_tokens": (("64", 64), ("32", 32), ("16", 16)),
+    "max_num_seqs": (("64", 64), ("32", 32), ("16", 16)),
+    "long_prefill_token_threshold": (("64", 64), ("32", 32), ("16", 16)),
+    "enable_chunked_prefill": (("0", False), ("1", True), ("off", False)),
+    "admit_below": (("0.1", 0.1), ("0.2", 0.2), ("1", 1.0)),
+    "preempt_above": (("0.1", 0.1), ("0.2", 0.2), ("1", 1.0)),
+    "kv_offload": (("cpu", ("cpu",)), ("cpu,ssd", ("cpu", "ssd")), ("none", ())),
+    "kv_offload_cpu_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
+    "kv_offload_ssd_path": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "kv_offload_ssd_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
+    "num_threads": (("1", 1), ("2", 2), ("3", 3)),
+    "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
+    "host": (("a", "a"), ("b", "b"), ("c", "c")),
+    "port": (("1", 1), ("2", 2), ("0", 0)),
+    "api_key": (("a", "a"), ("b", "b"), ("c", "c")),
+    "generation_config": (("none", "none"), ("auto", "auto"), ("vllm", "none")),
+    "enable_dev_routes": (("yes", True), ("false", False), ("1", True)),
+    "log_level": (("debug", "debug"), ("info", "info"), ("error", "error")),
+    "log_json": (("yes", True), ("false", False), ("1", True)),
+    "log_stats": (("yes", True), ("false", False), ("1", True)),
+}
+
+
+def settings_of(
+    tmp_path: Path, text: str, environ: Mapping[str, str] | None = None, **flags: Any
+) -> Settings:
+    """A file of this text below the variables, below the flags."""
+    path = tmp_path / "stratakv.yaml"
+    path.write_text(text)
+    return resolve(flags, environ or {}, str(path))
+
+
+def test_every_option_is_tried_here() -> None:
+    assert list(VALUES) == list(SCHEMA)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_highest_layer_that_gives_an_option_decides_it(name: str, tmp_path: Path) -> None:
+    (flag, of_flag), (variable, of_variable), (line, of_file) = VALUES[name]
+    text, environ = f'{name}: "{line}"', {variable_of(name): variable}
+
+    above_all = settings_of(tmp_path, text, environ, **{name: flag}).given[name]
+    assert (above_all.value, above_all.kind) == (of_flag, "flag")
+    middle = settings_of(tmp_path, text, environ).given[name]
+    assert (middle.value, middle.kind, middle.origin) == (
+        of_variable, "variable", variable_of(name),
+    )  # fmt: skip
+    lowest = settings_of(tmp_path, text).given[name]
+    assert (lowest.value, lowest.kind) == (of_file, "file")
+    assert lowest.origin == f"{name} of {tmp_path}/stratakv.yaml"
+    assert resolve({}, {}).given == {}, "and else the default holds"
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_reading_again_changes_nothing(name: str) -> None:
+    """What a layer has read is read once more by the value objects' makers."""
+    for text, value in VALUES[name]:
+        assert SCHEMA[name].read("x", text) == SCHEMA[name].read("x", value) == value
+
+
+def test_all_layers_arrive_in_the_value_objects(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "block_size: 32\nport: 1", {"STRATAKV_LOG_JSON": "on"}, num_threads="2"
+    )
+    config = engine_config(settings.model, settings.engine_options)
+    assert (config.cache.block_size, config.num_threads) == (32, 2)
+    server = server_config(settings.server_options)
+    assert server == ServerConfig(port=1, log_json=True)
+    assert settings.summary == (
+        f"1 by the command line, 1 by the environment, 2 by {tmp_path}/stratakv.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "left"),
+    [
+        ("kv_cache_memory_bytes: 1GiB", {}, {"num_blocks": "9"}, {"num_blocks": 9}),
+        ("num_blocks: 9", {"STRATAKV_KV_CACHE_MEMORY_BYTES": "5"}, {},
+         {"kv_cache_memory_bytes": 5}),
+        ("num_blocks: 9", {"STRATAKV_KV_CACHE_MEMORY_BYTES": "5"}, {"num_blocks": "7"},
+         {"num_blocks": 7}),
+        ("kv_offload: cpu,ssd\nkv_offload_ssd_path: /a\nkv_offload_cpu_bytes: 1MiB", {},
+         {"kv_offload": "cpu"}, {"kv_offload": ("cpu",), "kv_offload_cpu_bytes": MIB}),
+        ("kv_offload: cpu\nkv_offload_cpu_bytes: 1MiB", {"STRATAKV_KV_OFFLOAD": "none"}, {},
+         {"kv_offload": ()}),
+    ],
+)  # fmt: skip
+def test_one_of_two_exclusive_options_hides_the_other_below(
+    tmp_path: Path, text: str, environ: dict[str, str], flags: dict[str, str], left: dict[str, Any]
+) -> None:
+    settings = settings_of(tmp_path, text, environ, **flags)
+    assert {name: each.value for name, each in settings.given.items()} == left
+    engine_config(settings.model, settings.engine_options)
+
+
+def refusal_of(settings: Settings) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(settings.model, settings.engine_options)
+    return with_origins(str(refusal.value), settings.given)
+
+
+def test_a_contradiction_within_a_layer_is_refused_with_its_origins(tmp_path: Path) -> None:
+    text = refusal_of(settings_of(tmp_path, "num_blocks: 9\nkv_cache_memory_bytes: 1GiB"))
+    assert "give one" in text
+    assert f"--num-blocks comes from num_blocks of {tmp_path}/stratakv.yaml" in text
+    assert "--kv-cache-memory-bytes comes from kv_cache_memory_bytes of " in text
+
+
+def test_a_contradiction_across_layers_names_both_origins(tmp_path: Path) -> None:
+    environ = {"STRATAKV_ENABLE_PREFIX_CACHING": "false"}
+    text = refusal_of(settings_of(tmp_path, "", environ, kv_offload="cpu"))
+    assert text.endswith(
+        "drop one of them (--kv-offload comes from the command line, --enable-prefix-caching "
+        "comes from STRATAKV_ENABLE_PREFIX_CACHING)"
+    )
+
+
+def test_a_refusal_of_flags_alone_stays_as_it_is(tmp_path: Path) -> None:
+    text = refusal_of(settings_of(tmp_path, "dtype: auto", num_blocks="1"))
+    assert text == "--num-blocks must be at least 2, not 1"
+
+
+def test_a_model_that_is_not_there_is_named_with_its_origin(tmp_path: Path) -> None:
+    text = refusal_of(resolve({}, {"STRATAKV_MODEL": "/nowhere/at/all"}))
+    assert "/nowhere/at/all is no directory" in text
+    assert text.endswith("(MODEL comes from STRATAKV_MODEL)")

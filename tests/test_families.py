@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family and its options, through the whole engine, against transformers.
+
+In float64 the greedy tokens are equal one by one, with prompts computed in chunks and among each
+other's decodes, and again out of the prefix cache. In the smaller types the logits are close. A
+model with a sliding window is equal up to the window's length, and refused beyond, where it would
+not be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratakv.engine import LLM, SamplingParams
+from stratakv.engine.config import ConfigError
+from stratakv.engine.models.decoder import Decoder
+from stratakv.engine.models.dtypes import dtype_name
+
+from .tiny_models import VOCAB, greedy_reference, make_model, reference_logits
+
+OUTPUT_TOKENS = 64
+BLOCK_SIZE = 8
+WINDOW = 64
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+        "original_max_position_embeddings": 128}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": 256}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5}
+HIGH_BASE = {"rope_type": "default", "rope_theta": 1000000.0}
+
+TIED = {"tie_word_embeddings": True}
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+EVERY_HEAD = {"num_key_value_heads": 6}
+WIDE_HEADS = {"head_dim": 20}
+OWN_HEADS = {"head_dim": 8}  # hidden over heads: 48 / 6
+NO_WINDOW = {"sliding_window": None}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 256}
+OLD_SPELLING = {"old_spelling": True}
+
+
+def rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": dict(parameters)}
+
+
+# A name's first word is the model type.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama-grouped-sharded": {"max_shard_size": "60KB"},
+    "llama-biases-every-head": EVERY_HEAD | {"attention_bias": True, "mlp_bias": True},
+    "llama-tied-one-kv-head-dynamic": TIED | ONE_KV_HEAD | rope(DYNAMIC),
+    "llama-llama3-old-spelling": rope(LLAMA3) | OLD_SPELLING,
+    "llama-wide-heads-yarn": WIDE_HEADS | rope(YARN),
+    "mistral-grouped": NO_WINDOW,
+    "mistral-window": {"sliding_window": 256},
+    "mistral-one-kv-head-wide-heads": NO_WINDOW | ONE_KV_HEAD | WIDE_HEADS,
+    "mistral-tied-linear-old-spelling": NO_WINDOW | TIED | rope(LINEAR) | OLD_SPELLING,
+    "mistral-every-head-yarn": NO_WINDOW | EVERY_HEAD | rope(YARN),
+    "qwen2-grouped-high-base": rope(HIGH_BASE),
+    "qwen2-tied-one-kv-head": TIED | ONE_KV_HEAD,
+    "qwen2-wide-heads-every-head": WIDE_HEADS | EVERY_HEAD,
+    "qwen2-yarn-old-spelling": rope(YARN) | OLD_SPELLING,
+    "qwen2-window-of-upper-layers": QWEN_WINDOW | {"max_window_layers": 1},
+    "qwen3-grouped-high-base": OWN_HEADS | rope(HIGH_BASE),
+    "qwen3-tied-yarn": OWN_HEADS | TIED | rope(YARN),
+    "qwen3-biases-one-kv-head": OWN_HEADS | ONE_KV_HEAD | {"attention_bias": True},
+    "qwen3-wide-heads-every-head": WIDE_HEADS | EVERY_HEAD,
+    "qwen3-longrope-sharded": OWN_HEADS | rope(LONGROPE) | {"max_shard_size": "60KB"},
+    "qwen3-llama3-window-by-layer": OWN_HEADS | QWEN_WINDOW | rope(LLAMA3)
+    | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+# What takes the window away again.
+WITHOUT_WINDOW: dict[str, dict[str, Any]] = {
+    "mistral-window": NO_WINDOW,
+    "qwen2-window-of-upper-layers": {"use_sliding_window": False},
+    "qwen3-llama3-window-by-layer": {"use_sliding_window": False, "layer_types": None},
+}
+
+
+def make(directory: Path, name: str, **changes: Any) -> Path:
+    options = CHECKPOINTS[name] | changes
+    old_spelling = options.pop("old_spelling", False)
+    make_model(directory, name.split("-")[0], seed=3, **options)
+    if old_spelling:
+        file = directory / "config.json"
+        config = json.loads(file.read_text())
+        scaling = config.pop("rope_parameters")
+        config["rope_theta"] = scaling.pop("rope_theta")
+        scaling["type"] = scaling.pop("rope_type")
+        config["rope_scaling"] = scaling
+        file.write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model"), request.param)
+
+
+def running(directory: Path, **options: Any) -> LLM:
+    options = {"dtype": "float64", "num_blocks": 160, "num_threads": 1} | options
+    return LLM(
+        directory, block_size=BLOCK_SIZE, max_num_batched_tokens=48, max_num_seqs=4, **options
+    )
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+def test_greedy_tokens_equal_transformers(checkpoint: Path) -> None:
+    prompts = [prompt(1, 5), prompt(2, 61), prompt(3, 150)]
+    with running(checkpoint) as llm:
+        fresh, cached = llm.generate(prompts, GREEDY), llm.generate(prompts, GREEDY)
+    for text, first, second in zip(prompts, fresh, cached, strict=True):
+        expected = greedy_reference(checkpoint, text, OUTPUT_TOKENS)
+        assert len(set(expected)) > OUTPUT_TOKENS // 8, "a repeating answer would prove little"
+        assert first.token_ids == expected
+        assert second.token_ids == expected
+        whole_blocks = (len(text) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, whole_blocks)
+
+
+def largest_error(directory: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How far logits are off transformers' in the same type, as a share of the largest logit, at
+    the worst position of an answer."""
+    recorded = []
+    compute = Decoder.logits
+
+    def record(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        recorded.append(compute(self, hidden).clone())
+        return recorded[-1]
+
+    monkeypatch.setattr(Decoder, "logits", record)
+    text = prompt(4, 100)
+    with running(directory, dtype=dtype_name(dtype)) as llm:
+        [answer] = llm.generate([text], GREEDY)
+    # transformers sees the tokens that were chosen here, so a draw between two does not matter.
+    sequence = text + answer.token_ids[:-1]
+    expected = reference_logits(directory, sequence, dtype)[len(text) - 1 :].double()
+    error = (torch.cat(recorded) - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    assert len(error) == OUTPUT_TOKENS
+    return float(error.max())
+
+
+def test_logits_in_float32(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert largest_error(checkpoint, torch.float32, monkeypatch) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=["bfloat16", "float16"]
+)
+@pytest.mark.parametrize("name", ["mistral-grouped", "qwen2-tied-one-kv-head", "qwen3-tied-yarn"])
+def test_logits_in_half_types(
+    name: str,
+    dtype: torch.dtype,
+    bound: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert largest_error(make(tmp_path, name), dtype, monkeypatch) < bound
+
+
+@pytest.mark.parametrize("name", WITHOUT_WINDOW)
+def test_a_window_is_exact_to_its_length(name: str, tmp_path: Path) -> None:
+    directory = make(tmp_path / "sliding", name, sliding_window=WINDOW)
+    text = prompt(5, 24)
+    expected = greedy_reference(directory, text, WINDOW - len(text))
+    with running(directory) as llm:
+        [answer] = llm.generate([text], GREEDY)
+    assert answer.token_ids == expected and len(text) + len(expected) == WINDOW
+    words = rf"only the last {WINDOW} positions, .* use at most {WINDOW}"
+    with pytest.raises(ConfigError, match=words):
+        running(directory, max_model_len=WINDOW + 1)
+
+    # One more position, and a token no longer sees the first one.
+    full = make(tmp_path / "full", name, **WITHOUT_WINDOW[name])
+    sequence = prompt(6, WINDOW + 1)
+    near, far = (reference_logits(path, sequence, torch.float64) for path in (directory, full))
+    torch.testing.assert_close(near[:WINDOW], far[:WINDOW])
+    assert (near[WINDOW] - far[WINDOW]).abs().max() > 0.01
