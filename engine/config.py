@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .nearest import did_you_mean
+from .shown import shown
 
 MIB = 1024**2
 GIB = 1024**3
@@ -51,7 +52,7 @@ def parse_size(text: str | int, name: str = "size") -> int:
     if unit.lower() not in _UNITS:
         raise ConfigError(
             f"{name} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
-            f"not {text!r}"
+            f"not {shown(text)}"
         )
     size = float(number) * _UNITS[unit.lower()]
     if size > MAX_SIZE_BYTES:  # also what is too large for a float
@@ -64,7 +65,7 @@ def show_size(size_bytes: int) -> str:
     for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB)):
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
-    return f"{size_bytes} bytes"
+    return f"{shown(size_bytes)} bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class CacheConfig:
         size = self.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(
-                f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not {size}"
+                f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not {shown(size)}"
             )
         if self.num_blocks is not None:
             _within("--num-blocks", self.num_blocks, 2, MAX_BLOCKS)
@@ -179,7 +180,7 @@ class OffloadConfig:
         for tier in self.tiers:
             if tier not in OFFLOAD_TIERS:
                 near = did_you_mean(tier, OFFLOAD_TIERS)
-                raise ConfigError(f"--kv-offload takes cpu or cpu,ssd, not {given!r}{near}")
+                raise ConfigError(f"--kv-offload takes cpu or cpu,ssd, not {shown(given)}{near}")
         if len(set(self.tiers)) != len(self.tiers):
             raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
         if self.tiers == ("ssd",):
@@ -215,18 +216,18 @@ class EngineConfig:
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{name} takes {' or '.join(known)}, not {value!r}")
+        raise ConfigError(f"{name} takes {' or '.join(known)}, not {shown(value)}")
 
 
 def _within(name: str, value: int, low: int, high: int) -> None:
     if value < low:
-        raise ConfigError(f"{name} must be at least {low}, not {value}")
+        raise ConfigError(f"{name} must be at least {low}, not {shown(value)}")
     if value > high:
-        raise ConfigError(f"{name} must be at most {high}, not {value}")
+        raise ConfigError(f"{name} must be at most {high}, not {shown(value)}")
 
 
 def _size_within(name: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{name} must be at least {show_size(low)}, not {show_size(value)}")
     if value > MAX_SIZE_BYTES:
-        raise ConfigError(f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {value} bytes")
+        raise ConfigError(f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {show_size(value)}")

@@ -25,6 +25,7 @@ from .config import (
     OffloadConfig,
     SchedulerConfig,
 )
+from .models.files import check_directory
 from .nearest import did_you_mean
 from .settings import readers
 from .settings.readers import Reader, one_of
@@ -142,9 +143,10 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
     offload = sections["offload"]
     if "ssd" in offload.get("tiers", ()):
         offload.setdefault("ssd_path", default_ssd_path())
-    path, name = _model(model)
+    path = model_directory(model)
+    sections["model"].setdefault("served_name", _served_name(model, path))
     return EngineConfig(
-        model=ModelConfig(**{"path": path, "served_name": name, **sections["model"]}),
+        model=ModelConfig(path, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         offload=OffloadConfig(**offload),
@@ -158,20 +160,20 @@ _SECTIONS = ("model", "cache", "scheduler", "offload", "engine")
 def default_ssd_path() -> Path:
     """Where the ssd tier lies unless told otherwise."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "stratakv" / "ssd"
+    return readers.path("XDG_CACHE_HOME", cache) / "stratakv" / "ssd"
 
 
-def _model(model: str | Path | None) -> tuple[Path, str]:
-    """Directory and served name of a model."""
+def model_directory(model: str | Path | None) -> Path:
+    """The directory of a model; raises ConfigError where it is none."""
     if model is None:
-        return EMBEDDED_MODEL, EMBEDDED_NAME
-    path: Path = readers.path("MODEL", model)
-    if not path.is_dir():
-        raise ConfigError(
-            f"{path} is no directory; give a model directory as Hugging Face saves it (nothing is "
-            "downloaded), or leave MODEL out for the embedded one"
-        )
-    return path, path.resolve().name
+        return EMBEDDED_MODEL
+    path = readers.path("MODEL", model)
+    check_directory(path)
+    return path
+
+
+def _served_name(model: str | Path | None, path: Path) -> str:
+    return EMBEDDED_NAME if model is None else path.resolve().name
 
 
 def _refuse_contradictions(

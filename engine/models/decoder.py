@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import AttentionPlan, PagedAttention
+from .linear import Linear
 from .rope import rope_tables, rotate
 from .spec import ModelSpec
 from .weights import DecoderWeights, LayerWeights, load_weights
@@ -23,14 +24,39 @@ from .weights import DecoderWeights, LayerWeights, load_weights
 _WIDE_TYPES = (torch.float32, torch.float64)
 
 
+class _Layer:
+    """The matrices and norms of one layer."""
+
+    __slots__ = ("attention_norm", "down", "gate", "head_norms", "mlp_norm", "out", "qkv", "up")
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self.attention_norm = weights.attention_norm
+        self.qkv = Linear(weights.qkv, weights.qkv_bias)
+        self.head_norms = weights.head_norms
+        self.out = Linear(weights.out, weights.out_bias)
+        self.mlp_norm = weights.mlp_norm
+        self.gate = Linear(weights.gate, weights.gate_bias)
+        self.up = Linear(weights.up, weights.up_bias)
+        self.down = Linear(weights.down, weights.down_bias)
+
+
 class Decoder:
-    """One model in memory. `max_model_len` is the number of positions it keeps tables for."""
+    """One model in memory. `max_model_len` is the number of positions it keeps tables for.
+
+    Takes over `weights`, and empties its list of layers, so that no layer lies in memory twice for
+    longer than it takes to reorder it.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: DecoderWeights, max_model_len: int, dtype: torch.dtype
     ) -> None:
         self.spec = spec
-        self._weights = weights
+        self._embedding = weights.embedding
+        self._layers: list[_Layer] = []
+        while weights.layers:
+            self._layers.append(_Layer(weights.layers.pop(0)))
+        self._last_norm = weights.norm
+        self._head = Linear(weights.head)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
         self._cos, self._sin = cos[:, None], sin[:, None]
 
@@ -52,27 +78,26 @@ class Decoder:
         `token_ids` and `positions` are int64 `[tokens]`. K and V of all tokens are written; past
         the last attention only the sampled rows are computed, for nothing else is ever read.
         """
-        weights = self._weights
-        x = F.embedding(token_ids, weights.embedding)
+        x = F.embedding(token_ids, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
             mixed = self._mix(x, layer, index, cos, sin, attention, plan)
             if index == last:
                 x, mixed = x[sampled], mixed[sampled]
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + layer.out(mixed)
             x = x + self._mlp(x, layer)
-        return self._norm(x, weights.norm)
+        return self._norm(x, self._last_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
         prompt can be computed piece by piece."""
-        return F.linear(hidden, self._weights.head)
+        return self._head(hidden)
 
     def _mix(
         self,
         x: Tensor,
-        layer: LayerWeights,
+        layer: _Layer,
         index: int,
         cos: Tensor,
         sin: Tensor,
@@ -81,7 +106,7 @@ class Decoder:
     ) -> Tensor:
         """Attention before its output matrix: `[tokens, heads * head_dim]`."""
         spec = self.spec
-        qkv = F.linear(self._norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._norm(x, layer.attention_norm))
         heads = qkv.view(len(x), -1, spec.head_dim)
         turning = spec.num_heads + spec.num_kv_heads
         turned = heads[:, :turning]
@@ -91,11 +116,11 @@ class Decoder:
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+    def _mlp(self, x: Tensor, layer: _Layer) -> Tensor:
         x = self._norm(x, layer.mlp_norm)
-        gate = F.silu(F.linear(x, layer.gate, layer.gate_bias), inplace=True)
-        gate *= F.linear(x, layer.up, layer.up_bias)
-        return F.linear(gate, layer.down, layer.down_bias)
+        gate = F.silu(layer.gate(x), inplace=True)
+        gate *= layer.up(x)
+        return layer.down(gate)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import GIB, MAX_SIZE_BYTES, ConfigError
 from ..logprobs import MAX_LOGPROBS
+from ..shown import shown
 from . import readers
 
 
@@ -50,8 +51,9 @@ def _only(*neutral: str, way: str) -> Translate:
     """Values that ask for what StrataKV does anyway; any other is refused."""
 
     def translate(called: str, value: Any) -> Meaning:
-        if str(value).strip().lower() not in neutral:
-            raise ConfigError(f"{called} takes {' or '.join(neutral)} here, not {value!r}; {way}")
+        if readers.word(value) not in neutral:
+            known = " or ".join(neutral)
+            raise ConfigError(f"{called} takes {known} here, not {shown(value)}; {way}")
         return _NOTHING
 
     return translate
@@ -61,7 +63,7 @@ def _refused(way: str) -> Translate:
     """Whatever the value, unless it switches the thing off."""
 
     def translate(called: str, value: Any) -> Meaning:
-        if value is False or str(value).strip().lower() in ("0", "false", "no", "off"):
+        if readers.word(value) in ("0", "0.0", "false", "no", "off"):
             return _NOTHING
         raise ConfigError(f"{called} is not taken: {way}")
 
@@ -80,13 +82,13 @@ def _offloading_size(called: str, value: Any) -> Meaning:
     """GiB of CPU memory, which also turns the cpu tier on."""
     gibibytes = readers.number(called, value)
     if not 0 < gibibytes <= _MAX_GIB:
-        raise ConfigError(f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {value!r}")
+        raise ConfigError(f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {shown(value)}")
     return Meaning({"kv_offload_cpu_bytes": int(gibibytes * GIB)}, implied={"kv_offload": ("cpu",)})
 
 
 def _share(called: str, value: Any) -> None:
     if not 0 < readers.number(called, value) <= 1:
-        raise ConfigError(f"{called} takes a share above 0 and up to 1, not {value!r}")
+        raise ConfigError(f"{called} takes a share above 0 and up to 1, not {shown(value)}")
 
 
 def _no_log_stats(called: str, value: Any) -> Meaning:

@@ -7,6 +7,7 @@ made by a tag. Raises ConfigError with the file and the key. Knows nothing of wh
 
 from __future__ import annotations
 
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,10 @@ from ..config import ConfigError
 
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64
+
+# What PyYAML's messages quote of the file, but for its own names of tokens and single characters.
+_QUOTED = re.compile(r" (['\"])(?!<)[^'\"]{4,}\1")
+_NULL = "tag:yaml.org,2002:null"
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -31,9 +36,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def called(path: Path, key: str) -> str:
-    """A key as messages name it: in one line, whatever it holds."""
-    short = key[:MAX_KEY_CHARACTERS]
-    return f"{short if short.isprintable() else repr(short)} of {path}"
+    """A key as messages name it: in one line, whatever it holds. After a colon there is a value,
+    perhaps a secret, that YAML takes for a part of the key where no space stands before it."""
+    short = key.partition(":")[0][:MAX_KEY_CHARACTERS]
+    is_plain = short.isprintable() and short == short.strip() != ""
+    return f"{short if is_plain else repr(short)} of {path}"
 
 
 def _text_of(path: Path) -> str:
@@ -84,6 +91,8 @@ def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} holds a number too long to read; correct it") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deep; the file is flat") from error
     for key, value in table.items():
@@ -104,23 +113,24 @@ def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     except yaml.MarkedYAMLError as error:
         # Its own text quotes the file, in which there may be secrets.
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{path} is no YAML: {line}{error.problem}") from error
+        problem = _QUOTED.sub("", error.problem or "it cannot be read")
+        raise ConfigError(f"{path} is no YAML: {line}{problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: it holds a character that may not be") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deep; the file is flat") from error
-    if root is None:
+    if root is None or root.tag == _NULL:
         return
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} is no list of options; write one `option: value` a line")
     for key_node, node in root.value:
         items = node.value if isinstance(node, yaml.SequenceNode) else (node,)
-        if not all(isinstance(item, yaml.ScalarNode) for item in (key_node, *items)):
-            raise _refuse_nested(path, str(key_node.value))
-        key = key_node.value
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a key"
+        if key_node.value is not key or not all(isinstance(i, yaml.ScalarNode) for i in items):
+            raise _refuse_nested(path, key)
         try:
             yield key, loader.construct_object(node, deep=True)
-        except (yaml.YAMLError, ValueError) as error:
+        except Exception as error:  # where a value does not fit its tag, whatever comes to pass
             line = f"line {node.start_mark.line + 1}"
             raise ConfigError(
                 f"{called(path, key)} ({line}) is no plain value; put a text in quotes"

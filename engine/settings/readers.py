@@ -7,12 +7,14 @@ value, and raises ConfigError. Reading what was read already changes nothing. Kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError, parse_size
 from ..nearest import did_you_mean
+from ..shown import shown
 
 Reader = Callable[[str, Any], Any]
 
@@ -22,6 +24,11 @@ _SWITCH = {
 }  # fmt: skip
 # HMAC under a shorter secret could be found out by trying.
 MIN_SECRET_BYTES = 16
+# As long as a path may be; no name or key comes near it.
+MAX_TEXT_CHARACTERS = 4096
+# Line breaks, terminal sequences, and bytes of a command line that are no UTF-8: in a name or a
+# path they would spoil the log, the identity of blocks or an answer.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def integer(called: str, value: Any) -> int:
@@ -31,7 +38,7 @@ def integer(called: str, value: Any) -> int:
     try:
         return int(str(value))
     except ValueError:
-        raise ConfigError(f"{called} takes a whole number, not {value!r}") from None
+        raise ConfigError(f"{called} takes a whole number, not {shown(value)}") from None
 
 
 def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
@@ -43,7 +50,7 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
         except ConfigError:
             number = low - 1
         if not low <= number <= high:
-            raise ConfigError(f"{called} takes a whole number from {low} to {high}, not {value!r}")
+            raise ConfigError(f"{called} takes a whole number from {low} to {high}, not {shown(value)}")
         return number
 
     return read
@@ -56,7 +63,7 @@ def number(called: str, value: Any) -> float:
             raise ValueError
         return float(value if isinstance(value, int | float) else str(value))
     except (ValueError, OverflowError):
-        raise ConfigError(f"{called} takes a number, not {value!r}") from None
+        raise ConfigError(f"{called} takes a number, not {shown(value)}") from None
 
 
 def size(called: str, value: Any) -> int:
@@ -69,28 +76,43 @@ def switch(called: str, value: Any) -> bool:
     """True or False, also as a word."""
     if isinstance(value, bool):
         return value
-    word = str(value).strip().lower()
-    if word not in _SWITCH:
-        raise ConfigError(f"{called} takes true or false (yes, no, on, off, 1, 0), not {value!r}")
-    return _SWITCH[word]
+    given = word(value)
+    if given not in _SWITCH:
+        raise ConfigError(
+            f"{called} takes true or false (yes, no, on, off, 1, 0), not {shown(value)}"
+        )
+    return _SWITCH[given]
+
+
+def word(value: Any) -> str:
+    """A value as one word in small letters, to compare with others; no type is refused."""
+    return (value if isinstance(value, str) else shown(value)).strip().lower()
 
 
 def text(called: str, value: Any) -> str:
-    """A text that is not empty."""
+    """A text that is not empty, in one line of whole characters."""
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{called} takes a text that is not empty, not {value!r}{_quote(value)}")
+        raise ConfigError(f"{called} takes a text that is not empty, not {shown(value)}{_quote(value)}")
+    if len(value) > MAX_TEXT_CHARACTERS:
+        raise ConfigError(
+            f"{called} takes a text of up to {MAX_TEXT_CHARACTERS} characters, not {len(value)}; "
+            "shorten it"
+        )
+    if _UNUSABLE.search(value):
+        raise ConfigError(
+            f"{called} takes one line of UTF-8 without control characters, not {shown(value)}; "
+            "leave them out"
+        )
     return value
 
 
 def path(called: str, value: Any) -> Path:
     """Raises ConfigError for what names no place in a file system."""
     place = text(called, str(value) if isinstance(value, Path) else value)
-    if "\0" in place:
-        raise ConfigError(f"{called} takes a path, and {place!r} holds a zero byte; leave it out")
     try:
         return Path(place).expanduser()
     except RuntimeError as error:  # `~name` of nobody on this machine
-        raise ConfigError(f"{called} takes a path, not {place!r} ({error})") from error
+        raise ConfigError(f"{called} takes a path, not {shown(place)} ({error})") from error
 
 
 def one_of(*known: str) -> Callable[[str, Any], str]:
@@ -98,10 +120,8 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
 
     def read(called: str, value: Any) -> str:
         if value not in known:
-            raise ConfigError(
-                f"{called} takes {' or '.join(known)}, not {value!r}"
-                f"{did_you_mean(str(value), known)}"
-            )
+            near = did_you_mean(word(value), known)
+            raise ConfigError(f"{called} takes {' or '.join(known)}, not {shown(value)}{near}")
         return str(value)
 
     return read
@@ -112,7 +132,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not is_list or value == "":
-        raise ConfigError(f"{called} takes cpu or cpu,ssd, not {value!r}")
+        raise ConfigError(f"{called} takes cpu or cpu,ssd, not {shown(value)}")
     stripped = tuple(name.strip() for name in names)
     return () if stripped == ("none",) else stripped
 
@@ -147,6 +167,11 @@ def _check_secret(called: str, value: Any) -> None:
         raise ConfigError(f"{called} takes a text, not a value of type {kind}; put it in quotes")
     if not value.strip():
         raise ConfigError(f"{called} is empty; give a key, or leave the option out")
+    if len(value) > MAX_TEXT_CHARACTERS:
+        raise ConfigError(
+            f"{called} has {len(value)} characters and {MAX_TEXT_CHARACTERS} are the most; choose "
+            "a shorter one"
+        )
 
 
 def _quote(value: Any) -> str:

@@ -188,7 +188,7 @@ def test_logits_that_are_not_finite_stay_with_their_request(checkpoint, driver, 
     path = checkpoint()
     good = driver(path).generate("good", prompt_of(30), 8)
     drive = driver(path)
-    drive.runner.model._weights.embedding[0] = math.nan  # no other prompt holds token 0
+    drive.runner.model._embedding[0] = math.nan  # no other prompt holds token 0
     drive.add("good", prompt_of(30))
     drive.add("bad", [5, 0, 6])
     result = drive.step()
