@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on the device: the place for kernels, none written yet; imports nothing of ours."""
+"""Bytes on the device: attention over the paged pool, KV writes, block copies.
+
+Each kernel is one public function in a file of its name, which checks its arguments and runs either
+the Triton kernel (`*_triton.py`) or its plain twin in torch (`*_plain.py`) behind the same
+signature. `choice.py` says which. Imports nothing of ours, and triton only when a Triton kernel is
+asked for.
+"""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of a kernel runs: Triton's, or its plain twin in torch.
+
+Triton's runs on CUDA devices that can; the plain one runs everywhere and is what the other is
+compared with. A caller may name one; under `strict` a kernel that cannot run is refused instead of
+replaced. Knows nothing of any kernel's arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+AUTO, TRITON, PLAIN = "auto", "triton", "plain"
+KERNELS = (AUTO, TRITON, PLAIN)
+MIN_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)  # the first that converts e4m3 in hardware
+
+
+class KernelRefused(ValueError):
+    """A kernel that was asked for cannot run; says what was expected, what came, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What kernels may count on. `capability` is None without a CUDA device."""
+
+    device: str
+    capability: tuple[int, int] | None
+    has_triton: bool
+
+
+@functools.cache
+def probe_hardware() -> Hardware:
+    """Asked once in a process, and logged. Initialises CUDA where there is some."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    if not torch.cuda.is_available():
+        return Hardware("cpu", None, has_triton)
+    hardware = Hardware(
+        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), has_triton
+    )
+    logger.info("kernels: %s", hardware)
+    return hardware
+
+
+def is_interpreting() -> bool:
+    """Whether Triton kernels are run by its interpreter, which works on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def choose_kernel(
+    wanted: str, device: torch.device, *, unsupported: str | None = None, strict: bool = False
+) -> str:
+    """TRITON or PLAIN for tensors on `device`.
+
+    `unsupported` is the kernel's own reason against Triton, such as a head size; None where there
+    is none. Raises KernelRefused for an unknown name, for TRITON where it cannot run, and under
+    `strict` for AUTO on a CUDA device where it cannot.
+    """
+    if wanted not in KERNELS:
+        raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")
+    if wanted == PLAIN:
+        return PLAIN
+    reason = unsupported or _reason_against(device)
+    if reason is None:
+        # The interpreter is for tests, which name what they test.
+        return TRITON if wanted == TRITON or device.type == "cuda" else PLAIN
+    if wanted == TRITON or (strict and device.type == "cuda"):
+        raise KernelRefused(f"the Triton kernel cannot run: {reason}; use the plain one")
+    if device.type == "cuda":
+        _warn_once(reason)
+    return PLAIN
+
+
+def _reason_against(device: torch.device) -> str | None:
+    hardware = probe_hardware()
+    if not hardware.has_triton:
+        return "triton is not installed (pip install 'stratakv[cuda]')"
+    if device.type == "cpu":
+        return None if is_interpreting() else "its tensors are on the CPU"
+    if device.type != "cuda":
+        return f"its tensors are on {device.type}"
+    if hardware.capability is None or hardware.capability < MIN_CAPABILITY:
+        return f"it needs compute capability {MIN_CAPABILITY}, and this is {hardware}"
+    return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("plain kernels instead of Triton's: %s", reason)
