@@ -63,7 +63,7 @@ def parse_size(text: str | int, name: str = "size") -> int:
 def show_size(size_bytes: int) -> str:
     """Bytes as a flag takes them, exactly: `512MiB`, or `1000 bytes` where no unit divides it."""
     for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB)):
-        if size_bytes and size_bytes % factor == 0:
+        if 0 < size_bytes <= MAX_SIZE_BYTES and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
     return f"{shown(size_bytes)} bytes"
 
@@ -230,4 +230,6 @@ def _size_within(name: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{name} must be at least {show_size(low)}, not {show_size(value)}")
     if value > MAX_SIZE_BYTES:
-        raise ConfigError(f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {show_size(value)}")
+        raise ConfigError(
+            f"{name} must be at most {show_size(MAX_SIZE_BYTES)}, not {show_size(value)}"
+        )

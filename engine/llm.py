@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from .client.base import EngineClient, EngineDead
 from .client.event_loop_thread import EventLoopThread
+from .config import ConfigError
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .models.generation_config import load_default_sampling
 from .options import LOG_LEVELS, engine_config
 from .sampling_params import SamplingParams
-from .settings.readers import one_of
+from .settings.readers import one_of, switch
+from .shown import shown
 from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+# They can be gone through, but for other things than these, or in no order.
+_NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
@@ -92,8 +96,10 @@ class LLM:
     ) -> None:
         self.config = engine_config(model, options)
         one_of(*LOG_LEVELS)("log_level", log_level)
-        has_tokenizer = (self.config.model.path / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer.load(self.config.model.path) if has_tokenizer else None
+        in_process = switch("in_process", in_process)
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress takes a function of one text, not {shown(progress)}")
+        self.tokenizer = Tokenizer.find(self.config.model.path)
         self._ids = itertools.count(1)
         self._closed = False
         self._loop = EventLoopThread("llm")
@@ -208,7 +214,7 @@ class LLM:
                     "or give prompts as lists of token ids"
                 )
             ids: Sequence[int] = self.tokenizer.encode(prompt, max_tokens=longest)
-        elif isinstance(prompt, bytes | dict) or not hasattr(prompt, "__len__"):
+        elif isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__len__"):
             raise ValueError(
                 f"a prompt is a text or a list of token ids, not {_kind(prompt)}; put a single "
                 "list of ids into a list"
@@ -272,7 +278,7 @@ def _list_of(prompts: Any) -> list[Any]:
     """Several prompts, or the only one; raises ValueError for what can be neither."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes | dict) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, _NO_LISTS) or not hasattr(prompts, "__iter__"):
         raise ValueError(f"prompts are a text or a list of prompts, not {_kind(prompts)}")
     return list(prompts)
 

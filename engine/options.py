@@ -29,6 +29,7 @@ from .models.files import check_directory
 from .nearest import did_you_mean
 from .settings import readers
 from .settings.readers import Reader, one_of
+from .shown import shown
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
@@ -137,14 +138,15 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
     for name, value in given.items():
         option = OPTIONS.get(name)
         if option is None:
-            raise ConfigError(f"there is no option {name!r}{did_you_mean(name, OPTIONS)}")
+            raise ConfigError(f"there is no option {shown(name)}{did_you_mean(name, OPTIONS)}")
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     offload = sections["offload"]
     if "ssd" in offload.get("tiers", ()):
         offload.setdefault("ssd_path", default_ssd_path())
     path = model_directory(model)
-    sections["model"].setdefault("served_name", _served_name(model, path))
+    if "served_name" not in sections["model"]:
+        sections["model"]["served_name"] = _served_name(model, path)
     return EngineConfig(
         model=ModelConfig(path, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
@@ -173,7 +175,10 @@ def model_directory(model: str | Path | None) -> Path:
 
 
 def _served_name(model: str | Path | None, path: Path) -> str:
-    return EMBEDDED_NAME if model is None else path.resolve().name
+    """What clients call a model that was given no name."""
+    if model is None:
+        return EMBEDDED_NAME
+    return readers.text(flag_of("served_model_name"), path.resolve().name)
 
 
 def _refuse_contradictions(

@@ -8,11 +8,13 @@ against a vocabulary by whoever knows it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
 
 from .logprobs import MAX_LOGPROBS
+from .shown import shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -61,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._take_lists()
+        self._take_numbers()
         self._check_types()
         self._check_numbers()
         self._check_stops()
@@ -76,45 +79,52 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value: Any = getattr(self, name)  # whatever it is declared to be
             if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
-            _check(isinstance(value, tuple | list), name, "a list", repr(value))
-            msgspec.structs.force_setattr(self, name, tuple(value))
+            _check(isinstance(value, tuple | list), name, "a list", value)
+            msgspec.structs.force_setattr(self, name, tuple(map(_plain, value)))
         sequences: Any = self.bad_words_token_ids
         for ids in sequences:
-            good = isinstance(ids, tuple | list) and all(map(_is_whole, ids))
-            _check(good, "bad_words_token_ids", "lists of token ids", f"{ids!r} in it")
-        msgspec.structs.force_setattr(self, "bad_words_token_ids", tuple(map(tuple, sequences)))
+            good = isinstance(ids, tuple | list) and all(_is_token(_plain(each)) for each in ids)
+            _check(good, "bad_words_token_ids", "lists of token ids", ids, "{} in it")
+        plain = tuple(tuple(map(_plain, ids)) for ids in sequences)
+        msgspec.structs.force_setattr(self, "bad_words_token_ids", plain)
         bias: Any = self.logit_bias
         pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
         good = isinstance(pairs, tuple | list) and all(
             isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
         )
-        _check(good, "logit_bias", "a map of token ids to numbers", repr(bias))
-        msgspec.structs.force_setattr(self, "logit_bias", tuple(map(tuple, pairs)))
+        _check(good, "logit_bias", "a map of token ids to numbers", bias)
+        plain_pairs = tuple((_plain(token), _plain(value)) for token, value in pairs)
+        msgspec.structs.force_setattr(self, "logit_bias", plain_pairs)
+
+    def _take_numbers(self) -> None:
+        """Python's own numbers of those that numpy and others made."""
+        for name in _NUMBERS:
+            value: Any = getattr(self, name)
+            if type(value) not in _PLAIN:
+                msgspec.structs.force_setattr(self, name, _plain(value))
 
     def _check_types(self) -> None:
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
-                _check(isinstance(text, str), name, "a string or a list of them", repr(text))
-        for name in ("max_tokens", "min_tokens", "top_k"):
+                _check(isinstance(text, str), name, "a string or a list of them", text)
+        for name in _WHOLE:
             value = getattr(self, name)
-            _check(_is_whole(value), name, "a whole number", repr(value))
-        for name in ("seed", "logprobs", "prompt_logprobs"):
+            _check(_is_whole(value), name, "a whole number", value)
+        for name in _WHOLE_OR_NONE:
             value = getattr(self, name)
-            _check(value is None or _is_whole(value), name, "a whole number or None", repr(value))
+            _check(value is None or _is_whole(value), name, "a whole number or None", value)
         for token in self.stop_token_ids:
-            _check(_is_whole(token), "stop_token_ids", "a list of token ids", f"{token!r} in it")
-        for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty",
-        ):  # fmt: skip
+            _check(_is_token(token), "stop_token_ids", "a list of token ids", token, "{} in it")
+        for name in _REAL:
             value = getattr(self, name)
-            _check(_is_number(value), name, "a number", repr(value))
+            _check(_is_number(value), name, "a number", value)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
-            _check(isinstance(value, bool), name, "True or False", repr(value))
+            _check(isinstance(value, bool), name, "True or False", value)
 
     def _check_numbers(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
+        _check(self.max_tokens < 2**63, "max_tokens", "a 64-bit integer", self.max_tokens)
         in_range = 0 <= self.min_tokens <= self.max_tokens
         _check(in_range, "min_tokens", "between 0 and max_tokens", self.min_tokens)
         in_range = 0.0 <= self.temperature <= 100.0  # which NaN is not
@@ -145,9 +155,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         rule = f"at most {MAX_LOGIT_BIAS_IDS} token ids"
         _check(count <= MAX_LOGIT_BIAS_IDS, "logit_bias", rule, count)
         for token, value in self.logit_bias:
-            good = _is_whole(token) and _is_number(value) and -100.0 <= value <= 100.0
-            rule = "token ids with numbers between -100 and 100"
-            _check(good, "logit_bias", rule, f"{value!r} for {token!r}")
+            good = _is_token(token) and _is_number(value) and -100.0 <= value <= 100.0
+            if not good:
+                raise ValueError(
+                    "logit_bias must be token ids with numbers between -100 and 100, got "
+                    f"{shown(value)} for {shown(token)}"
+                )
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         count = len(self.bad_words_token_ids)
         rule = f"at most {MAX_BAD_SEQUENCES} lists"
@@ -155,11 +168,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for ids in self.bad_words_token_ids:
             rule = f"lists of 1 to {MAX_BAD_SEQUENCE_TOKENS} token ids"
             fits = 1 <= len(ids) <= MAX_BAD_SEQUENCE_TOKENS
-            _check(fits, "bad_words_token_ids", rule, f"one of {len(ids)}")
+            _check(fits, "bad_words_token_ids", rule, len(ids), "one of {}")
+
+
+_WHOLE = ("max_tokens", "min_tokens", "top_k")
+_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
+_REAL = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_NUMBERS = (*_WHOLE, *_WHOLE_OR_NONE, *_REAL)
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number or text, which can travel to the core, of another of its kind; anything
+    else as it is, to be refused."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token(value: Any) -> bool:
+    """Whether it can be an id of some vocabulary, or of none: they are 32-bit integers."""
+    return _is_whole(value) and -(2**31) <= value < 2**31
 
 
 def _is_number(value: object) -> bool:
@@ -170,9 +209,19 @@ def _check_texts(name: str, texts: tuple[str, ...], count: int, characters: int)
     _check(len(texts) <= count, name, f"at most {count} strings", len(texts))
     for text in texts:
         rule = f"strings of 1 to {characters} characters"
-        _check(0 < len(text) <= characters, name, rule, f"one of {len(text)}")
+        _check(0 < len(text) <= characters, name, rule, len(text), "one of {}")
+        _check(_is_unicode(text), name, "valid Unicode", text)
 
 
-def _check(ok: bool, name: str, expected: str, got: object) -> None:
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which no text of a model holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check(ok: bool, name: str, expected: str, got: object, form: str = "{}") -> None:
     if not ok:
-        raise ValueError(f"{name} must be {expected}, got {got}")
+        raise ValueError(f"{name} must be {expected}, got {form.format(shown(got))}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 MAX_VALUE_CHARACTERS = 80
-MAX_SENTENCE_CHARACTERS = 2000
+MAX_LINE_CHARACTERS = 2000
 
 # They would begin another line, or have a terminal do something.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -20,15 +20,21 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than some thousand digits
-        return f"a {type(value).__name__} too long to show"
+        return f"a value of type {type(value).__name__} too long to show"
     return _cut(text, MAX_VALUE_CHARACTERS, "...")
 
 
-def sentence(text: str) -> str:
-    """A message as one line. What is cut is the middle: the cure is said last."""
+def shown_name(name: str) -> str:
+    """A name as it is, where it is a short and plain one."""
+    is_plain = name.isprintable() and name == name.strip() != ""
+    return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else shown(name)
+
+
+def one_line(text: str) -> str:
+    """A message or a path as one line. What is cut is the middle: the cure is said last."""
     escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
-    half = MAX_SENTENCE_CHARACTERS // 2
-    return _cut(escaped, MAX_SENTENCE_CHARACTERS, f" ... {escaped[-half:]}")
+    half = MAX_LINE_CHARACTERS // 2
+    return _cut(escaped, MAX_LINE_CHARACTERS, f" ... {escaped[-half:]}")
 
 
 def _cut(text: str, length: int, end: str) -> str:

@@ -47,7 +47,7 @@ WALL_CLOCK: dict[str, str] = {}
 # folder -> the folders it may import. The longest matching prefix decides.
 MAY_IMPORT: dict[str, set[str]] = {
     "proto": set(),
-    "kernels": set(),
+    "kernels": {"kernels"},
     "tiers": {"tiers", "proto"},
     "connector": {"connector", "tiers", "kernels", "proto"},
     "engine": {"engine", "connector", "tiers", "kernels", "proto"},

@@ -184,6 +184,11 @@ async def _metrics(front: Front, request: Request) -> ASGIApp:
 
 async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
     """Forget cached blocks: of the pool, or of every tier."""
+    unknown = sorted(set(request.query_params) - {"tiers"})
+    if unknown:
+        name = unknown[0][:MAX_QUOTED_CHARACTERS]
+        message = f"unknown parameter `{name}`; the only one is `tiers`, pool or all"
+        raise ApiError(message, param=name, code="unknown_parameter")
     tiers = request.query_params.get("tiers", "pool")
     if tiers not in RESETS:
         message = f"`tiers` takes pool or all, not {tiers[:64]!r}{did_you_mean(tiers, RESETS)}"

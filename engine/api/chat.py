@@ -35,7 +35,13 @@ from .replies import (
     PromptTokens,
     Usage,
 )
-from .sampling import default_max_tokens, fit_max_tokens, num_kept_tokens, sampling_params
+from .sampling import (
+    default_max_tokens,
+    fit_logprobs,
+    fit_max_tokens,
+    num_kept_tokens,
+    sampling_params,
+)
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -117,8 +123,9 @@ async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    num_tokens = len(prompt) // BYTES_PER_TOKEN
-    params = fit_max_tokens(front, params, num_tokens, asked=max_tokens is not None)
+    num_tokens, asked = len(prompt) // BYTES_PER_TOKEN, max_tokens is not None
+    params = fit_max_tokens(front, params, num_tokens, asked=asked)
+    params = fit_logprobs(front, params, request.n or 1, asked=asked)
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front, request, [Task(prompt, params)], f"chatcmpl-{own_id}", arrival_seconds

@@ -25,7 +25,13 @@ from .generation import Task, make_generations
 from .logprobs_form import CompletionForm, prompt_logprobs
 from .protocol import CompletionRequest
 from .replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
-from .sampling import default_max_tokens, fit_max_tokens, num_kept_tokens, sampling_params
+from .sampling import (
+    default_max_tokens,
+    fit_logprobs,
+    fit_max_tokens,
+    num_kept_tokens,
+    sampling_params,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -129,6 +135,8 @@ def _tasks(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -
         logprobs=request.logprobs,
         prompt_logprobs=_num_prompt_logprobs(request),
     )
+    num_choices = len(prompts) * (request.n or 1)
+    params = fit_logprobs(front, params, num_choices, asked=asked)
     return [
         Task(prompt, fit_max_tokens(front, params, len(prompt) // BYTES_PER_TOKEN, asked=asked))
         for prompt in prompts

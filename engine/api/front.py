@@ -8,8 +8,9 @@ refusal is an ApiError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,11 @@ from .token_texts import TokenTexts
 
 # Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.
 MAX_INLINE_CHARACTERS = 2048
+# Beyond it a text takes so much memory and time that only a few of them are worked on at once.
+MAX_SHARED_CHARACTERS = 256 * 1024
+MAX_LONG_TEXTS = 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,9 @@ class Front:
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
     in_flight: InFlight = field(default_factory=InFlight)
+    _long_texts: asyncio.Semaphore = field(
+        init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
+    )
 
     @property
     def max_model_len(self) -> int:
@@ -102,6 +111,13 @@ class Front:
     ) -> list[list[int]]:
         """The token ids of texts, in a thread where that takes long."""
         tokenizer = self.need_tokenizer(param, "send the prompt as a list of token ids")
+        size, most = sum(map(len, texts)), self.settings.max_text_characters
+        if size > most:
+            message = (
+                f"`{param}` has {size} characters of text and at most {most} are cut into tokens "
+                "for one request; send less, or token ids"
+            )
+            raise ApiError(message, param=param, code="text_too_long")
 
         def work() -> list[list[int]]:
             return [
@@ -110,15 +126,23 @@ class Front:
             ]
 
         try:
-            if sum(map(len, texts)) <= MAX_INLINE_CHARACTERS:
-                return work()
-            return await asyncio.to_thread(work)
+            return await self.off_loop(work, size)
         except PromptTooLong as error:
             message = f"{error} (the context of {self.max_model_len} tokens leaves one for the "
             code = "context_length_exceeded"
             raise ApiError(f"{message}answer)", param=param, code=code) from None
         except ValueError as error:
             raise ApiError(str(error), param=param, code="invalid_value") from None
+
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """The result of `work` on a text of so many characters, or on so many tokens: made at once
+        where that is quick, and else in a thread. TimeoutError where its turn does not come."""
+        if size <= MAX_INLINE_CHARACTERS:
+            return work()
+        if size <= MAX_SHARED_CHARACTERS:
+            return await asyncio.to_thread(work)
+        async with asyncio.timeout(self.settings.request_timeout_seconds), self._long_texts:
+            return await asyncio.to_thread(work)
 
     def check_ids(self, ids: Sequence[int], param: str, keep_last: int | None = None) -> bytes:
         """A prompt's token ids as little-endian int32 bytes, each within the vocabulary."""

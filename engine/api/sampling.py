@@ -7,17 +7,31 @@ Knows nothing of prompts but their length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sized
 
 import msgspec
 
-from ..sampling_params import MAX_LOGIT_BIAS_IDS, SamplingParams
+from ..sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from ..text.bad_words import with_spelt_bad_words
 from .errors import ApiError
 from .front import Front
 from .protocol import SamplingFields
 
 _SEEDS = 2**64
+# Before anything is done with each entry: a body has room for millions.
+_MOST_ENTRIES = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "bad_words": (MAX_BAD_WORDS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS_IDS, "ids"),
+}
 
 
 def sampling_params(
@@ -30,6 +44,7 @@ def sampling_params(
 ) -> SamplingParams:
     """What the client asked of the sampler, for whatever prompt. Raises ApiError, naming the field,
     for what it may not ask."""
+    _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
     if request.bad_words:
@@ -64,9 +79,13 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        return with_spelt_bad_words(params, front.tokenizer)
+        params = with_spelt_bad_words(params, front.tokenizer)
     except ValueError as error:
         raise _invalid(error) from None
+    # A tokenizer may have more tokens than its model.
+    for ids in params.bad_words_token_ids:
+        front.check_vocabulary(ids, "bad_words")
+    return params
 
 
 def default_max_tokens(front: Front, most: int) -> int:
@@ -89,10 +108,35 @@ def fit_max_tokens(
             f"context of {front.max_model_len} tokens has {left} left; ask for less"
         )
         raise ApiError(message, param="max_tokens", code="context_length_exceeded")
-    try:
-        return msgspec.structs.replace(params, max_tokens=left)
-    except ValueError as error:
-        raise _invalid(error) from None
+    if params.min_tokens > left:
+        message = (
+            f"`min_tokens` is {params.min_tokens}, and after {num_prompt_tokens} prompt tokens the "
+            f"context of {front.max_model_len} tokens has {left} left; ask for less"
+        )
+        raise ApiError(message, param="min_tokens", code="context_length_exceeded")
+    return _changed(params, max_tokens=left)
+
+
+def fit_logprobs(
+    front: Front, params: SamplingParams, num_choices: int, *, asked: bool
+) -> SamplingParams:
+    """The same for a whole request: no more tokens than as many answers may have that come with
+    log-probabilities. More is refused where the client `asked` for it, and else cut down."""
+    if params.logprobs is None:
+        return params
+    most = front.settings.max_logprobs_per_request
+    each = num_choices * (1 + params.logprobs)
+    if each * params.max_tokens <= most:
+        return params
+    fit = most // each
+    if asked or fit < max(1, params.min_tokens):
+        message = (
+            f"{num_choices} answers of {params.max_tokens} tokens could hold "
+            f"{each * params.max_tokens} log-probabilities and at most {most} are given at once; "
+            "ask for fewer answers, tokens or likely tokens"
+        )
+        raise ApiError(message, param="max_tokens", code="too_many_logprobs")
+    return _changed(params, max_tokens=fit)
 
 
 def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> int | None:
@@ -120,7 +164,24 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     if not with_prompt:
         changes["prompt_logprobs"] = None
-    return msgspec.structs.replace(params, **changes)
+    return _changed(params, **changes)
+
+
+def _changed(params: SamplingParams, **changes: int | None) -> SamplingParams:
+    """A copy with other values that are known to be in range. To check a thousand biases again for
+    each of hundreds of answers would take a second."""
+    changed = copy.copy(params)
+    for name, value in changes.items():
+        msgspec.structs.force_setattr(changed, name, value)
+    return changed
+
+
+def _check_counts(request: SamplingFields) -> None:
+    for name, (most, what) in _MOST_ENTRIES.items():
+        given = getattr(request, name)
+        if isinstance(given, Sized) and not isinstance(given, str) and len(given) > most:
+            message = f"`{name}` holds {len(given)} {what} and at most {most} are taken; send fewer"
+            raise ApiError(message, param=name, code="invalid_value")
 
 
 def _texts(given: str | list[str] | None) -> tuple[str, ...]:
@@ -131,9 +192,6 @@ def _texts(given: str | list[str] | None) -> tuple[str, ...]:
 
 def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """JSON has strings for keys, so the ids are read from them."""
-    if len(bias) > MAX_LOGIT_BIAS_IDS:
-        message = f"`logit_bias` holds {len(bias)} ids and at most {MAX_LOGIT_BIAS_IDS} are taken"
-        raise ApiError(f"{message}; send fewer", param="logit_bias", code="invalid_value")
     vocab_size = front.client.ready.vocab_size
     pairs = {}
     for key, value in bias.items():

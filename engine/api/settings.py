@@ -26,6 +26,8 @@ class ApiSettings:
     # One rendering of the chat template: time, and characters of its result.
     template_timeout_seconds: float = 2.0
     max_rendered_characters: int = 4 * MIB
+    # Texts of one request that are cut into tokens, which takes about 200 bytes a character.
+    max_text_characters: int = 2 * MIB
     # How long a scrape waits for the core's figures before it shows the last known ones.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
@@ -34,6 +36,8 @@ class ApiSettings:
     max_choices_per_request: int = 256
     # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
     max_prompt_logprobs_per_request: int = 1_000_000
+    # The same for new tokens: what the answers may hold, whether or not they get so long.
+    max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
@@ -42,8 +46,9 @@ class ApiSettings:
         for name in (
             "max_body_bytes", "max_prompts_per_request", "max_messages_per_request",
             "request_timeout_seconds", "body_timeout_seconds", "template_timeout_seconds",
-            "max_rendered_characters", "stats_timeout_seconds", "max_n", "max_choices_per_request",
-            "max_prompt_logprobs_per_request", "max_template_kwargs_bytes",
+            "max_rendered_characters", "max_text_characters", "stats_timeout_seconds", "max_n",
+            "max_choices_per_request", "max_prompt_logprobs_per_request",
+            "max_logprobs_per_request", "max_template_kwargs_bytes",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

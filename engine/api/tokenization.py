@@ -6,8 +6,6 @@ Nothing is generated, so a text may be longer than the context. Knows nothing of
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +14,7 @@ from starlette.types import ASGIApp
 from .body import decode_body, read_body
 from .conversation import render
 from .errors import ApiError
-from .front import MAX_INLINE_CHARACTERS, Front
+from .front import Front
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .replies import DetokenizedPrompt, Tokens
 
@@ -34,8 +32,12 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
         special = request.add_special_tokens
     param = "prompt" if request.messages is None else "messages"
     (ids,) = await front.encode([text], add_special_tokens=special, max_tokens=None, param=param)
-    spellings = [front.texts.spelling(i) for i in ids] if request.return_token_strs else None
-    return _json(Tokens(len(ids), front.max_model_len, ids, spellings))
+
+    def answer() -> bytes:
+        spellings = [front.texts.spelling(i) for i in ids] if request.return_token_strs else None
+        return msgspec.json.encode(Tokens(len(ids), front.max_model_len, ids, spellings))
+
+    return _json(await front.off_loop(answer, len(ids)))
 
 
 async def detokenize(front: Front, http: Request) -> ASGIApp:
@@ -44,12 +46,13 @@ async def detokenize(front: Front, http: Request) -> ASGIApp:
     front.check_model(request.model)
     tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")
     ids = request.tokens
-    front.check_vocabulary(ids, "tokens")
-    if len(ids) <= MAX_INLINE_CHARACTERS:
+
+    def answer() -> bytes:
+        front.check_vocabulary(ids, "tokens")
         text = tokenizer.decode(ids, skip_special_tokens=False)
-    else:
-        text = await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
-    return _json(DetokenizedPrompt(text))
+        return msgspec.json.encode(DetokenizedPrompt(text))
+
+    return _json(await front.off_loop(answer, len(ids)))
 
 
 async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
@@ -67,5 +70,5 @@ async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
     return request.prompt or "", True
 
 
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

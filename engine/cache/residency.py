@@ -17,7 +17,7 @@ from typing import Any
 from ...tiers.histogram import Histogram
 from .kv_block import KVCacheBlock
 
-MAX_SAMPLED_BLOCKS = 256
+MAX_SAMPLED_BLOCKS = 64
 
 _SECONDS = (
     0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,

@@ -34,8 +34,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong."""
-        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        """What argparse found wrong, in words that say what to do."""
+        text = message.removeprefix("argument ")
+        flag = text.partition(":")[0]
+        if text.endswith(": expected one argument"):
+            text = f"{flag} takes a value; write one that begins with - as {flag}=VALUE"
+        elif ": ignored explicit argument " in text:
+            text = f"{flag} is a switch and takes no value; give it alone or leave it out"
+        raise ConfigError(f"{text}; see {self.prog} --help")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments; a flag nobody knows is refused with the nearest one.

@@ -14,6 +14,8 @@ from typing import Any
 
 from ..config import ConfigError
 from ..nearest import did_you_mean
+from ..settings import readers
+from ..shown import shown
 from .args import Parser
 
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
@@ -42,16 +44,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"stratakv bench takes the name of a benchmark: {known}")
     if args.name not in BENCHMARKS:
         near = did_you_mean(args.name, BENCHMARKS) or f"; there are: {known}"
-        raise ConfigError(f"there is no benchmark {args.name!r}{near}")
+        raise ConfigError(f"there is no benchmark {shown(args.name)}{near}")
     benchmark: Any = importlib.import_module(BENCHMARKS[args.name], __package__)
     parser = Parser(prog=f"stratakv bench {args.name}", description=benchmark.__doc__)
     parser.add_argument("--quick", action="store_true", help="a small form, for a demonstration")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("build/bench") / args.name,
+        "--out", metavar="DIR", default=Path("build/bench") / args.name,
         help="where the results go (default: build/bench/NAME)",
     )  # fmt: skip
     benchmark.add_arguments(parser)
     options = parser.parse_all(args.rest)
+    options.out = readers.path("--out", options.out)
     _make_directory(options.out)
     code: int = benchmark.run(options)
     return code

@@ -15,6 +15,7 @@ from ..config import ConfigError
 from ..logs import set_up
 from ..options import flag_of
 from ..sampling_params import SamplingParams
+from ..shown import shown
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "frequency_penalty": (float, "the same for each time that a token is there"),
     "seed": (int, "makes random draws the same every time"),
 }
+# A context has up to 2**24 tokens; whoever pipes in what never ends is told before memory does.
+MAX_PROMPT_CHARACTERS = 2**26
 # Those that are given one value at a time.
 _FLAGS = {"bad_words": "--bad-word"}
 
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")
     params = _sampling_params(args)
     set_up(log_level(args))
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_prompt() if args.prompt == "-" else args.prompt
     with LLM(args.model, progress=_print_progress, **engine_options_of(args)) as llm:
         began = time.monotonic()
         try:
@@ -81,6 +84,20 @@ def run(args: argparse.Namespace) -> int:
             print(last.text, end="", flush=True)
         print()
         return _report(last, num_tokens, time.monotonic() - began)
+
+
+def _read_prompt() -> str:
+    """All of standard input, for which it may take as long as it wants."""
+    try:
+        text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 1) if sys.stdin is not None else ""
+    except UnicodeError as error:
+        raise ConfigError(f"standard input is no text ({error}); save it as UTF-8") from error
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise ConfigError(
+            f"standard input has more than {MAX_PROMPT_CHARACTERS} characters, which fit into no "
+            "context; shorten it"
+        )
+    return text
 
 
 def _print_progress(text: str) -> None:
@@ -106,7 +123,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
             given[name] = kind(text)
         except ValueError:
             word = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{flag_of(name)} takes {word}, not {text!r}") from None
+            raise ConfigError(f"{flag_of(name)} takes {word}, not {shown(text)}") from None
     try:
         return SamplingParams(
             **given,

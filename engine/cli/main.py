@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from ... import __version__
 from ..client.base import EngineDead
@@ -19,6 +20,7 @@ from ..config import ConfigError
 from ..extras import explain_missing_module
 from ..logs import is_json
 from ..nearest import did_you_mean
+from ..shown import one_line, shown
 from .args import Parser, naming_origins
 
 # Not __name__, which is __main__ where this is run as a module.
@@ -42,8 +44,11 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _write_any_text()
     try:
-        return _run(words)
+        code = _run(words)
+        _flush()
+        return code
     except ConfigError as error:
         return _complain(str(error), EXIT_REFUSED)
     except ModuleNotFoundError as error:
@@ -52,10 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left. Python would complain again when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has left
+        _drop_output()
         return EXIT_FAILED
+    except OSError as error:
+        logger.debug("the system refused something", exc_info=error)
+        code = _complain(f"the system refused something ({error}); mend that", EXIT_REFUSED)
+        _drop_output()
+        return code
+
+
+def _write_any_text() -> None:
+    """What the terminal's encoding lacks is written with backslashes, as on standard error."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    """Now, for a full disk is a failure too."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Where output cannot be written, so that Python does not complain again when it flushes."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:
@@ -70,7 +99,7 @@ def _run(words: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no {kind} {name!r}{near}")
+        raise ConfigError(f"there is no {kind} {shown(name)}{near}")
     command = importlib.import_module(f".{name}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)
@@ -86,11 +115,12 @@ def _help() -> str:
     return "\n".join([*lines, "", "stratakv COMMAND --help lists a command's options."])
 
 
-def _complain(sentence: str, code: int) -> int:
+def _complain(text: str, code: int) -> int:
+    line = one_line(text)
     if is_json():
-        logger.error("%s", sentence)
+        logger.error("%s", line)
     else:
-        print(f"stratakv: {sentence}", file=sys.stderr)
+        print(f"stratakv: {line}", file=sys.stderr)
     return code
 
 

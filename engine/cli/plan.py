@@ -22,17 +22,19 @@ from .. import plan
 from ..config import CacheConfig, ConfigError, ModelConfig
 from ..models.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
-from ..options import EMBEDDED_MODEL, flag_of
+from ..options import flag_of, model_directory
 from ..settings import readers
 from ..settings.readers import Reader
+from ..shown import shown
 from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
 DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."
 
 TYPICAL_TOKENS = 2048
 MAX_DEVICES = 1024
-# More than all computers of the world do in a second.
+# More than all computers of the world do in a second, and less than any of them does.
 MAX_PER_SECOND = 1e24
+MIN_PER_SECOND = 1e-3
 
 
 def _size(called: str, value: Any) -> int:
@@ -48,8 +50,11 @@ def _bytes_per_second(called: str, value: str) -> float:
 
 def _per_second(called: str, value: str) -> float:
     number = readers.number(called, value)
-    if not 0 < number <= MAX_PER_SECOND:  # false for NaN too
-        raise ConfigError(f"{called} takes a number above 0 and to {MAX_PER_SECOND:g}, not {value}")
+    if not MIN_PER_SECOND <= number <= MAX_PER_SECOND:  # false for NaN too
+        raise ConfigError(
+            f"{called} takes a number from {MIN_PER_SECOND:g} to {MAX_PER_SECOND:g}, not "
+            f"{shown(value)}"
+        )
     return number
 
 
@@ -108,7 +113,7 @@ class Subject:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, sizes and rates."""
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", type=Path, default=EMBEDDED_MODEL,
+        "model", metavar="MODEL", nargs="?",
         help="a directory with config.json (default: the embedded model)",
     )  # fmt: skip
     for name, (_, metavar, text) in _FLAGS.items():
@@ -127,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         for name, (read, *_) in _FLAGS.items()
         if getattr(args, name) is not None
     }
-    made = make_plan(args.model, given, args.probe)
+    made = make_plan(model_directory(args.model), given, args.probe)
     if args.json:
         print(json.dumps(made, indent=2, allow_nan=False))
     else:
@@ -198,7 +203,7 @@ def _typical_tokens(given: Mapping[str, Any], max_model_len: int) -> int:
     if not 1 <= tokens <= max_model_len:
         raise ConfigError(
             f"--request-tokens takes a number from 1 to the {max_model_len} tokens of the longest "
-            f"request, not {tokens}"
+            f"request, not {shown(tokens)}"
         )
     return tokens
 

@@ -6,6 +6,7 @@ Knows nothing of models or blocks. Every rate keeps its origin, so that the outp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,4 +107,4 @@ _PROBES: Mapping[str, Callable[[], Rate]] = {
 
 def existing_parent(path: Path) -> Path:
     """The directory itself, or the nearest above it that is there."""
-    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    return next(each for each in (path, *path.absolute().parents) if os.path.isdir(each))

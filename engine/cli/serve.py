@@ -101,8 +101,7 @@ async def _serve(
     from ..models.generation_config import load_default_sampling
     from ..text.tokenizer import Tokenizer
 
-    has_tokenizer = (config.model.path / "tokenizer.json").is_file()
-    tokenizer = Tokenizer.load(config.model.path) if has_tokenizer else None
+    tokenizer = Tokenizer.find(config.model.path)
     recommends = server.generation_config == "auto"
     default_sampling = load_default_sampling(config.model.path) if recommends else {}
     told = asyncio.Event()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..config import ConfigError
+from ..shown import shown_name
 from .shards import INDEX_FILE, find_shards
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
@@ -97,11 +98,13 @@ class Checkpoint:
         held = {file: set(opened.keys()) for file, opened in files.items()}
         for name, file in (shards.weight_map or {}).items():
             if name not in held[file]:
-                raise ConfigError(f"{file} lacks {name}, which {INDEX_FILE} says it holds")
+                raise ConfigError(
+                    f"{file} lacks {shown_name(name)}, which {INDEX_FILE} says it holds"
+                )
         for file, opened in files.items():
             self._where.update(dict.fromkeys(held[file], opened))
 
 
 def _count(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the tensor {names[0]}{more}"
+    return f"the tensor {shown_name(names[0])}{more}"

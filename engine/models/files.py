@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from ..config import ConfigError
-from ..shown import shown
+from ..shown import one_line
 
 
 def check_directory(path: Path) -> None:
@@ -21,8 +21,8 @@ def check_directory(path: Path) -> None:
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
         raise ConfigError(
-            f"{path} is no directory; give a model directory as Hugging Face saves it (nothing is "
-            "downloaded)"
+            f"{path} is not a directory; give a model directory as Hugging Face saves it (nothing "
+            "is downloaded), or leave MODEL out for the embedded one"
         )
     if not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"the directory {path} may not be read by this user; change its mode")
@@ -48,8 +48,8 @@ def _mode(path: Path) -> int | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"{shown(str(path))} cannot be looked at ({error.strerror}); give another, or change "
-            "the mode of what is above it"
+            f"{one_line(str(path))} cannot be looked at ({error.strerror}); mend that or give "
+            "another"
         ) from error
     except ValueError as error:  # a zero byte, or half of a surrogate pair
-        raise ConfigError(f"{shown(str(path))} can be no path ({error}); correct it") from error
+        raise ConfigError(f"{one_line(str(path))} can be no path ({error}); correct it") from error

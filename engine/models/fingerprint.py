@@ -64,7 +64,7 @@ def _add_file(digest: _Hash, path: Path) -> None:
                 file.seek(position)
                 digest.update(file.read(length))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); change its mode") from error
 
 
 def _read_header(file: BinaryIO, size: int, path: Path) -> bytes:

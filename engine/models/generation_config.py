@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .files import is_there
 from .json_fields import JsonFields, read_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -30,7 +31,7 @@ _READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
 def load_default_sampling(path: Path) -> dict[str, float | int]:
     """The recommendations in the model directory `path`, by Hugging Face's names; empty without a
     file. Raises ConfigError naming the file and the key for a value no request may have."""
-    if not (path / GENERATION_CONFIG).exists():
+    if not is_there(path / GENERATION_CONFIG):
         return {}
     fields = read_json(path / GENERATION_CONFIG)
     return {name: read(fields, name) for name, read in _READERS.items() if fields.has(name)}

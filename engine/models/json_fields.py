@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..config import ConfigError
+from ..shown import shown
+from .files import is_there
 
 MAX_CONFIG_BYTES = 1024**2
 MAX_COUNT = 2**24  # no dimension, id or length of a known model comes near it
@@ -21,12 +23,14 @@ _MISSING = object()
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
     """The object in `path`; raises ConfigError where it is missing, too large or no JSON object."""
+    if not is_there(path):
+        raise ConfigError(f"{path} is missing; the model must be a Hugging Face directory")
     try:
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); the model must be a Hugging Face directory"
+            f"{path} cannot be read ({error.strerror}); change its mode or download it again"
         ) from error
     if len(raw) > max_bytes:
         raise ConfigError(
@@ -119,10 +123,7 @@ class JsonFields:
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
         """The sentence for a key with an unusable value."""
-        shown = repr(got)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        return ConfigError(f"{self.where}: {name} must be {expected}, not {shown}")
+        return ConfigError(f"{self.where}: {name} must be {expected}, not {shown(got)}")
 
     def _get(self, name: str, default: object) -> object:
         value = self.values.get(name)

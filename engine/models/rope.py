@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..config import ConfigError
 from .rope_spec import RopeSpec
 
 
@@ -27,7 +28,14 @@ def rope_tables(
     """
     frequencies, scale = inverse_frequencies(rope, head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    # The last row has the widest angles.
+    if not (cos[-1].isfinite().all() and sin[-1].isfinite().all()):
+        raise ConfigError(
+            f"the {rope.kind} rotary positions of config.json come to numbers that {dtype} cannot "
+            "hold; correct rope_parameters or rope_scaling"
+        )
+    return cos, sin
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:

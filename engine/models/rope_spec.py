@@ -13,6 +13,8 @@ from .json_fields import JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 DEFAULT_THETA = 10000.0
+# Models are stretched by 2 to 128. Far beyond, rounding eats the positions.
+MAX_FACTOR = 1e6
 # Positions of several kinds of layers, of images, and queries that grow with their position.
 _UNSUPPORTED = ("full_attention", "sliding_attention", "mrope_section", "llama_4_scaling_beta")
 
@@ -57,17 +59,18 @@ def parse_rope(config: JsonFields, head_dim: int, max_positions: int) -> RopeSpe
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind in ("linear", "dynamic"):
-        return RopeSpec(kind, theta, fields.number("factor"))
+        return RopeSpec(kind, theta, fields.number("factor", at_most=MAX_FACTOR))
     if kind == "proportional":
         share = fields.number("partial_rotary_factor", 1.0)
         if share > 1.0:
             raise fields.fault("partial_rotary_factor", "at most 1", share)
-        return RopeSpec(kind, theta, fields.number("factor", 1.0), partial_rotary_factor=share)
+        factor = fields.number("factor", 1.0, at_most=MAX_FACTOR)
+        return RopeSpec(kind, theta, factor, partial_rotary_factor=share)
 
     original = _original_length(config, fields, max_positions)
     if kind == "llama3":
         return _llama3(fields, theta, original)
-    factor = fields.number("factor", max_positions / original)
+    factor = fields.number("factor", max_positions / original, at_most=MAX_FACTOR)
     if kind == "yarn":
         return _yarn(fields, theta, original, factor)
     return RopeSpec(
@@ -89,7 +92,7 @@ def _llama3(fields: JsonFields, theta: float, original: int) -> RopeSpec:
     return RopeSpec(
         "llama3",
         theta,
-        fields.number("factor"),
+        fields.number("factor", at_most=MAX_FACTOR),
         original,
         low_freq_factor=low,
         high_freq_factor=high,
@@ -104,8 +107,8 @@ def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> Rop
         original,
         attention_factor=fields.optional_number("attention_factor"),
         # A zero stands for the default too; transformers reads both as "not given".
-        beta_fast=fields.number("beta_fast", 32.0, above=-1.0) or 32.0,
-        beta_slow=fields.number("beta_slow", 1.0, above=-1.0) or 1.0,
+        beta_fast=_number_or_zero(fields, "beta_fast") or 32.0,
+        beta_slow=_number_or_zero(fields, "beta_slow") or 1.0,
         mscale=_number_or_zero(fields, "mscale"),
         mscale_all_dim=_number_or_zero(fields, "mscale_all_dim"),
         truncate=fields.boolean("truncate", True),
@@ -113,7 +116,7 @@ def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> Rop
 
 
 def _number_or_zero(fields: JsonFields, name: str) -> float | None:
-    return fields.number(name, above=-1.0) if fields.has(name) else None
+    return fields.number_from(name, 0.0, MAX_FACTOR) if fields.has(name) else None
 
 
 def _original_length(config: JsonFields, fields: JsonFields, max_positions: int) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError
+from ..shown import shown, shown_name
+from .files import is_there
 from .json_fields import read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -27,9 +29,9 @@ class Shards:
 
 def find_shards(path: Path) -> Shards:
     """The safetensors files under `path`; raises ConfigError naming the one that is missing."""
-    if (path / SINGLE_FILE).is_file():
+    if is_there(path / SINGLE_FILE):
         return Shards((path / SINGLE_FILE,), None)
-    if not (path / INDEX_FILE).is_file():
+    if not is_there(path / INDEX_FILE):
         raise ConfigError(
             f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the weights "
             "in safetensors form"
@@ -41,13 +43,13 @@ def find_shards(path: Path) -> Shards:
     weight_map: dict[str, Path] = {}
     for tensor, name in names.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise index.fault(f"weight_map[{tensor!r}]", "the name of a file beside it", name)
+            raise index.fault(f"weight_map[{shown(tensor)}]", "the name of a file beside it", name)
         weight_map[tensor] = path / name
     files = tuple(sorted(set(weight_map.values())))
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not is_there(file)]
     if missing:
         raise ConfigError(
-            f"{path} lacks {len(missing)} of its {len(files)} weight files, first {missing[0]}, "
-            f"which {INDEX_FILE} names; download the model again"
+            f"{path} lacks {len(missing)} of its {len(files)} weight files, first "
+            f"{shown_name(missing[0])}, which {INDEX_FILE} names; download the model again"
         )
     return Shards(files, weight_map)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...tiers.block import BlockLayout
 from ..config import ConfigError
 from .families import ARCHITECTURES, FAMILIES, Family
+from .files import check_directory, is_there
 from .generation_config import GENERATION_CONFIG
 from .json_fields import JsonFields, read_json
 from .rope_spec import RopeSpec, parse_rope, stable_length
@@ -70,8 +71,7 @@ def load_model_spec(path: Path) -> ModelSpec:
 
     Raises ConfigError, naming the file and the key, for anything missing or not supported.
     """
-    if not path.is_dir():
-        raise ConfigError(f"the model {path} is not a directory; give a Hugging Face directory")
+    check_directory(path)
     config = read_json(path / "config.json")
     architecture = _architecture(config)
     family = FAMILIES[architecture]
@@ -134,11 +134,13 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
 def _architecture(config: JsonFields) -> str:
     """The row of FAMILIES: by name or, where that is not given, by model type."""
     kind = config.values.get("model_type")
+    known = "this version serves " + ", ".join(ARCHITECTURES)
     names = config.values.get("architectures") or [
         name for name, family in FAMILIES.items() if family.model_type == kind
     ]
+    if not names and kind is not None:
+        raise config.fault("model_type", f"that of a supported family ({known})", kind)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        known = "this version serves " + ", ".join(ARCHITECTURES)
         raise config.fault("architectures", f"one supported name ({known})", names)
     expected = FAMILIES[names[0]].model_type
     if config.text("model_type", expected) != expected:
@@ -178,7 +180,7 @@ def _special_ids(
 ) -> tuple[tuple[int, ...], int | None]:
     """End and begin ids: generation_config.json knows them better than config.json."""
     sources = [config]
-    if (path / GENERATION_CONFIG).exists():
+    if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
     eos = next((s for s in sources if s.has("eos_token_id")), None)
     bos = next((s for s in sources if s.has("bos_token_id")), None)

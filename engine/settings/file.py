@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
+from ..shown import shown_name
 
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64
@@ -38,9 +39,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def called(path: Path, key: str) -> str:
     """A key as messages name it: in one line, whatever it holds. After a colon there is a value,
     perhaps a secret, that YAML takes for a part of the key where no space stands before it."""
-    short = key.partition(":")[0][:MAX_KEY_CHARACTERS]
-    is_plain = short.isprintable() and short == short.strip() != ""
-    return f"{short if is_plain else repr(short)} of {path}"
+    return f"{shown_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 
 
 def _text_of(path: Path) -> str:
@@ -126,7 +125,7 @@ def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     for key_node, node in root.value:
         items = node.value if isinstance(node, yaml.SequenceNode) else (node,)
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a key"
-        if key_node.value is not key or not all(isinstance(i, yaml.ScalarNode) for i in items):
+        if not all(isinstance(item, yaml.ScalarNode) for item in (key_node, *items)):
             raise _refuse_nested(path, key)
         try:
             yield key, loader.construct_object(node, deep=True)

@@ -50,7 +50,9 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
         except ConfigError:
             number = low - 1
         if not low <= number <= high:
-            raise ConfigError(f"{called} takes a whole number from {low} to {high}, not {shown(value)}")
+            raise ConfigError(
+                f"{called} takes a whole number from {low} to {high}, not {shown(value)}"
+            )
         return number
 
     return read
@@ -92,12 +94,10 @@ def word(value: Any) -> str:
 def text(called: str, value: Any) -> str:
     """A text that is not empty, in one line of whole characters."""
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{called} takes a text that is not empty, not {shown(value)}{_quote(value)}")
-    if len(value) > MAX_TEXT_CHARACTERS:
         raise ConfigError(
-            f"{called} takes a text of up to {MAX_TEXT_CHARACTERS} characters, not {len(value)}; "
-            "shorten it"
+            f"{called} takes a text that is not empty, not {shown(value)}{_quote(value)}"
         )
+    _check_length(called, value)
     if _UNUSABLE.search(value):
         raise ConfigError(
             f"{called} takes one line of UTF-8 without control characters, not {shown(value)}; "
@@ -119,7 +119,7 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
     """A reader of one word out of several."""
 
     def read(called: str, value: Any) -> str:
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             near = did_you_mean(word(value), known)
             raise ConfigError(f"{called} takes {' or '.join(known)}, not {shown(value)}{near}")
         return str(value)
@@ -140,6 +140,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
 def api_key(called: str, value: Any) -> str:
     """A key that a header can carry. It is in no message."""
     _check_secret(called, value)
+    _check_length(called, value)
     if not (value.isascii() and value.isprintable()) or " " in value:
         raise ConfigError(
             f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "
@@ -153,6 +154,7 @@ def secret_bytes(called: str, value: Any) -> bytes:
     if not isinstance(value, bytes):
         _check_secret(called, value)
         value = value.encode("utf-8", "surrogateescape")
+    _check_length(called, value)
     if len(value) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"{called} has {len(value)} bytes and {MIN_SECRET_BYTES} are the least that cannot be "
@@ -167,10 +169,13 @@ def _check_secret(called: str, value: Any) -> None:
         raise ConfigError(f"{called} takes a text, not a value of type {kind}; put it in quotes")
     if not value.strip():
         raise ConfigError(f"{called} is empty; give a key, or leave the option out")
+
+
+def _check_length(called: str, value: str | bytes) -> None:
     if len(value) > MAX_TEXT_CHARACTERS:
         raise ConfigError(
-            f"{called} has {len(value)} characters and {MAX_TEXT_CHARACTERS} are the most; choose "
-            "a shorter one"
+            f"{called} takes up to {MAX_TEXT_CHARACTERS} characters, not {len(value)}; choose a "
+            "shorter one"
         )
 
 

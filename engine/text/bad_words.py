@@ -59,8 +59,7 @@ def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     found = [ids for ids in candidates if ids and _same(_decode(tokenizer, ids), bare)]
     if not found:
         raise ValueError(
-            f"bad_words must be words that the model's tokens can spell, got {word!r}; use "
-            "bad_words_token_ids for single tokens"
+            f"bad_words must be words that the model's tokens can spell, got {word!r}; leave it out"
         )
     longest = max(map(len, found))
     if longest > MAX_BAD_SEQUENCE_TOKENS:

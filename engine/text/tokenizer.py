@@ -7,17 +7,26 @@ of requests, chat messages or the engine; `detokenizer.py` turns a growing outpu
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..config import ConfigError
+from ..models.files import is_there
+from ..models.json_fields import read_json
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# The largest vocabularies take some 35 MiB; settings can hold thousands of added tokens.
+MAX_TOKENIZER_BYTES = 512 * 1024**2
+MAX_SETTINGS_BYTES = 16 * 1024**2
 
 # Normalisation can shorten a text before it is cut into tokens, but hardly by more than this.
 _NORMALISATION_SHRINKS = 4
+# Decoding so many takes less than a millisecond, and the shorter way is the quicker one.
+_MAX_LOCKED_TOKENS = 4096
 
 
 class PromptTooLong(ValueError):
@@ -27,7 +36,7 @@ class PromptTooLong(ValueError):
 class Tokenizer:
     """One model's tokenizer. Safe to call from several threads."""
 
-    def __init__(self, fast: FastTokenizer, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, fast: FastTokenizer, config: Mapping[str, object] | None = None) -> None:
         # A saved file may carry the cutting and filling of somebody's training run.
         fast.no_truncation()
         fast.no_padding()
@@ -40,18 +49,34 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """The tokenizer of a Hugging Face directory; raises ConfigError where it has none."""
-        path = directory / "tokenizer.json"
-        if not path.is_file():
+        tokenizer = cls.find(directory)
+        if tokenizer is None:
             raise ConfigError(
-                f"{directory} holds no tokenizer.json; save the model's fast tokenizer there"
+                f"{directory} holds no {TOKENIZER}; save the model's fast tokenizer there"
+            )
+        return tokenizer
+
+    @classmethod
+    def find(cls, directory: Path) -> Tokenizer | None:
+        """The same, and None for a directory without one; raises ConfigError for a damaged one."""
+        path = directory / TOKENIZER
+        if not is_there(path):
+            return None
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ConfigError(
+                f"{path} must have at most {MAX_TOKENIZER_BYTES} bytes and has more; copy it from "
+                "the model again"
             )
         try:
-            fast = FastTokenizer.from_file(str(path))
+            with _panics_are_errors():
+                fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError(
                 f"{path} cannot be read as a tokenizer ({error}); copy it from the model again"
             ) from error
-        return cls(fast, _read_config(directory / "tokenizer_config.json"))
+        settings = directory / TOKENIZER_CONFIG
+        found = read_json(settings, MAX_SETTINGS_BYTES).values if is_there(settings) else {}
+        return cls(fast, found)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -59,7 +84,8 @@ class Tokenizer:
         """The token ids of a text.
 
         Raises PromptTooLong for more than `max_tokens`, without tokenizing a text that cannot
-        possibly fit, and ValueError for text that is no valid Unicode.
+        possibly fit, and ValueError for text that is no valid Unicode or that the vocabulary
+        cannot spell.
         """
         if max_tokens is not None:
             most = max_tokens * self._longest_token * _NORMALISATION_SHRINKS
@@ -69,15 +95,19 @@ class Tokenizer:
                     f"{max_tokens} tokens; shorten it"
                 )
         try:
-            # A batch of one: `encode` holds the interpreter's lock, for a second with a long text.
-            (encoding,) = self._fast.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            with _panics_are_errors():
+                # A batch of one: `encode` holds the interpreter's lock, for a second with a long
+                # text.
+                (encoding,) = self._fast.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError(
                 "the text holds half of a surrogate pair, which is no Unicode character; "
                 "send valid UTF-8"
             ) from error
+        except Exception as error:  # such as a vocabulary without a token for the unknown
+            raise ValueError(f"the model's tokenizer cannot take this text ({error})") from error
         ids: list[int] = encoding.ids
         if max_tokens is not None and len(ids) > max_tokens:
             raise PromptTooLong(
@@ -87,7 +117,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids outside the vocabulary have none."""
-        return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) <= _MAX_LOCKED_TOKENS:
+            return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        # As in `encode`: a batch of one lets go of the interpreter's lock.
+        (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token(self, token_id: int) -> str | None:
         """One token as it stands in the vocabulary; None for an id outside it."""
@@ -111,13 +145,12 @@ class Tokenizer:
         return value if isinstance(value, str) else None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """A panic of the Rust library is no Exception, and would end a server."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no JSON file ({error}); copy it from the model") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object; copy it from the model again")
-    return config
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from error

@@ -19,6 +19,7 @@ from stratakv.benchmarks.report import Report
 from stratakv.engine.cli.main import main
 
 
+@pytest.mark.slow
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "core", "--quick", "--out", str(tmp_path), "--repeats", "2"]) == 0
     written = json.loads((tmp_path / "core.json").read_text())

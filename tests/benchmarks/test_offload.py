@@ -146,5 +146,5 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start(tmp_path: Path) -> None:
     arguments: list[Any] = [str(tmp_path / "nothing")]
-    with pytest.raises(ServerFailed, match=r"ended with code 2(.|\n)*no directory"):
+    with pytest.raises(ServerFailed, match=r"ended with code 2(.|\n)*not a directory"):
         ServedModel(arguments, tmp_path / "log", start_seconds=60)

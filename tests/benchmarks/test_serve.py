@@ -162,6 +162,7 @@ def test_a_peer_that_cannot_start(tmp_path: Path) -> None:
     assert "No module named" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_peer_whose_model_is_not_there(tmp_path: Path) -> None:
     with (
         Peer(PEER_FILE, tmp_path / "nowhere", 1, tmp_path / "log") as peer,
@@ -170,6 +171,7 @@ def test_a_peer_whose_model_is_not_there(tmp_path: Path) -> None:
         peer.wait_ready(60.0)
 
 
+@pytest.mark.slow
 def test_the_engine_alone(tmp_path: Path) -> None:
     with Peer(PEER_FILE, EMBEDDED_MODEL, 1, tmp_path / "log") as peer:
         with pytest.raises(PeerFailed, match="did not answer in 0 s"):

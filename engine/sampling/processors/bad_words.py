@@ -11,11 +11,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow, BatchUpdate
+from ...worker.batch_update import AddedRow
 from ...worker.block_table import IntArray
-from ..row_states import RowStates
-from .base import LogitsProcessor, ProcessorContext
 from .entries import ban
+from .stateful import StatefulProcessor
 
 
 class BadSequences:
@@ -47,23 +46,8 @@ class BadSequences:
         return [ids for ids in found if ids is not None]
 
 
-class BadWords(LogitsProcessor):
+class BadWords(StatefulProcessor[BadSequences]):
     """Bans what would complete a bad sequence."""
-
-    def __init__(self, context: ProcessorContext) -> None:
-        super().__init__(context)
-        self._states = RowStates(context.max_rows, self._state_of)
-
-    @property
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._states)
-
-    def update_state(self, update: BatchUpdate) -> None:
-        self._states.update(update)
 
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         asked = self._states.of(rows)

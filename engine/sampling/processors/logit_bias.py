@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow, BatchUpdate
+from ...worker.batch_update import AddedRow
 from ...worker.block_table import IntArray
-from ..row_states import RowStates
-from .base import LogitsProcessor, ProcessorContext
 from .entries import entries_of
+from .stateful import StatefulProcessor
 
 
 class Biases(NamedTuple):
@@ -27,23 +26,8 @@ class Biases(NamedTuple):
     values: npt.NDArray[np.float64]
 
 
-class LogitBias(LogitsProcessor):
+class LogitBias(StatefulProcessor[Biases]):
     """Adds. A token named twice gets both numbers."""
-
-    def __init__(self, context: ProcessorContext) -> None:
-        super().__init__(context)
-        self._states = RowStates(context.max_rows, self._state_of)
-
-    @property
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._states)
-
-    def update_state(self, update: BatchUpdate) -> None:
-        self._states.update(update)
 
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         asked = self._states.of(rows)

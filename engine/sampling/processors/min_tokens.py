@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow, BatchUpdate
+from ...worker.batch_update import AddedRow
 from ...worker.block_table import IntArray
-from ..row_states import RowStates
-from .base import LogitsProcessor, ProcessorContext
 from .entries import ban, known_ids
+from .stateful import StatefulProcessor
 
 
 class Minimum(NamedTuple):
@@ -25,23 +24,8 @@ class Minimum(NamedTuple):
     output_token_ids: list[int]
 
 
-class MinTokens(LogitsProcessor):
+class MinTokens(StatefulProcessor[Minimum]):
     """Bans stop ids, and the model's own end unless it is ignored."""
-
-    def __init__(self, context: ProcessorContext) -> None:
-        super().__init__(context)
-        self._states = RowStates(context.max_rows, self._state_of)
-
-    @property
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._states)
-
-    def update_state(self, update: BatchUpdate) -> None:
-        self._states.update(update)
 
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         parts = []

@@ -136,6 +136,8 @@ def test_resetting_the_cache(http: httpx.Client) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert http.post("/reset_prefix_cache?tiers=all").status_code == 200
     assert http.post("/reset_prefix_cache?tiers=everything").status_code == 400
+    unknown = http.post("/reset_prefix_cache?tier=all").json()["error"]
+    assert (unknown["code"], unknown["param"]) == ("unknown_parameter", "tier")
 
 
 def test_stop_string_ends_the_text_before_it(http: httpx.Client) -> None:

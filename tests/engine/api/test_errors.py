@@ -41,11 +41,16 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"prompt": "a", "top_k": -2}, "invalid_value", "top_k", "top_k"),
         ({"prompt": "a", "max_tokens": 0}, "invalid_value", "max_tokens", "0 is for `echo: true`"),
         ({"prompt": "a", "max_tokens": -1}, "invalid_value", "max_tokens", "at least 1, got -1"),
-        ({"prompt": "a", "max_tokens": 10**30}, "context_length_exceeded", "max_tokens", "left"),
+        ({"prompt": "a", "max_tokens": 2**62}, "context_length_exceeded", "max_tokens", "left"),
+        ({"prompt": "a", "max_tokens": 10**30}, "invalid_value", "max_tokens", "64-bit integer"),
         ({"prompt": "a", "min_tokens": 99}, "invalid_value", "min_tokens", "max_tokens"),
+        ({"prompt": [4] * 4090, "min_tokens": 7}, "context_length_exceeded", "min_tokens",
+         "has 6 left; ask for less"),
         ({"prompt": "a", "seed": 2**64}, "invalid_value", "seed", "64-bit"),
         ({"prompt": "a", "stop": [""]}, "invalid_value", "stop", "stop"),
         ({"prompt": "a", "stop": ["x"] * 17}, "invalid_value", "stop", "16"),
+        ({"prompt": "a", "stop_token_ids": [5] * 257}, "invalid_value", "stop_token_ids",
+         "257 ids and at most 256 are taken; send fewer"),
         ({"prompt": "a", "stop_token_ids": [2**70]}, "token_id_out_of_range", "stop_token_ids",
          "319"),
         ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature", "temperature"),
@@ -112,7 +117,7 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"prompt": [[5], []]}, "empty_prompt", "prompt[1]", "prompt[1]"),
         ({"prompt": [4] * 4096}, "context_length_exceeded", "prompt", "4096 tokens and at most"),
         ({"prompt": "ab " * 9000}, "context_length_exceeded", "prompt", "4095"),
-        ({"prompt": "a" * 3_000_000}, "context_length_exceeded", "prompt", "3000000 characters"),
+        ({"prompt": "a" * 2_000_000}, "context_length_exceeded", "prompt", "2000000 characters"),
         ({"prompt": [4] * 4000, "max_tokens": 97}, "context_length_exceeded", "max_tokens", "96"),
         ({"prompt": ["a"] * 129}, "too_many_prompts", "prompt", "128"),
     ],
@@ -178,7 +183,9 @@ def test_bad_chats(http: httpx.Client, fields: dict[str, Any], code: str, words:
 )  # fmt: skip
 def test_bodies_that_are_no_json(http: httpx.Client, body: bytes) -> None:
     response = http.post(COMPLETIONS, content=body, headers=JSON)
-    assert response.json()["error"]["code"] in ("invalid_json", "invalid_type")
+    error = response.json()["error"]
+    assert error["code"] in ("invalid_json", "invalid_type")
+    assert error["param"] or "; send " in error["message"]
     assert response.status_code == 400
 
 

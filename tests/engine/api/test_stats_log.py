@@ -48,7 +48,9 @@ def test_the_line() -> None:
 
 
 def test_what_only_waits_is_work_too() -> None:
-    assert describe(IDLE, stats(num_waiting=1, num_parked=1), 10.0).startswith("running 0, waiting 1, prompts 0")
+    assert describe(IDLE, stats(num_waiting=1, num_parked=1), 10.0).startswith(
+        "running 0, waiting 1, prompts 0"
+    )
 
 
 def test_beside_a_core_until_it_is_gone(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:

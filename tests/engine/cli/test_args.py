@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stratakv
@@ -18,6 +19,7 @@ from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import MIB, ConfigError, EngineConfig
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
+from stratakv.engine.shown import shown
 
 
 def config_of(*words: str) -> EngineConfig:
@@ -37,8 +39,17 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --max-num-seq 4", ["did you mean --max-num-seqs"]),
     ("serve --xyzzy", ["no option --xyzzy", "stratakv serve --help"]),
     ("serve . other", ["'other' is one argument too many"]),
-    ("serve /nowhere/at/all", ["/nowhere/at/all is no directory", "Hugging Face"]),
-    ("serve --port", ["--port", "expected one argument"]),
+    ("serve /nowhere/at/all", ["/nowhere/at/all is not a directory", "Hugging Face"]),
+    ("serve --port", ["--port takes a value", "--port=VALUE"]),
+    ("serve --api-key --x", ["--api-key takes a value; write one that begins with -"]),
+    ("serve --log-json=yes", ["--log-json/--no-log-json is a switch and takes no value"]),
+    (f"serve --port {'9' * 6000}", ["--port takes a whole number", "99..."]),
+    (f"serve --block-size {'9' * 6000}", ["--block-size takes a whole number", "99..."]),
+    (f"serve {'x' * 5000}", ["MODEL takes up to 4096 characters, not 5000"]),
+    (f"serve {'x' * 300}", ["cannot be looked at (File name too long)"]),
+    ("serve /", ["--served-model-name takes a text that is not empty"]),
+    ("serve --revision \udcff", ["--revision takes one line of UTF-8", r"'\udcff'"]),
+    (f"serve --api-key {'k' * 5000}", ["--api-key takes up to 4096 characters, not 5000"]),
     ("serve --port http", ["--port takes a whole number from 0 to 65535", "'http'"]),
     ("serve --port 70000", ["--port", "from 0 to 65535", "'70000'"]),
     ("serve --host 203.0.113.1", ["--host 203.0.113.1 is no address of this machine"]),
@@ -59,7 +70,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --block 16", ["no option --block", "did you mean --block-size or --block-hash"]),
     ("serve --host=", ["--host takes a text that is not empty"]),
     ("serve ~nobody-of-this-name/m", ["MODEL takes a path", "~nobody-of-this-name"]),
-    ("serve meta-llama/Llama-3.1-8B", ["is no directory", "nothing is downloaded"]),
+    ("serve meta-llama/Llama-3.1-8B", ["is not a directory", "nothing is downloaded"]),
     ("serve --max-num-seqs 0", ["--max-num-seqs must be at least 1"]),
     ("serve --max-num-seqs -3", ["--max-num-seqs must be at least 1, not -3"]),
     (
@@ -161,13 +172,26 @@ def test_spaces_between_tiers_are_no_fault() -> None:
         ("kv_offload", {"cpu": 1}, "--kv-offload takes cpu or cpu,ssd, not {'cpu': 1}"),
         ("kv_offload", ["cpu", 5], "--kv-offload takes cpu or cpu,ssd"),
         ("kv_offload_ssd_path", 5, "--kv-offload-ssd-path takes a text that is not empty, not 5"),
-        ("kv_offload_ssd_path", "a\0b", "holds a zero byte"),
+        ("kv_offload_ssd_path", "a\0b", "without control characters, not 'a\\x00b'"),
+        ("block_size", 10**5000, "--block-size takes a power of two from 1 to 256, not a value of"),
+        ("num_threads", 10**5000, "--num-threads must be at most 1024, not a value of type int"),
+        ("num_blocks", -(10**5000), "--num-blocks must be at least 2, not a value of type int"),
+        ("admit_below", 10**5000, "--admit-below takes a number, not a value of type int"),
+        ("kv_cache_memory_bytes", -(10**5000), "must be at least 1 bytes, not a value of type"),
+        ("kv_cache_memory_bytes", 10**5000, "must be at most 1048576TiB, not a value of type"),
+        ("enable_prefix_caching", 10**5000, "takes true or false"),
+        ("dtype", [10**5000], "--dtype takes auto"),
+        ("dtype", np.array(["auto", "float32"]), "--dtype takes auto"),
+        ("tenant_secret", b"x" * 5000, "--tenant-secret takes up to 4096 characters, not 5000"),
+        ("x" * 5000, 1, "there is no option 'xxx"),
+        ("served_model_name", "a\nb", "takes one line of UTF-8 without control characters"),
         ("kv_offload_cpu_bytes", True, "takes a number of bytes"),
         ("kv_offload_cpu_bytes", 2**70, "must be at most 1048576TiB"),
         ("block_size", 16.0, "--block-size takes a whole number, not 16.0"),
         ("block_size", None, "--block-size takes a whole number, not None"),
         ("block", 16, "no option 'block'; did you mean block_size or block_hash"),
     ],
+    ids=shown,
 )
 def test_options_of_another_type(name: str, value: object, words: str) -> None:
     """As the Python API gives them."""

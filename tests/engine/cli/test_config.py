@@ -118,7 +118,7 @@ def test_the_model_and_what_follows_from_it(
         ("config show --num-blocks 1", ["--num-blocks must be at least 2, not 1"]),
         ("config show --config /nowhere.yaml", ["/nowhere.yaml cannot be read"]),
         ("config show --config x.ini", ["x.ini is read by its ending"]),
-        ("config show --config", ["--config", "expected one argument"]),
+        ("config show --config", ["--config takes a value"]),
         ("config check", ["the following arguments are required: FILE"]),
         ("config check /nowhere.toml", ["/nowhere.toml cannot be read"]),
         ("serve --num-gpu-blocks-override 1",

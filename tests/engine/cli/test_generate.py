@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
+from stratakv.engine.cli import generate
 from stratakv.engine.cli.main import main
 
 FLAGS = ["--num-blocks", "60", "--num-threads", "1", "--dtype", "float64"]
@@ -78,6 +79,9 @@ def test_sampling_flags_are_those_of_the_api(
         (["--repetition-penalty", "x"], "--repetition-penalty takes a number, not 'x'"),
         (["--presence-penalty", "3"], "--presence-penalty must be between -2 and 2"),
         (["--frequency-penalty=-3"], "--frequency-penalty must be between -2 and 2"),
+        (["--seed", "9" * 5000], "--seed takes a whole number, not '9999"),
+        (["--max-tokens", "9" * 30], "--max-tokens must be a 64-bit integer"),
+        (["--stop", "\udcff"], "--stop must be valid Unicode"),
         (["--bad-word", ""], "--bad-word must be strings of 1 to 128 characters"),
         (["--bad-word", "  "], "--bad-word must be words that the model's tokens can spell"),
     ],
@@ -87,6 +91,33 @@ def test_sampling_that_cannot_be(
 ) -> None:
     assert main(["generate", str(tiny_model), "--prompt", "x", *flags, *FLAGS]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (b"\xff", "standard input is no text"),
+        (b"xxxxx", "standard input has more than 4 characters"),
+    ],
+)
+def test_standard_input_that_is_no_prompt(
+    given: bytes,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
+    monkeypatch.setattr(generate, "MAX_PROMPT_CHARACTERS", 4)
+    assert main(["generate", "--prompt", "-"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_standard_input_that_is_closed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "--prompt", "-", *FLAGS, "--num-blocks", "300"]) == 2
+    assert "--prompt cannot be used: it is empty" in capsys.readouterr().err
 
 
 def test_a_prompt_that_does_not_fit(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

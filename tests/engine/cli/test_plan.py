@@ -173,10 +173,11 @@ def test_another_type_for_the_cache(large: Path, planned: Any) -> None:
         (["--cpu", "5MB"], "--cpu 5000000 holds no block; give at least 5242880"),
         (["--ssd", "5MB"], "--ssd 5000000 on 1 device(s): the SSD tier needs at least"),
         (["--cpu-bandwidth", "0"], "--cpu-bandwidth must be at least 1 byte"),
-        (["--flops", "0"], "--flops takes a number above 0"),
-        (["--flops", "nan"], "--flops takes a number above 0"),
-        (["--flops", "1e25"], "--flops takes a number above 0 and to 1e+24"),
-        (["--prefill-tokens-per-second", "-1"], "takes a number above 0"),
+        (["--flops", "0"], "--flops takes a number from 0.001 to 1e+24"),
+        (["--flops", "1e-320"], "--flops takes a number from 0.001 to 1e+24, not '1e-320'"),
+        (["--flops", "nan"], "--flops takes a number from 0.001"),
+        (["--flops", "1e25"], "--flops takes a number from 0.001 to 1e+24"),
+        (["--prefill-tokens-per-second", "-1"], "takes a number from 0.001"),
         (["--flops", "1", "--prefill-tokens-per-second", "1"], "give one"),
         (["--block-size", "7"], "--block-size takes a power of two"),
         (["--dtype", "int4"], "--dtype takes auto or float64"),
@@ -199,7 +200,8 @@ def test_what_cannot_be_planned(words: list[str], sentence: str, large: Path, re
 
 def test_models_that_cannot_be_planned(tmp_path: Path, large: Path, refused: Any) -> None:
     assert "is not a directory" in refused(tmp_path / "nowhere")
-    assert "config.json cannot be read" in refused(tmp_path)
+    assert "config.json is missing" in refused(tmp_path)
+    assert "MODEL takes a text that is not empty" in refused("")
     (large / "config.json").write_text(json.dumps(LARGE | {"architectures": ["MambaForCausalLM"]}))
     assert "this version serves LlamaForCausalLM" in refused(large)
 

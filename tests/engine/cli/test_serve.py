@@ -129,6 +129,7 @@ def test_what_a_socket_can_be_bound_to() -> None:
         bind("203.0.113.1", 0)
 
 
+@pytest.mark.slow
 def test_flags_environment_and_a_file_make_one_server(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_flags_environment_and_a_file_make_one_server(
         assert word in told
 
 
+@pytest.mark.slow
 def test_a_refusal_by_the_core_is_a_log_line_too_and_names_its_origin(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +210,7 @@ def test_what_a_start_tells(
     assert all("--api-key" in warning for warning in warnings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "longest"), [("auto", 3), ("none", 16)])
 def test_whether_the_models_recommendations_count(
     tiny_model: Path, tmp_path: Path, word: str, longest: int

@@ -234,6 +234,7 @@ def test_a_killed_core_is_noticed_by_everybody(loop: EventLoopThread, long_model
     assert loop.run(run()) < 1.0
 
 
+@pytest.mark.slow
 def test_an_orderly_end(
     loop: EventLoopThread, long_model: Path, small_tiers: dict[str, str]
 ) -> None:
@@ -300,6 +301,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.slow
 def test_a_core_does_not_outlive_its_launcher(long_model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PARENT, str(long_model)],

@@ -116,7 +116,7 @@ def test_a_bad_prompt_fails_alone(
     [
         ({"logit_bias": {0: 1.0, VOCAB: 1.0}}, "logit_bias", VOCAB),
         ({"logit_bias": {-1: 1.0}}, "logit_bias", -1),
-        ({"stop_token_ids": (5, 2**40)}, "stop_token_ids", 2**40),
+        ({"stop_token_ids": (5, 2**31 - 1)}, "stop_token_ids", 2**31 - 1),
         ({"bad_words_token_ids": [[5, 6], [7, VOCAB]]}, "bad_words_token_ids", VOCAB),
     ],
 )

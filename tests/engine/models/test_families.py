@@ -140,7 +140,7 @@ def test_the_shortest_limit_counts(directory):
         ("qwen2", {"use_mrope": True}, "use_mrope must be False"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
         ("qwen3", {"num_experts": 128}, "num_experts must be absent"),
-        ("qwen3_moe", {}, "architectures must be one supported name .*Qwen3ForCausalLM"),
+        ("qwen3_moe", {}, "model_type must be .*Qwen3ForCausalLM.*, not 'qwen3_moe'"),
         ("qwen2", {"architectures": ["Qwen2Model"]}, "architectures must be one supported name"),
         ("qwen2", {"architectures": ["Qwen3ForCausalLM"]}, "model_type must be qwen3 for this"),
         ("qwen2", {"num_attention_heads": 16}, r"num_key_value_heads must be a divisor of .*\(16"),

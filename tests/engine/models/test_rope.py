@@ -8,9 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from stratakv.engine.config import ConfigError
 from stratakv.engine.models.json_fields import JsonFields
 from stratakv.engine.models.rope import rope_tables, rotate
-from stratakv.engine.models.rope_spec import ROPE_KINDS, parse_rope, stable_length
+from stratakv.engine.models.rope_spec import ROPE_KINDS, RopeSpec, parse_rope, stable_length
 
 HEAD_DIM, MAX_POSITIONS = 16, 4096
 FACTORS = [1.0 + i / 4 for i in range(HEAD_DIM // 2)]
@@ -120,3 +121,17 @@ def test_short_sequences_use_short_factors_and_transformers_agrees():
     )
     ours = rope_tables(rope, HEAD_DIM, 1024, MAX_POSITIONS, torch.float32)[0]
     torch.testing.assert_close(ours[[3, 1023]], short[0, :, : HEAD_DIM // 2], rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (RopeSpec("linear", factor=1e-320), torch.float32),
+        (RopeSpec("longrope", original_max_positions=64, short_factor=(1e-45,) * 8), torch.float32),
+        (RopeSpec("yarn", original_max_positions=64, attention_factor=1e5), torch.float16),
+    ],
+)
+def test_numbers_that_are_none_are_refused(spec, dtype):
+    """Rather than answered with tokens of no model."""
+    with pytest.raises(ConfigError, match=f"the {spec.kind} rotary positions .* cannot hold"):
+        rope_tables(spec, HEAD_DIM, 64, MAX_POSITIONS, dtype)

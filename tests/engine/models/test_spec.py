@@ -107,7 +107,11 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures must be .*LlamaForCausalLM, Mis"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be one supported name"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be one supported name"),
-        ({"architectures": None, "model_type": ["llama"]}, "architectures must be"),
+        (
+            {"architectures": None, "model_type": ["llama"]},
+            "model_type must be that of a supported",
+        ),
+        ({"architectures": None, "model_type": "gpt2"}, "model_type must be .*, not 'gpt2'"),
         ({"architectures": None, "model_type": None}, "architectures must be"),
         ({"model_type": "qwen2"}, "model_type must be llama"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish'"),
@@ -160,6 +164,17 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
             },
             r"high_freq_factor must be above low_freq_factor \(4\)",
         ),
+        ({"rope_scaling": {"type": "linear", "factor": 1e7}}, "number above 0 and at most 1e.06"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e17}}, "factor must be a number above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "beta_fast": -0.5}},
+            "beta_fast must be a number from 0",
+        ),
+        ({"rope_scaling": {"type": "yarn", "beta_slow": 1e308}}, "beta_slow must be a number from"),
+        (
+            {"rope_scaling": {"type": "yarn", "mscale_all_dim": -0.9}},
+            "mscale_all_dim must be a num",
+        ),
         (
             {"rope_scaling": {**LONGROPE, "short_factor": [1.0]}},
             "short_factor must be a list of 2 numbers above 0",
@@ -201,7 +216,7 @@ def test_files_of_any_size_are_not_read(directory, monkeypatch):
 
 
 def test_a_directory_without_a_configuration(tmp_path):
-    with pytest.raises(ConfigError, match=r"config.json cannot be read \(No such file"):
+    with pytest.raises(ConfigError, match=r"config.json is missing"):
         load_model_spec(tmp_path)
     with pytest.raises(ConfigError, match="is not a directory"):
         load_model_spec(tmp_path / "missing")

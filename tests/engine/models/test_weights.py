@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -224,6 +225,29 @@ def damage_index_type(directory):
     directory.write_index({Q: 3})
 
 
+def damage_index_long_name(directory):
+    directory.write_index({Q: "x" * 300})
+
+
+def damage_index_zero_byte(directory):
+    directory.write_index({Q: "a\0"})
+
+
+def damage_pipe(directory):
+    os.mkfifo(directory.path / "model.safetensors")
+
+
+def damage_dangling_shard(directory):
+    file = directory.write_sharded() / "model-00002-of-00002.safetensors"
+    file.unlink()
+    file.symlink_to("blob")
+
+
+def damage_tensor_name(directory):
+    directory.tensors["a\nb" * 99] = torch.zeros(1)
+    directory.write_single()
+
+
 def damage_index_place(directory):
     directory.write_sharded()
     index = directory.path / "model.safetensors.index.json"
@@ -249,6 +273,11 @@ def damage_index_place(directory):
         (damage_index_without_map, "weight_map must be an object of tensor names"),
         (damage_index_path, "must be the name of a file beside it, not '../elsewhere"),
         (damage_index_type, "must be the name of a file beside it, not 3"),
+        (damage_index_long_name, r"cannot be looked at \(File name too long\)"),
+        (damage_index_zero_byte, "can be no path"),
+        (damage_pipe, "model.safetensors is no ordinary file"),
+        (damage_dangling_shard, "00002.safetensors is a link to a file that is gone"),
+        (damage_tensor_name, r"holds the tensor 'a\\nb.*\.\.\. that config.json does not"),
         (damage_index_place, f"lacks {Q}, which model.safetensors.index.json says it holds"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.shown import shown
+
+
+class Choice(IntEnum):
+    SOME = 5
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,20 @@ from stratakv.engine.sampling_params import SamplingParams
         ("logprobs", -1, "between 0 and 20, got -1"),
         ("logprobs", True, "a whole number or None, got True"),
         ("prompt_logprobs", 21, "between 0 and 20, got 21"),
+        ("max_tokens", 2**63, "a 64-bit integer"),
+        ("seed", 10**5000, "a 64-bit integer, got a value of type int too long to show"),
+        ("top_k", [10**5000], "a whole number, got a value of type list too long to show"),
+        ("temperature", 1j, "a number, got 1j"),
+        ("stop", "\ud800", r"valid Unicode, got '\ud800'"),
+        ("bad_words", ["\ud800"], r"valid Unicode, got '\ud800'"),
+        ("stop_token_ids", [2**31], "a list of token ids, got 2147483648 in it"),
+        ("stop_token_ids", np.array([1]), "a list, got array([1])"),
+        ("bad_words_token_ids", [[2**31]], "lists of token ids, got [2147483648] in it"),
+        ("logit_bias", {2**31: 1.0}, "got 1.0 for 2147483648"),
+        ("logit_bias", {5: 10**5000}, "got a value of type int too long to show for 5"),
+        ("ignore_eos", np.True_, "True or False"),
     ],
+    ids=shown,
 )
 def test_what_cannot_be(name: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match="must be") as refusal:
@@ -75,6 +96,23 @@ def test_lists_become_tuples() -> None:
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[5])  # type: ignore[arg-type]
     assert (params.stop, params.stop_token_ids) == (("a", "b"), (5,))
     assert hash(params) == hash(SamplingParams(stop=("a", "b"), stop_token_ids=(5,)))
+
+
+def test_numbers_and_texts_of_other_kinds_become_pythons() -> None:
+    """Others cannot travel to the core."""
+    given: dict[str, Any] = {
+        "temperature": np.float32(0.5), "top_k": np.int64(5), "seed": np.uint64(7),
+        "stop": np.str_("ab"), "stop_token_ids": [np.int32(5)],
+        "logit_bias": {np.int64(5): np.float64(1.5)}, "bad_words_token_ids": [[np.int64(5)]],
+        "logprobs": np.int8(2), "max_tokens": Choice.SOME,
+    }  # fmt: skip
+    params = SamplingParams(**given)
+    plain = SamplingParams(
+        temperature=0.5, top_k=5, seed=7, stop=("ab",), stop_token_ids=(5,), max_tokens=5,
+        logit_bias=((5, 1.5),), bad_words_token_ids=((5,),), logprobs=2,
+    )  # fmt: skip
+    assert params == plain
+    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(plain)
 
 
 def test_maps_and_lists_of_lists_become_tuples() -> None:

@@ -54,9 +54,11 @@ def test_both_forms(tmp_path: Path, name: str, text: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
-def test_an_empty_file_gives_nothing(tmp_path: Path, name: str) -> None:
-    assert read_file(write(tmp_path, name, "# nothing\n")) == {}
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "# nothing\n"), ("a.toml", "# nothing\n"), ("a.yaml", "---\n")]
+)
+def test_an_empty_file_gives_nothing(tmp_path: Path, name: str, text: str) -> None:
+    assert read_file(write(tmp_path, name, text)) == {}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,17 @@ def test_an_empty_file_gives_nothing(tmp_path: Path, name: str) -> None:
         ("a.toml", "port = 1979-05-27", ["takes a whole number from 0 to 65535"]),
         ("a.yaml", "api_key: 12345678", ["api_key of ", "not a value of type int", "in quotes"]),
         ("a.yaml", "tenant_secret: [hunter2]", ["takes a text, not a value of type list"]),
+        ("a.yaml", "port: !!bool x", ["port of ", "line 1", "is no plain value"]),
+        ("a.yaml", "port: !!int ''", ["is no plain value"]),
+        ("a.yaml", "port: !!timestamp x", ["is no plain value"]),
+        ("a.yaml", f"port: 0x{'f' * 6000}", ["takes a whole number", "not a value of type int"]),
+        ("a.yaml", f"log_json: 0x{'f' * 6000}", ["takes true or false", "a value of type int"]),
+        ("a.yaml", f"swap_space: 0x{'f' * 6000}", ["swap_space of ", "is not taken"]),
+        ("a.toml", f"port = 0x{'f' * 6000}", ["takes a whole number", "not a value of type int"]),
+        ("a.toml", f"port = {'9' * 6000}", ["holds a number too long to read"]),
+        ("a.yaml", "'': 1", ["'' of "]),
+        ("a.yaml", 'revision: "a\\nb"', ["takes one line of UTF-8", r"'a\nb'"]),
+        ("a.toml", 'host = "a\\u0000b"', ["takes one line of UTF-8", r"'a\x00b'"]),
         ("a.yaml", "[" * 30000, ["nested too deep"]),
         ("a.toml", "a = " + "[" * 30000, ["nested too deep"]),
         ("a.yaml", b"port: \xff", ["is no UTF-8 text (byte 6)"]),
@@ -115,7 +128,14 @@ def test_refusals(tmp_path: Path, name: str, text: str | bytes, words: list[str]
         assert word in message
 
 
-@pytest.mark.parametrize("text", ["api_key: 'hunter2\n", "api_key: hunter2: x", "hunter2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "api_key: 'hunter2\n", "api_key: hunter2: x", "hunter2", "api_key: *hunter2",
+        "api_key: !hunter2!x y", "api_key: !hunter2 y", "{api_key:hunter2}", "? [hunter2]\n: 1",
+        "? {hunter2: x}\n: 1",
+    ],
+)  # fmt: skip
 def test_a_broken_file_is_not_quoted(tmp_path: Path, text: str) -> None:
     """There may be a secret in the line that cannot be read."""
     with pytest.raises(ConfigError) as refusal:

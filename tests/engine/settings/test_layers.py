@@ -153,5 +153,5 @@ def test_a_refusal_of_flags_alone_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there_is_named_with_its_origin(tmp_path: Path) -> None:
     text = refusal_of(resolve({}, {"STRATAKV_MODEL": "/nowhere/at/all"}))
-    assert "/nowhere/at/all is no directory" in text
+    assert "/nowhere/at/all is not a directory" in text
     assert text.endswith("(MODEL comes from STRATAKV_MODEL)")

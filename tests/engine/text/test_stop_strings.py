@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -25,6 +26,32 @@ def test_every_way_to_cut_the_text(rng: random.Random) -> None:
         cuts = sorted(rng.sample(range(len(text) + 1), min(4, len(text))))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert run([stop], pieces) == run([stop], list(text)) == expected
+
+
+def test_several_that_begin_alike(rng: random.Random) -> None:
+    """As if the whole text was looked at anew with every piece."""
+    for _ in range(500):
+        stops = ["".join(rng.choices("ab", k=rng.randrange(1, 7))) for _ in range(3)]
+        pieces = ["".join(rng.choices("ab", k=rng.randrange(4))) for _ in range(8)]
+        text, expected = "", None
+        for piece in pieces:
+            text += piece
+            found = [(text.find(stop), place) for place, stop in enumerate(stops) if stop in text]
+            if found:
+                start, place = min(found)
+                expected = (text[:start], stops[place])
+                break
+        assert run(stops, pieces) == (expected or (text, None)), (stops, pieces)
+
+
+def test_what_one_holds_back_is_not_looked_at_again_for_the_others() -> None:
+    """At every piece that would be 16 times a thousand comparisons."""
+    stops = ["a" * 1023 + "b", *("a" * 500 + f"c{i}" + "a" * 500 for i in range(15))]
+    checker = StopStrings(stops)
+    began = time.monotonic()
+    out = [checker.push("a") for _ in range(5000)]
+    assert time.monotonic() - began < 3
+    assert "".join([*out, checker.finish()]) == "a" * 5000
 
 
 def test_of_several_the_first_in_the_text_wins() -> None:

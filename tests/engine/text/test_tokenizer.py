@@ -11,7 +11,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
 from stratakv.engine.config import ConfigError
+from stratakv.engine.text import tokenizer as tokenizer_module
 from stratakv.engine.text.tokenizer import PromptTooLong, Tokenizer
+
+# The Rust library does not refuse this, it panics.
+PANICS = """{"model": {"type": "BPE", "vocab": {}, "merges": []},
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}"""
 
 
 @pytest.fixture
@@ -67,7 +72,9 @@ def test_half_a_surrogate_is_no_text(directory: Path) -> None:
     [
         ("tokenizer.json", None, "holds no tokenizer.json"),
         ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
-        ("tokenizer_config.json", "{", "is no JSON file"),
+        ("tokenizer_config.json", "{", "is not valid JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "is not valid JSON"),
+        ("tokenizer.json", PANICS, "cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
     ],
 )
@@ -85,3 +92,24 @@ def test_a_tokenizer_needs_no_configuration(directory: Path) -> None:
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.chat_template is None
     assert tokenizer.special_token("bos_token") is None
+
+
+def test_a_directory_without_one(tmp_path: Path) -> None:
+    assert Tokenizer.find(tmp_path) is None
+
+
+def test_files_of_any_size_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 100)
+    with pytest.raises(ConfigError, match="must have at most 100 bytes and has more"):
+        Tokenizer.find(directory)
+
+
+def test_a_text_that_the_vocabulary_cannot_spell(tmp_path: Path) -> None:
+    """This one has no token for what it does not know, and says so when it is met."""
+    FastTokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(ValueError, match=r"tokenizer cannot take this text .*UNK"):
+        tokenizer.encode("b")
