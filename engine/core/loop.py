@@ -30,6 +30,9 @@ from ..wire import (
 logger = logging.getLogger(__name__)
 
 QUEUE_MESSAGES = 8192
+# For messages between two steps: about as long as a step may take. Checking a request with a
+# thousand biases takes milliseconds, and those who are being answered wait meanwhile.
+TAKE_SECONDS = 0.02
 
 
 class Core(Protocol):
@@ -114,9 +117,12 @@ class CoreLoop:
         try:
             if may_wait:
                 self._handle(self._queue.get(timeout=self._core.idle_seconds()), outputs)
-            # No more than is queued now, so that a flood of messages cannot hold up the step.
+            # No more than is queued now, nor for longer, so that no flood can hold up the step.
+            enough = time.monotonic() + TAKE_SECONDS
             for _ in range(self._queue.qsize()):
                 self._handle(self._queue.get_nowait(), outputs)
+                if time.monotonic() >= enough:
+                    break
         except queue.Empty:
             pass
         return outputs
