@@ -140,7 +140,9 @@ def test_lower_floors_import_without_torch_and_numpy() -> None:
 
 @pytest.mark.slow
 def test_every_module_imports_without_gpu_packages() -> None:
-    names = [name for name in _modules_under(*TOP_FOLDERS) if not name.endswith("__main__")]
+    # Those named after triton hold its kernels, and are imported when one of them is asked for.
+    left_out = ("__main__", "_triton")
+    names = [name for name in _modules_under(*TOP_FOLDERS) if not name.endswith(left_out)]
     assert _run(IMPORT_WITHOUT, "triton,cupy", ",".join(names)) == str(len(names))
 
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block moves in Triton: a fixed number of programs share the chunks of all the blocks.
+
+One kernel for all three moves, because they differ in which side is looked up by id and which is
+counted. The number of programs, not of blocks, decides how much of the device it takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .copy_blocks_launch import CHUNK_WORDS, NUM_WARPS
+
+
+@triton.jit
+def move_blocks_kernel(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    source_ids,
+    target_ids,
+    entries,
+    words,
+    source_blocks,
+    target_blocks,
+    source_stride,
+    target_stride,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (programs,). An item is a chunk of a block; a program takes every n-th item."""
+    chunks = tl.cdiv(words, CHUNK)
+    for item in range(tl.program_id(0), entries * chunks, tl.num_programs(0)):
+        entry = (item // chunks).to(tl.int64)
+        source_id = entry
+        target_id = entry
+        if source_ids is not None:
+            source_id = tl.load(source_ids + entry)
+        if target_ids is not None:
+            target_id = tl.load(target_ids + entry)
+        word = (item % chunks) * CHUNK + tl.arange(0, CHUNK)
+        valid = (source_id >= 0) & (source_id < source_blocks)
+        valid = valid & (target_id >= 0) & (target_id < target_blocks)
+        mask = word < tl.where(valid, words, 0)
+        moved = tl.load(source + source_id * source_stride + word, mask=mask)
+        tl.store(target + target_id * target_stride + word, moved, mask=mask)
+
+
+def move_blocks_triton(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    device: torch.device,
+    max_programs: int,
+) -> None:
+    """As `copy_blocks_plain.move_blocks_plain`, for rows that `device` can reach, and unchecked."""
+    given = source_ids if source_ids is not None else target_ids
+    entries = target.shape[0] if given is None else given.numel()
+    words = source.shape[1]
+    grid = (min(max_programs, entries * triton.cdiv(words, CHUNK_WORDS)),)
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        move_blocks_kernel[grid](
+            source,
+            target,
+            source_ids,
+            target_ids,
+            entries,
+            words,
+            source.shape[0],
+            target.shape[0],
+            source.stride(0),
+            target.stride(0),
+            CHUNK=CHUNK_WORDS,
+            num_warps=NUM_WARPS,
+        )

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode in torch: one request after the other, as the definition says.
+
+The twin of the Triton kernel: any device, any head size, and float64 for those who want to know.
+Reads the lengths on the host, so on a GPU it waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_decode_plain(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Fill `out` and return it; the arguments are those that `paged_decode` has checked."""
+    block_size, kv_heads, head_dim = kv.shape[2:]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for request, length in enumerate(seq_lens.tolist()):
+        if length <= 0:
+            out[request] = 0
+            continue
+        first = 0 if window is None else max(0, length - window)
+        skipped = first // block_size
+        blocks = block_tables[request, skipped : -(-length // block_size)].long()
+        seen = slice(first - skipped * block_size, length - skipped * block_size)
+        k, v = (_gather(kv, i, blocks, kv_scales, wide)[seen] for i in (0, 1))
+        queries = q[request].to(wide).reshape(kv_heads, -1, head_dim)
+        scores = torch.einsum("hgd,thd->hgt", queries, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weighed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
+        out[request] = weighed.reshape(-1, head_dim)
+    return out
+
+
+def _gather(
+    kv: Tensor, pair: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """K (`pair` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
+    pool = kv[:, pair]
+    if kv_scales is not None:
+        # torch indexes no float8; its bytes it does.
+        stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
+        per_head = kv_scales.dim() == 2
+        scales = kv_scales[pair] if per_head else kv_scales[:, pair][blocks]
+        stored *= scales.to(wide)[..., None]
+    else:
+        stored = pool[blocks].to(wide)
+    return stored.flatten(0, 1)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode in Triton: the context of a request is cut into splits, and partials are combined.
+
+    grid     kv heads x splits x requests; fixed, since lengths are read on the device
+    program  one kv head with the query heads that share it, and the tiles of its split
+    partial  maximum, sum and unscaled output, all float32, for each (request, head, split)
+    combine  one program for each (request, head) weighs the partials; not run for one split
+
+A tile is TILE tokens, wherever their blocks lie: the block id is looked up for each token, so tiles
+need not fit blocks. Tiles before the window are not visited. A token that must not be seen is not
+loaded either and counts as zero, because 0 * NaN would reach the output of its whole tile.
+
+Scores live in base 2: log2(e) is part of the scale, and exp2 is one instruction. Requests, heads
+and block ids are widened to 64 bits before they are multiplied. float8 is computed in float16, the
+query too: bfloat16 would cost a permute for each conversion. Scales for each token are divided by
+the largest of their tile first, for a probability times a small scale would be lost in float16.
+
+Imports triton, so it is imported only when this kernel runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .paged_decode_launch import choose_launch, choose_splits
+
+LOG2_E = math.log2(math.e)
+NO_WINDOW = 2**31 - 1
+COMBINE_ROWS = 16  # partials that the combine kernel holds at a time
+# Compiled once for all their values; a step must not meet a compiler.
+VARYING = ("window", "num_splits", "min_tiles")
+
+
+@triton.jit
+def share_tiles(  # type: ignore[no-untyped-def]
+    length, window, num_splits, min_tiles, TILE: tl.constexpr
+):
+    """The first tile, the tile after the last, and the number of tiles of one split."""
+    first = tl.maximum(length - window, 0) // TILE
+    end = (length + TILE - 1) // TILE
+    share = tl.maximum((end - first + num_splits - 1) // num_splits, min_tiles)
+    return first, end, share
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend_split(  # type: ignore[no-untyped-def]
+    out,  # the result for one split, else the partial outputs
+    partial_max,
+    partial_sum,
+    q,
+    kv,
+    block_tables,
+    seq_lens,
+    kv_scales,
+    score_scale,
+    cap,
+    window,
+    num_splits,
+    min_tiles,
+    out_stride_request,
+    out_stride_head,
+    q_stride_request,
+    q_stride_head,
+    kv_stride_block,
+    kv_stride_pair,
+    kv_stride_slot,
+    kv_stride_head,
+    table_stride,
+    scale_stride_block,
+    scale_stride_pair,
+    scale_stride_slot,
+    scale_stride_head,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,  # 1: products and sums instead of tl.dot
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_SCALES: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr,
+):
+    kv_head = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
+    start = first + split * share
+    stop = tl.minimum(start + share, end)
+    if not ONE_SPLIT:
+        if start >= end:
+            return  # the combine kernel knows, and does not read this partial
+
+    rows = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, HEAD_PAD)
+    heads = kv_head * GROUP + rows
+    real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = request * q_stride_request + heads[:, None] * q_stride_head + dims[None, :]
+    queries = tl.load(q + q_offsets, mask=real, other=0.0)
+    if HEAD_SCALES or TOKEN_SCALES:
+        queries = queries.to(tl.float16)
+    if HEAD_SCALES:
+        score_scale *= tl.load(kv_scales + kv_head * scale_stride_head)
+
+    keys = kv + kv_head * kv_stride_head
+    values = keys + kv_stride_pair
+    table = block_tables + request * table_stride
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for tile in tl.range(start, stop, num_stages=STAGES):
+        tokens = tile * TILE + tl.arange(0, TILE)
+        seen = (tokens < length) & (tokens >= length - window)
+        blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        slots = tokens % BLOCK_SIZE
+        places = blocks * kv_stride_block + slots * kv_stride_slot
+        places = places[:, None] + dims[None, :]
+        there = seen[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + places, mask=there, other=0.0)
+        v = tl.load(values + places, mask=there, other=0.0)
+        if HEAD_SCALES or TOKEN_SCALES:
+            k = k.to(tl.float16)
+            v = v.to(tl.float16)
+
+        if GROUP_PAD == 1:
+            scores = tl.sum(queries.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
+        else:
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        scores *= score_scale
+        if TOKEN_SCALES:
+            scale_rows = kv_scales + blocks * scale_stride_block + slots * scale_stride_slot
+            scale_rows += kv_head * scale_stride_head
+            scores *= tl.load(scale_rows, mask=seen, other=0.0)[None, :]
+        if SOFTCAP:
+            # cap * tanh; where exp2 overflows to infinity, that is the cap.
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        fade = tl.exp2(top - new_top)
+        p = tl.exp2(scores - new_top[:, None])
+        total = total * fade + tl.sum(p, axis=1)
+        acc *= fade[:, None]
+        top = new_top
+        if TOKEN_SCALES:
+            v_scales = tl.load(scale_rows + scale_stride_pair, mask=seen, other=0.0)
+            # Zero where a tile holds nothing but zeros.
+            largest = tl.maximum(tl.max(v_scales, axis=0), 1e-30)
+            p *= (v_scales / largest)[None, :]
+        if GROUP_PAD == 1:
+            part = tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
+        else:
+            part = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        if TOKEN_SCALES:
+            part *= largest
+        acc += part
+
+    if HEAD_SCALES:
+        acc *= tl.load(kv_scales + scale_stride_pair + kv_head * scale_stride_head)
+    if ONE_SPLIT:
+        acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
+        out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
+        tl.store(out + out_offsets + dims[None, :], acc.to(out.dtype.element_ty), mask=real)
+    else:
+        partials = (request * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        tl.store(partial_max + partials, top, mask=rows < GROUP)
+        tl.store(partial_sum + partials, total, mask=rows < GROUP)
+        tl.store(out + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def combine_splits(  # type: ignore[no-untyped-def]
+    out,
+    partial_out,
+    partial_max,
+    partial_sum,
+    seq_lens,
+    window,
+    num_splits,
+    min_tiles,
+    out_stride_request,
+    out_stride_head,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
+    used = (end - first + share - 1) // share
+    partials = (request * tl.num_programs(0) + head) * num_splits
+
+    dims = tl.arange(0, HEAD_PAD)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([HEAD_PAD], tl.float32)
+    for start in range(0, used, ROWS):
+        splits = start + tl.arange(0, ROWS)
+        there = splits < used
+        maxima = tl.load(partial_max + partials + splits, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sum + partials + splits, mask=there, other=0.0)
+        outs = tl.load(
+            partial_out + (partials + splits)[:, None] * HEAD_DIM + dims[None, :],
+            mask=there[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(maxima, axis=0))
+        fade = tl.exp2(top - new_top)
+        weights = tl.exp2(maxima - new_top)
+        total = total * fade + tl.sum(weights * sums, axis=0)
+        acc = acc * fade + tl.sum(weights[:, None] * outs, axis=0)
+        top = new_top
+    acc /= tl.where(total > 0, total, 1.0)
+    rows = out + request * out_stride_request + head * out_stride_head
+    tl.store(rows + dims, acc.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def paged_decode_triton(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: Tensor | None,
+    num_splits: int | None,
+    out: Tensor,
+) -> Tensor:
+    """Launch with checked arguments; one or two launches, no wait for the device."""
+    requests, num_heads, head_dim = q.shape
+    block_size, kv_heads = kv.shape[2], kv.shape[3]
+    group = num_heads // kv_heads
+    per_token = kv_scales is not None and kv_scales.dim() == 4
+    launch = choose_launch(_capability(q.device), group, head_dim, kv.dtype, per_token)
+    max_tokens = block_tables.shape[1] * block_size
+    seen = max_tokens if window is None else min(max_tokens, window + launch.tile)
+    min_tiles = 1
+    if num_splits is None:
+        num_splits = choose_splits(requests * kv_heads, seen, _multiprocessors(q.device))
+        min_tiles = launch.min_tiles
+    window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    one_split = num_splits == 1
+
+    partial_out, partial_max, partial_sum = out, None, None
+    if not one_split:
+        workspace = (requests, num_heads, num_splits)
+        partial_out = q.new_empty((*workspace, head_dim), dtype=torch.float32)
+        partial_max = q.new_empty(workspace, dtype=torch.float32)
+        partial_sum = q.new_empty(workspace, dtype=torch.float32)
+    # With a cap, tanh(x) is computed as 1 - 2 / (exp(2x) + 1).
+    score_scale = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
+    shared = (window, num_splits, min_tiles, out.stride(0), out.stride(1))
+    # Triton launches on the current device.
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        attend_split[(kv_heads, num_splits, requests)](
+            partial_out,
+            partial_max,
+            partial_sum,
+            q,
+            kv,
+            block_tables,
+            seq_lens,
+            kv_scales,
+            score_scale,
+            0.0 if softcap is None else softcap * LOG2_E,
+            *shared,
+            *q.stride()[:2],
+            *kv.stride()[:4],
+            block_tables.stride(0),
+            *_scale_strides(kv_scales),
+            GROUP=group,
+            GROUP_PAD=launch.group_pad,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=launch.head_pad,
+            BLOCK_SIZE=block_size,
+            TILE=launch.tile,
+            STAGES=launch.num_stages,
+            ONE_SPLIT=one_split,
+            SOFTCAP=softcap is not None,
+            HEAD_SCALES=kv_scales is not None and not per_token,
+            TOKEN_SCALES=per_token,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
+        if not one_split:
+            combine_splits[(num_heads, requests)](
+                out,
+                partial_out,
+                partial_max,
+                partial_sum,
+                seq_lens,
+                *shared,
+                HEAD_DIM=head_dim,
+                HEAD_PAD=launch.head_pad,
+                TILE=launch.tile,
+                ROWS=COMBINE_ROWS,
+                num_warps=4,
+            )
+    return out
+
+
+def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
+    """Of block, K or V, slot, head."""
+    if kv_scales is None:
+        return 0, 0, 0, 0
+    if kv_scales.dim() == 2:
+        return 0, kv_scales.stride(0), 0, kv_scales.stride(1)
+    block, pair, slot, head = kv_scales.stride()
+    return block, pair, slot, head
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged prefill in torch: one request after the other, as the definition says.
+
+The twin of the Triton kernel: any device, any head size, and float64 for those who want to know.
+Reads the lengths on the host, so on a GPU it waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_SCORES = 1 << 24  # held at once: a long chunk is cut into pieces of rows
+
+
+def paged_prefill_plain(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    kv_scales: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Fill `out` and return it; the arguments are those that `paged_prefill` has checked."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    starts = query_starts.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        start, end = starts[request], starts[request + 1]
+        context = length - (end - start)
+        if start == end:
+            continue
+        blocks = block_tables[request, : -(-length // kv.shape[2])].long()
+        k, v = (_gather(kv, plane, blocks, kv_scales, wide)[:length] for plane in (0, 1))
+        rows = max(1, MAX_SCORES // (q.shape[1] * max(1, length)))
+        for first in range(start, end, rows):
+            last = min(first + rows, end)
+            positions = torch.arange(first, last, device=q.device) - start + context
+            seen = _seen(positions, length, window)
+            out[first:last] = _attend(q[first:last].to(wide), k, v, seen, scale, softcap)
+    return out
+
+
+def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """Which of `length` keys each position sees: bool `[positions, length]`."""
+    keys = torch.arange(length, device=positions.device)
+    seen = keys <= positions[:, None]
+    if window is not None:
+        seen &= keys > positions[:, None] - window
+    return seen
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """`[rows, heads, head_dim]`, zeros for rows that see nothing."""
+    rows, _, head_dim = q.shape
+    grouped = q.reshape(rows, k.shape[1], -1, head_dim)
+    scores = torch.einsum("rhgd,khd->hgrk", grouped, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = weights.masked_fill(~seen, 0)  # a row of nothing but -inf came out as NaN
+    return torch.einsum("hgrk,khd->rhgd", weights, v).reshape(q.shape)
+
+
+def _gather(
+    kv: Tensor, plane: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """K (`plane` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
+    pool = kv[:, plane]
+    if kv_scales is None:
+        return pool[blocks].to(wide).flatten(0, 1)
+    # torch cannot index float8, but it can its bytes.
+    stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
+    of_tokens = kv_scales.dim() == 4
+    scales = kv_scales[:, plane][blocks] if of_tokens else kv_scales[plane]
+    return (stored * scales.to(wide)[..., None]).flatten(0, 1)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tests of the kernels run: on a CUDA device if there is one, else in the interpreter.
+
+Triton looks at TRITON_INTERPRET when it is imported, so this file sets it and imports nothing that
+would. A machine with a device runs the interpreter too when it is told so: TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the tensors of a test belong, so that Triton's kernels can run on them."""
+    return torch.device("cuda" if torch.cuda.is_available() and not INTERPRETS else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _guarded_launches(seed: int) -> None:
+    """In the interpreter: right bf16, every lane in bounds, and another order for each test."""
+    if INTERPRETS and importlib.util.find_spec("triton") is not None:
+        from . import interpreter, launch_guard
+
+        interpreter.install()
+        launch_guard.install()
+        launch_guard.shuffle(seed)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped configuration compiles for sm_80 and sm_90 within what those GPUs have.
+
+No device takes part. CI compiles one configuration of each kernel, drawn by the seed;
+`--scale long` compiles all. Planted kernels show that the gate closes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from . import ahead_of_time
+
+PLANTED = Path(__file__).with_name("planted_kernels.py")
+TARGETS = ("sm_80", "sm_90")
+SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448}
+
+pytest.importorskip("triton", reason="compiles with it")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> list[str]:
+    return ahead_of_time.names()
+
+
+def test_the_gate_tells_a_sound_kernel_from_each_planted_fault() -> None:
+    report = ahead_of_time.compile_some(["planted.*"] * 4, "--from", str(PLANTED))
+    assert report.status == 1
+    kinds = {
+        "planted.spills": ("no spill", TARGETS),
+        "planted.shared": ("bytes of shared memory", TARGETS),
+        "planted.lacks": ("expected LDGSTS in the machine code", TARGETS[1:]),
+    }
+    for name, (text, targets) in kinds.items():
+        found = [fault for fault in report.faults if fault.startswith(name)]
+        assert [text in fault for fault in found] == [True] * len(targets), report.faults
+        for target, fault in zip(targets, found, strict=True):
+            assert fault.startswith(f"{name} {target}: ")
+    assert not [fault for fault in report.faults if "planted.sound" in fault]
+    assert report.resources["planted.spills"]["sm_90"]["spilled_bytes"] > 0
+    sound = report.resources["planted.sound"]["sm_90"]
+    assert 32 < sound["registers"] < 255 and sound["spilled_bytes"] == 0
+    # Three stages of two tiles of 64 rows, 64 values of two bytes each, or fewer where the
+    # compiler joins a stage.
+    assert sound["shared_bytes"] % (2 * 64 * 64 * 2) == 0 and sound["shared_bytes"] > 0
+
+
+def test_a_file_of_its_own_never_reaches_the_table() -> None:
+    before = ahead_of_time.TABLE.read_bytes()
+    done = ahead_of_time.run_tool("--from", str(PLANTED))
+    assert done.returncode == 2 and "add --print" in done.stderr
+    assert ahead_of_time.TABLE.read_bytes() == before
+
+
+def test_the_table_has_every_configuration_and_no_other(shipped: list[str]) -> None:
+    table = json.loads(ahead_of_time.TABLE.read_text())
+    assert shipped, "no kernels/*_launch.py ships a configuration"
+    assert list(table["configurations"]) == shipped, "run tools/compile_kernels.py"
+    for name, row in table["configurations"].items():
+        assert set(row) in ({*TARGETS}, {"sm_90"}), name
+        for target, found in row.items():
+            assert found["spilled_bytes"] == 0 and 0 < found["registers"] <= 255, name
+            assert found["shared_bytes"] <= SHARED_BYTES[target], name
+
+
+@pytest.mark.timeout(1800)
+def test_configurations_compile_as_the_table_says(
+    shipped: list[str], scale: str, rng: random.Random
+) -> None:
+    chosen = shipped
+    if scale != "long":
+        kernels = itertools.groupby(shipped, key=lambda name: name.partition(".")[0])
+        chosen = [rng.choice(list(names)) for _, names in kernels]
+    report = ahead_of_time.compile_some(chosen)
+    assert report.faults == [] and report.status == 0
+    assert sorted(report.resources) == sorted(chosen)
+    table = json.loads(ahead_of_time.TABLE.read_text())
+    if report.triton == table["triton"]:  # another compiler allots registers in its own way
+        known = {name: table["configurations"][name] for name in chosen}
+        assert report.resources == known, "run tools/compile_kernels.py and look at the difference"

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode against a float64 loop over requests and heads, for both implementations.
+
+The loop is written from the definition and shares nothing with the code it judges. Every pool is
+poisoned: what no request may see is NaN, in its own blocks and in all others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.errors import InterpreterError
+
+from stratakv.kernels.choice import AUTO, FP8_CAPABILITY, PLAIN, TRITON, Hardware, KernelRefused
+from stratakv.kernels.paged_decode import FP8, MAX_GROUP, paged_decode
+from stratakv.kernels.paged_decode_launch import (
+    HEAD_SIZES,
+    MAX_SPLITS,
+    NEWEST,
+    choose_launch,
+    choose_splits,
+    shipped_configurations,
+)
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="in the interpreter: TRITON_INTERPRET=1"
+)
+BOTH = pytest.mark.parametrize("kernel", [PLAIN, TRITON])
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory() -> Iterator[None]:
+    """Workspaces and results begin as NaN, so that reading what nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert bool(torch.ones(1).new_empty(3).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass
+class Case:
+    """One call, and all that is needed to say what must come out of it."""
+
+    q: Tensor
+    kv: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    options: dict[str, Any]
+
+    def run(self, kernel: str, function: Callable[..., Tensor] = paged_decode) -> Tensor:
+        return function(
+            self.q, self.kv, self.block_tables, self.seq_lens, kernel=kernel, **self.options
+        )
+
+
+def make_case(
+    device: torch.device,
+    lengths: list[int],
+    *,
+    group: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    pool_dtype: torch.dtype | None = None,
+    scales: str = "",
+    **options: Any,
+) -> Case:
+    """Blocks are drawn from the whole pool in any order, its first and its last among them; the
+    second request begins with the first one's blocks, as far as both are whole."""
+    width = max(1, *(-(-length // block_size) for length in lengths))
+    num_blocks = len(lengths) * width
+    ids = torch.randperm(num_blocks).view(len(lengths), width)
+    if len(lengths) > 1:
+        shared = min(lengths[:2]) // block_size
+        ids[1, :shared] = ids[0, :shared]
+    longest = ids[lengths.index(max(lengths))]
+    for place, wanted in ((0, 0), (-1, num_blocks - 1)):
+        old = int(longest[place])
+        ids.copy_(torch.where(ids == old, wanted, torch.where(ids == wanted, old, ids)))
+    shape = (num_blocks, 2, block_size, kv_heads, head_dim)
+    pool = torch.full((num_blocks, 3, *shape[1:]), math.nan)  # the middle one of three layers
+    pool[:, 1] = poison(torch.randn(shape), ids, lengths, options.get("window"))
+    pool = pool.to(pool_dtype or dtype).to(device)
+    if scales:
+        sizes = (2, kv_heads) if scales == "head" else shape[:-1]
+        # As small as scales of real activations are, which float16 alone would not survive.
+        kv_scales = torch.rand(sizes) * 10.0 ** -torch.randint(1, 4, sizes)
+        if scales == "token":
+            kv_scales = poison(kv_scales, ids, lengths, options.get("window"))
+        options["kv_scales"] = kv_scales.to(device)
+    q = torch.randn(len(lengths), 3 * group * kv_heads, head_dim).to(dtype).to(device)
+    options.setdefault("scale", head_dim**-0.5)
+    return Case(
+        q=q[:, group * kv_heads : 2 * group * kv_heads],  # as of a fused projection
+        kv=pool[:, 1],
+        block_tables=ids.to(device, torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        options=options,
+    )
+
+
+def poison(pool: Tensor, ids: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """`pool` `[num_blocks, 2, block_size, …]` with NaN wherever no request may look."""
+    block_size = pool.shape[2]
+    poisoned = torch.full_like(pool, math.nan)
+    for row, length in enumerate(lengths):
+        for token in range(max(0, length - (window or length)), length):
+            place = (ids[row, token // block_size], slice(None), token % block_size)
+            poisoned[place] = pool[place]
+    return poisoned
+
+
+def by_definition(case: Case) -> Tensor:
+    """In float64, one request and one head at a time."""
+    window, cap = case.options.get("window"), case.options.get("softcap")
+    kv = case.kv.double()
+    scales = case.options.get("kv_scales")
+    if scales is not None:
+        per_token = scales if scales.dim() == 4 else scales[None, :, None, :]
+        kv = kv * per_token.double()[..., None]
+    block_size, kv_heads = kv.shape[2], kv.shape[3]
+    group = case.q.shape[1] // kv_heads
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    for request, length in enumerate(case.seq_lens.tolist()):
+        first = max(0, length - window) if window else 0
+        places = [
+            (int(case.block_tables[request, token // block_size]), token % block_size)
+            for token in range(first, length)
+        ]
+        for head in range(case.q.shape[1] if places else 0):
+            keys = torch.stack([kv[block, 0, slot, head // group] for block, slot in places])
+            values = torch.stack([kv[block, 1, slot, head // group] for block, slot in places])
+            scores = keys @ case.q[request, head].double() * case.options["scale"]
+            if cap:
+                scores = cap * (scores / cap).tanh()
+            weights = (scores - scores.max()).exp()
+            out[request, head] = (weights @ values / weights.sum()).cpu()
+    return out
+
+
+def assert_right(case: Case, out: Tensor) -> None:
+    expected = by_definition(case)
+    assert out.shape == case.q.shape and out.dtype == case.q.dtype
+    assert not bool(expected.isnan().any())
+    fp8 = case.kv.dtype == FP8
+    # float8 pools are computed in float16, whatever the query's type is.
+    tolerance = max(TOLERANCE[out.dtype], TOLERANCE[torch.float16] if fp8 else 0)
+    size = float(expected.abs().max()) if fp8 else 1.0
+    torch.testing.assert_close(
+        out.cpu().double(), expected, rtol=tolerance, atol=tolerance * max(size, 1e-6)
+    )
+
+
+def ragged(block_size: int) -> list[int]:
+    return [2 * block_size + 3, block_size + 1, 0, 1, block_size - 1, block_size]
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_ragged_lengths(device, kernel, block_size):
+    case = make_case(device, ragged(block_size), block_size=block_size)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+@pytest.mark.parametrize("group", [1, 4, 7, 8, 17])
+def test_groups(device, kernel, group):
+    case = make_case(device, [67, 5], group=group, dtype=torch.float16)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 4])
+def test_head_sizes(device, kernel, head_dim, group):
+    case = make_case(device, [35, 1], head_dim=head_dim, group=group, kv_heads=1)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4])
+def test_types(device, kernel, dtype, group):
+    case = make_case(device, [70, 16], group=group, dtype=dtype, num_splits=2)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 20])
+def test_splits(device, kernel, num_splits):
+    # Of tiles of 64: three, one and a bit, one, none; more splits than tiles leave some empty.
+    lengths = [191, 65, 64, 0]
+    case = make_case(device, lengths, kv_heads=1, block_size=32, num_splits=num_splits)
+    assert_right(case, case.run(kernel))
+
+
+def test_more_splits_than_the_combine_kernel_holds_at_a_time(device):
+    # Tiles of 16 tokens: 19 of them, combined in two rounds.
+    case = make_case(device, [300], group=1, kv_heads=1, head_dim=256, num_splits=19)
+    assert choose_launch(None, 1, 256, torch.float32).tile == 16
+    assert_right(case, case.run(TRITON))
+
+
+@BOTH
+@pytest.mark.parametrize("window", [1, 16, 17, 70, 500])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_windows(device, kernel, window, num_splits):
+    lengths = [200, 64, 1, 0]
+    case = make_case(device, lengths, kv_heads=1, window=window, num_splits=num_splits)
+    assert_right(case, case.run(kernel))
+
+
+def test_tiles_before_the_window_are_not_visited(device):
+    """Their blocks may be anyone's by now: the ids there are out of the pool."""
+    case = make_case(device, [200], kv_heads=1, window=50)
+    case.block_tables[0, :9] = 2**31 - 1
+    expected = by_definition(case)
+    for kernel in (PLAIN, TRITON):
+        torch.testing.assert_close(case.run(kernel).cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("group", [1, 4])
+def test_soft_cap(device, kernel, group):
+    # Scores far beyond the cap, on both sides.
+    case = make_case(device, [66, 9], group=group, kv_heads=1, scale=5.0, softcap=3.0)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+def test_scores_that_overflow_exp(device, kernel):
+    case = make_case(device, [130, 9], kv_heads=1, scale=40.0, num_splits=2)
+    assert_right(case, case.run(kernel))
+
+
+@BOTH
+@pytest.mark.parametrize("scales", ["head", "token"])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8(device, kernel, scales, group, dtype):
+    case = make_case(
+        device, [70, 17, 0], group=group, dtype=dtype, pool_dtype=FP8, scales=scales, num_splits=2
+    )
+    assert_right(case, case.run(kernel))
+
+
+def test_float8_with_tiny_scales_keeps_its_precision(device):
+    """A probability times such a scale is below what float16 can tell from zero."""
+    case = make_case(device, [64], kv_heads=1, pool_dtype=FP8, scales="token", window=None)
+    case.options["kv_scales"] *= 1e-6
+    assert_right(case, case.run(TRITON))
+
+
+def test_float64_is_for_the_plain_twin(device):
+    case = make_case(device, [40, 7, 0], dtype=torch.float64, softcap=4.0, window=30)
+    assert_right(case, case.run(PLAIN))
+    with pytest.raises(KernelRefused, match="these are float64"):
+        case.run(TRITON)
+
+
+@BOTH
+def test_out_may_be_given_and_strided(device, kernel):
+    case = make_case(device, [20, 0], num_splits=2)
+    requests, heads, head_dim = case.q.shape
+    wide = torch.full((requests, 2, heads, head_dim), math.nan, device=device)
+    returned = case.run(kernel, lambda *a, **o: paged_decode(*a, out=wide[:, 1], **o))
+    assert returned.data_ptr() == wide[:, 1].data_ptr()
+    assert_right(case, wide[:, 1])
+    assert bool(wide[:, 0].isnan().all())
+
+
+@BOTH
+def test_no_requests(device, kernel):
+    case = make_case(device, [3])
+    empty = replace(
+        case, q=case.q[:0], block_tables=case.block_tables[:0], seq_lens=case.seq_lens[:0]
+    )
+    assert empty.run(kernel).shape == (0, 8, 64)
+
+
+@BOTH
+def test_a_pool_past_32_bit_offsets(device, kernel, tmp_path):
+    """More than 2^31 elements lie between the first block and the last, of which three are real."""
+    num_blocks, block_size, head_dim = 2**21 + 5, 16, 64
+    shape = (num_blocks, 2, block_size, 1, head_dim)
+    if device.type == "cuda":
+        kv = torch.empty(shape, dtype=torch.float16, device=device)
+    else:
+        # A sparse file: pages become real when they are written.
+        size = math.prod(shape)
+        kv = torch.from_file(str(tmp_path / "pool"), shared=True, size=size, dtype=torch.float16)
+        kv = kv.view(shape)
+    blocks = [0, num_blocks - 1, 2**20 + 1]
+    small = make_case(device, [40], kv_heads=1, dtype=torch.float16)
+    kv[blocks] = small.kv[small.block_tables[0].long()]
+    big = replace(small, kv=kv, block_tables=torch.tensor([blocks], dtype=torch.int32).to(device))
+    assert kv.stride(0) * (num_blocks - 1) > 2**31
+    torch.testing.assert_close(
+        big.run(kernel).cpu().double(), by_definition(small), rtol=2e-3, atol=2e-3
+    )
+
+
+@pytest.fixture
+def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Replaces one piece of the Triton kernel's source for the rest of the test."""
+    name = "stratakv.kernels.paged_decode_triton"
+    source = Path(importlib.util.find_spec(name).origin).read_text()
+
+    def replace_source(old: str, new: str) -> None:
+        assert source.count(old) == 1, f"the source has {source.count(old)} of {old!r}"
+        path = tmp_path / "mutated.py"  # Triton reads the source of its kernels from their file
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location("stratakv.kernels.mutated", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return replace_source
+
+
+FAULTS = {
+    "no mask beyond the length": ("(tokens < length) & (tokens >=", "(tokens >="),
+    "no mask before the window": (" & (tokens >= length - window)", ""),
+    "values are not masked": (
+        "v = tl.load(values + places, mask=there, other=0.0)",
+        "v = tl.load(values + places)",
+    ),
+    "scores are not masked": ('scores = tl.where(seen[None, :], scores, float("-inf"))', ""),
+    "the sum does not fade": ("total = total * fade + tl.sum(p", "total = total + tl.sum(p"),
+    "the output does not fade": ("acc *= fade[:, None]", ""),
+    "partials are not weighed": ("weights = tl.exp2(maxima - new_top)", "weights = sums * 0 + 1"),
+    "partial sums are not used": ("weights * sums, axis", "weights, axis"),
+    "unused partials are read": ("there = splits < used", "there = splits < num_splits"),
+    "32-bit offsets": ("other=0).to(tl.int64)", "other=0)"),
+    "the next kv head": ("keys = kv + kv_head *", "keys = kv + (kv_head ^ 1) *"),
+}
+
+
+def check_closely(device: torch.device, tmp_path: Path) -> None:
+    """Several tiles a split, an unused split, a window, and blocks that only one request sees."""
+    case = make_case(device, [200, 10, 33, 70], window=150, num_splits=2)
+    assert_right(case, case.run(TRITON))
+    test_a_pool_past_32_bit_offsets(device, TRITON, tmp_path)
+
+
+@INTERPRETED
+def test_the_unmutated_source_passes(device, mutate, tmp_path):
+    mutate("LOG2_E = math.log2(math.e)", "LOG2_E = math.log2(math.e)  # the same")
+    check_closely(device, tmp_path)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(device, mutate, fault, tmp_path):
+    """Not on a device, where some of these would read wild addresses."""
+    mutate(*FAULTS[fault])
+    with pytest.raises((AssertionError, InterpreterError)):
+        check_closely(device, tmp_path)
+
+
+def test_the_device_decides_how_many_splits(device):
+    """Chosen by the table's width; a short request beside a long one uses fewer of them."""
+    assert choose_splits(2, 608, 1) == 2
+    case = make_case(device, [600, 100], kv_heads=1)
+    assert_right(case, case.run(TRITON))
+
+
+def test_splits_fill_the_device_and_are_worth_their_combination():
+    assert choose_splits(8, 131072, 132) == 66
+    assert choose_splits(8 * 64, 1024, 132) == 2
+    assert choose_splits(8 * 256, 131072, 132) == 1
+    assert choose_splits(8, 1024, 132) == 4
+    assert choose_splits(1, 255, 132) == 1
+    assert choose_splits(1, 2**20, 132) == MAX_SPLITS
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), None])
+def test_every_pool_that_runs_has_a_row(capability):
+    fp8 = [FP8] if (capability or NEWEST) >= FP8_CAPABILITY else []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, *fp8):
+        for group in (1, 2, 17, MAX_GROUP):
+            for head_dim in (1, 63, *HEAD_SIZES):
+                for token_scales in (False, True) if dtype == FP8 else (False,):
+                    launch = choose_launch(capability, group, head_dim, dtype, token_scales)
+                    assert launch.group_pad >= group and launch.head_pad >= head_dim
+                    assert (launch.group_pad == 1) == (group == 1)
+
+
+def test_configurations_have_names_of_their_own():
+    shipped = shipped_configurations()
+    assert len({one.name for one in shipped}) == len(shipped)
+
+
+def refuse(case: Case, message: str, **changes: Any) -> None:
+    case = replace(case, options=dict(case.options))
+    for name, value in changes.items():
+        if hasattr(case, name):
+            setattr(case, name, value)
+        else:
+            case.options[name] = value
+    for kernel in (PLAIN, TRITON):
+        with pytest.raises(KernelRefused, match=message):
+            case.run(kernel)
+
+
+def test_what_does_not_fit_is_refused(device):
+    case = make_case(device, [20, 3])
+    q, kv, tables, lens = case.q, case.kv, case.block_tables, case.seq_lens
+    refuse(case, r"expected q of \[requests", q=q[0])
+    refuse(case, r"expected kv of \[num_blocks, 2, block_size, kv heads, 64\]", kv=kv[:, 0])
+    refuse(case, r"expected kv of \[num_blocks, 2, block_size", kv=kv[..., :32])
+    refuse(case, r"expected kv of \[num_blocks, 2, block_size", kv=kv[:, :1])
+    refuse(case, "multiple of the kv heads", q=q[:, :5])
+    refuse(case, "no empty pool", kv=kv[:0])
+    refuse(
+        case, r"expected block_tables of \[2, max_blocks\], got \[1, 2\]", block_tables=tables[:1]
+    )
+    refuse(case, r"expected seq_lens of \[2\], got \[1\]", seq_lens=lens[:1])
+    refuse(case, "block_tables as contiguous int32, got torch.int64", block_tables=tables.long())
+    refuse(case, "seq_lens as contiguous int32, got torch.int64", seq_lens=lens.long())
+    refuse(case, "q and kv of one floating type", q=q.half())
+    refuse(case, "q and kv of one floating type", q=q.int(), kv=kv.int())
+    refuse(case, "head_dim contiguous", kv=kv.transpose(-1, -2).contiguous().transpose(-1, -2))
+    refuse(case, "head_dim contiguous", q=q.transpose(-1, -2).contiguous().transpose(-1, -2))
+    refuse(case, "expected out as q", out=torch.empty_like(q)[:1])
+    refuse(case, "expected out as q", out=torch.empty_like(q).half())
+    refuse(case, "expected one device", seq_lens=lens.to("meta"))
+    refuse(case, "a window of 1 token or more, got 0", window=0)
+    refuse(case, "a softcap above 0, got 0.0", softcap=0.0)
+    refuse(case, "num_splits from 1 to 65535, got 0", num_splits=0)
+    refuse(case, "belong to a torch.float8_e4m3fn pool", kv_scales=torch.ones(2, 2))
+    refuse(case, "needs kv_scales, got none", kv=kv.to(FP8))
+    refuse(case, r"got torch.float32 of \[2\]", kv=kv.to(FP8), kv_scales=torch.ones(2))
+    refuse(case, "got torch.float64", kv=kv.to(FP8), kv_scales=torch.ones(2, 2).double())
+    refuse(
+        case,
+        "expected q of 16, 32 or 64 bits",
+        q=q.to(FP8),
+        kv=kv.to(FP8),
+        kv_scales=torch.ones(2, 2),
+    )
+
+
+def test_what_only_triton_refuses_the_plain_twin_runs(device):
+    for case, message in (
+        (make_case(device, [3], head_dim=320), "at most 256 elements, and these 320"),
+        (make_case(device, [3], group=17, head_dim=16), "at most 16 heads share"),
+    ):
+        assert_right(case, case.run(PLAIN))
+        with pytest.raises(KernelRefused, match=message):
+            case.run(TRITON)
+
+
+def test_a_device_without_float8_takes_the_plain_twin(device, monkeypatch):
+    older = Hardware("older", (8, 0), True)
+    monkeypatch.setattr("stratakv.kernels.paged_decode.probe_hardware", lambda: older)
+    case = make_case(device, [20], pool_dtype=FP8, scales="head")
+    assert_right(case, case.run(PLAIN))
+    with pytest.raises(KernelRefused, match=r"needs compute capability \(8, 9\)"):
+        case.run(TRITON)
+
+
+def test_the_cpu_is_left_to_the_plain_twin_unless_triton_is_named():
+    case = make_case(torch.device("cpu"), [20, 3])
+    assert torch.equal(case.run(AUTO), case.run(PLAIN))

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every shipped kernel configuration for GPUs that are not here, and say what it takes.
+
+Needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without options it
+writes `kernels/resources.json`: registers, spilled bytes and shared memory of every configuration
+for sm_80 and sm_90. The exit status is 1 when a configuration breaks a limit or lacks an
+instruction that it names; the table has its figures all the same, and the tests refuse it. Knows
+nothing of what a kernel computes.
+
+    python tools/compile_kernels.py                         compile all, write the table
+    python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
+    python tools/compile_kernels.py --only 'write_kv.*' --print      print theirs, write nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "kernels" / "resources.json"
+MAX_REGISTERS = 255
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have, by target
+NEEDS_TARGET = 90  # where a configuration's `needs` are looked for
+TOOL_SECONDS = 60
+MNEMONIC = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
+
+
+def declared() -> Iterator[Any]:
+    """The shipped configurations of every `kernels/*_launch.py`."""
+    for path in sorted((ROOT / "kernels").glob("*_launch.py")):
+        yield from importlib.import_module(f"stratakv.kernels.{path.stem}").shipped_configurations()
+
+
+def read_from(path: Path) -> Iterator[Any]:
+    """Those of one file that is no part of the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"expected a Python file, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield from module.shipped_configurations()
+
+
+def compile_for(configuration: Any, target: int) -> dict[str, Any]:
+    """What the compiler and the disassembler say; `lacks` are needed instructions not found."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arguments = configuration.function.arg_names
+    types = {**dict.fromkeys(configuration.constexprs, "constexpr"), **configuration.signature}
+    aligned = {
+        (arguments.index(name),): [["tt.divisibility", 16]]
+        for name, type_ in configuration.signature.items()
+        if type_.startswith("*") or name in configuration.multiples_of_16
+    }
+    source = ASTSource(
+        configuration.function,
+        {name: types[name] for name in arguments},
+        dict(configuration.constexprs),
+        aligned,
+    )
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", target, 32),
+            options={"num_warps": configuration.num_warps, "num_stages": configuration.num_stages},
+        )
+    wanted = configuration.needs if target == NEEDS_TARGET else frozenset()
+    return {
+        "registers": _number(r"Used (\d+) registers", log.getvalue()),
+        "spilled_bytes": _number(r"(\d+) bytes spill stores", log.getvalue())
+        + _number(r"(\d+) bytes spill loads", log.getvalue()),
+        "shared_bytes": compiled.metadata.shared,
+        "lacks": sorted(wanted - mnemonics(compiled.asm["cubin"])) if wanted else [],
+    }
+
+
+def _number(pattern: str, log: str) -> int:
+    found = re.findall(pattern, log)
+    if len(found) != 1:
+        raise SystemExit(f"expected one {pattern!r} in ptxas' log, got {len(found)}:\n{log}")
+    return int(found[0])
+
+
+def mnemonics(cubin: bytes) -> set[str]:
+    """The instructions of the machine code, without their modifiers."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=TOOL_SECONDS
+        )
+    return set(MNEMONIC.findall(done.stdout))
+
+
+def faults(target: int, found: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with one result, one sentence each."""
+    if found["registers"] > MAX_REGISTERS:
+        yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
+    if found["spilled_bytes"]:
+        yield f"expected no spill, got {found['spilled_bytes']} bytes"
+    if found["shared_bytes"] > MAX_SHARED_BYTES[target]:
+        limit = MAX_SHARED_BYTES[target]
+        yield f"expected at most {limit} bytes of shared memory, got {found['shared_bytes']}"
+    if found["lacks"]:
+        yield f"expected {', '.join(found['lacks'])} in the machine code, got none"
+
+
+def compile_all(configurations: list[Any]) -> tuple[dict[str, Any], list[str]]:
+    """The table of resources, and everything that is wrong with it."""
+    import triton
+
+    names = [configuration.name for configuration in configurations]
+    wrong = [f"{name}: expected one of that name" for name in names if names.count(name) > 1]
+    table: dict[str, dict[str, Any]] = {}
+    for configuration in sorted(configurations, key=lambda item: item.name):
+        row = table.setdefault(configuration.name, {})
+        for target in MAX_SHARED_BYTES:
+            if divmod(target, 10) < configuration.min_capability:
+                continue
+            found = compile_for(configuration, target)
+            wrong += [f"{configuration.name} sm_{target}: {it}" for it in faults(target, found)]
+            del found["lacks"]
+            row[f"sm_{target}"] = found
+    return {"triton": triton.__version__, "configurations": table}, wrong
+
+
+def _kept(names: set[str], version: str) -> dict[str, Any]:
+    """The rows that the table has now of configurations that there still are."""
+    table = json.loads(TABLE.read_text())
+    if table["triton"] != version:
+        raise SystemExit(f"the table is triton {table['triton']}'s, not {version}'s; compile all")
+    return {name: row for name, row in table["configurations"].items() if name in names}
+
+
+def _text(table: dict[str, Any]) -> str:
+    return json.dumps(table, indent=1, sort_keys=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", help="names to compile, as shell patterns")
+    parser.add_argument("--from", dest="source", type=Path, help="a file with configurations")
+    parser.add_argument("--list", action="store_true", help="print the names and compile nothing")
+    parser.add_argument("--print", action="store_true", help="print the table and write nothing")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("TRITON_INTERPRET=1 leaves nothing to compile; unset it")
+    if options.source and not (options.print or options.list):
+        parser.error("the table has shipped configurations only; add --print")
+    with tempfile.TemporaryDirectory() as cache:
+        # A kernel out of the cache would leave no log to read, and two names may be one kernel.
+        os.environ.update(TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
+        os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+        found = list(read_from(options.source) if options.source else declared())
+        patterns = options.only or ["*"]
+        chosen = [it for it in found if any(fnmatch.fnmatchcase(it.name, p) for p in patterns)]
+        if options.list:
+            print("\n".join(sorted(item.name for item in chosen)))
+            return 0
+        table, wrong = compile_all(chosen)
+    if options.print:
+        print(_text(table))
+    else:
+        kept = _kept({item.name for item in found}, table["triton"]) if options.only else {}
+        table["configurations"] = {**kept, **table["configurations"]}
+        TABLE.write_text(_text(table) + "\n")
+        print(f"compiled {len(chosen)} of {len(table['configurations'])} configurations")
+    for fault in wrong:
+        print(fault, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
