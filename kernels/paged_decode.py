@@ -9,10 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention_checks import (
+    FP8,
+    check_layout,
+    check_query_and_pool,
+    check_scales,
+    check_scores,
+)
 from .choice import AUTO, FP8_CAPABILITY, TRITON, KernelRefused, choose_kernel, probe_hardware
 
-FP8 = torch.float8_e4m3fn
-POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, FP8)
 MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
 MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
 MAX_GROUP_FP32 = 16
@@ -51,11 +56,13 @@ def paged_decode(
     Lengths and block ids are on the device and not checked: a length must fit its table, and the
     ids of its blocks the pool.
     """
-    _check_shapes(q, kv, block_tables, seq_lens)
-    _check_options(window, softcap, num_splits)
-    _check_scales(kv, kv_scales)
+    check_query_and_pool(q, kv, "requests")
+    _check_batch(len(q), block_tables, seq_lens)
+    _check_splits(num_splits)
+    check_scores(window, softcap)
+    check_scales(kv, kv_scales)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _check_layout(q, kv, block_tables, seq_lens, kv_scales, out)
+    check_layout(q, kv, out, {"block_tables": block_tables, "seq_lens": seq_lens}, kv_scales)
     reason = _reason_against_triton(q, kv)
     chosen = choose_kernel(kernel, q.device, unsupported=reason, strict=strict)
     if q.numel() == 0:
@@ -90,20 +97,7 @@ def paged_decode(
     )
 
 
-def _check_shapes(q: Tensor, kv: Tensor, block_tables: Tensor, seq_lens: Tensor) -> None:
-    if q.dim() != 3:
-        raise KernelRefused(f"expected q of [requests, heads, head_dim], got {list(q.shape)}")
-    requests, heads, head_dim = q.shape
-    if kv.dim() != 5 or kv.shape[1] != 2 or kv.shape[4] != head_dim:
-        raise KernelRefused(
-            f"expected kv of [num_blocks, 2, block_size, kv heads, {head_dim}], "
-            f"got {list(kv.shape)}"
-        )
-    if 0 in kv.shape or head_dim == 0 or heads % kv.shape[3]:
-        raise KernelRefused(
-            f"expected heads as a multiple of the kv heads, and no empty pool: "
-            f"got {heads} heads and kv of {list(kv.shape)}"
-        )
+def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
     if block_tables.dim() != 2 or len(block_tables) != requests:
         raise KernelRefused(
             f"expected block_tables of [{requests}, max_blocks], got {list(block_tables.shape)}"
@@ -112,63 +106,9 @@ def _check_shapes(q: Tensor, kv: Tensor, block_tables: Tensor, seq_lens: Tensor)
         raise KernelRefused(f"expected seq_lens of [{requests}], got {list(seq_lens.shape)}")
 
 
-def _check_options(window: int | None, softcap: float | None, num_splits: int | None) -> None:
-    if window is not None and window < 1:
-        raise KernelRefused(f"expected a window of 1 token or more, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise KernelRefused(f"expected a softcap above 0, got {softcap}")
+def _check_splits(num_splits: int | None) -> None:
     if num_splits is not None and not 1 <= num_splits <= MAX_GRID:
         raise KernelRefused(f"expected num_splits from 1 to {MAX_GRID}, got {num_splits}")
-
-
-def _check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    if kv.dtype != FP8:
-        if kv_scales is not None:
-            raise KernelRefused(f"kv_scales belong to a {FP8} pool, and this one is {kv.dtype}")
-        return
-    if kv_scales is None:
-        raise KernelRefused(f"a {FP8} pool needs kv_scales, got none")
-    wanted = ((2, kv.shape[3]), kv.shape[:4])
-    if kv_scales.dtype != torch.float32 or kv_scales.shape not in wanted:
-        raise KernelRefused(
-            f"expected float32 kv_scales of {list(wanted[0])} or {list(wanted[1])}, "
-            f"got {kv_scales.dtype} of {list(kv_scales.shape)}"
-        )
-
-
-def _check_layout(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    kv_scales: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Types, devices, strides, and `out`."""
-    if kv.dtype not in POOL_DTYPES or (kv.dtype != FP8 and q.dtype != kv.dtype):
-        raise KernelRefused(
-            f"expected q and kv of one floating type, or a {FP8} pool: got {q.dtype} and {kv.dtype}"
-        )
-    if q.dtype not in POOL_DTYPES or q.dtype == FP8:
-        raise KernelRefused(f"expected q of 16, 32 or 64 bits, got {q.dtype}")
-    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-        if tensor.dtype != torch.int32 or (tensor.numel() > 1 and tensor.stride(-1) != 1):
-            raise KernelRefused(
-                f"expected {name} as contiguous int32, got {tensor.dtype} "
-                f"with strides {tensor.stride()}"
-            )
-    if q.stride(-1) != 1 or kv.stride(-1) != 1 or out.stride(-1) != 1:
-        raise KernelRefused(
-            f"expected head_dim contiguous in q, kv and out: their last strides are "
-            f"{q.stride(-1)}, {kv.stride(-1)} and {out.stride(-1)}"
-        )
-    if out.shape != q.shape or out.dtype != q.dtype:
-        raise KernelRefused(
-            f"expected out as q, {q.dtype} of {list(q.shape)}: got {out.dtype} of {list(out.shape)}"
-        )
-    given = (q, kv, block_tables, seq_lens, out, *(() if kv_scales is None else (kv_scales,)))
-    if len({tensor.device for tensor in given}) != 1:
-        raise KernelRefused(f"expected one device, got {[str(one.device) for one in given]}")
 
 
 def _reason_against_triton(q: Tensor, kv: Tensor) -> str | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention_plain import gather_tokens
+
 
 def paged_decode_plain(
     q: Tensor,
@@ -34,7 +36,7 @@ def paged_decode_plain(
         skipped = first // block_size
         blocks = block_tables[request, skipped : -(-length // block_size)].long()
         seen = slice(first - skipped * block_size, length - skipped * block_size)
-        k, v = (_gather(kv, i, blocks, kv_scales, wide)[seen] for i in (0, 1))
+        k, v = (gather_tokens(kv, i, blocks, kv_scales, wide)[seen] for i in (0, 1))
         queries = q[request].to(wide).reshape(kv_heads, -1, head_dim)
         scores = torch.einsum("hgd,thd->hgt", queries, k) * scale
         if softcap is not None:
@@ -42,19 +44,3 @@ def paged_decode_plain(
         weighed = torch.einsum("hgt,thd->hgd", scores.softmax(-1), v)
         out[request] = weighed.reshape(-1, head_dim)
     return out
-
-
-def _gather(
-    kv: Tensor, pair: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
-) -> Tensor:
-    """K (`pair` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
-    pool = kv[:, pair]
-    if kv_scales is not None:
-        # torch indexes no float8; its bytes it does.
-        stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
-        per_head = kv_scales.dim() == 2
-        scales = kv_scales[pair] if per_head else kv_scales[:, pair][blocks]
-        stored *= scales.to(wide)[..., None]
-    else:
-        stored = pool[blocks].to(wide)
-    return stored.flatten(0, 1)

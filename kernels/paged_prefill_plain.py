@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention_plain import gather_tokens
+
 MAX_SCORES = 1 << 24  # held at once: a long chunk is cut into pieces of rows
 
 
@@ -35,7 +37,7 @@ def paged_prefill_plain(
         if start == end:
             continue
         blocks = block_tables[request, : -(-length // kv.shape[2])].long()
-        k, v = (_gather(kv, plane, blocks, kv_scales, wide)[:length] for plane in (0, 1))
+        k, v = (gather_tokens(kv, plane, blocks, kv_scales, wide)[:length] for plane in (0, 1))
         rows = max(1, MAX_SCORES // (q.shape[1] * max(1, length)))
         for first in range(start, end, rows):
             last = min(first + rows, end)
@@ -66,17 +68,3 @@ def _attend(
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     weights = weights.masked_fill(~seen, 0)  # a row of nothing but -inf came out as NaN
     return torch.einsum("hgrk,khd->rhgd", weights, v).reshape(q.shape)
-
-
-def _gather(
-    kv: Tensor, plane: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
-) -> Tensor:
-    """K (`plane` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
-    pool = kv[:, plane]
-    if kv_scales is None:
-        return pool[blocks].to(wide).flatten(0, 1)
-    # torch cannot index float8, but it can its bytes.
-    stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
-    of_tokens = kv_scales.dim() == 4
-    scales = kv_scales[:, plane][blocks] if of_tokens else kv_scales[plane]
-    return (stored * scales.to(wide)[..., None]).flatten(0, 1)

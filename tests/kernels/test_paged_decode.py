@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode against a float64 loop over requests and heads, for both implementations.
 
-The loop is written from the definition and shares nothing with the code it judges. Every pool is
-poisoned: what no request may see is NaN, in its own blocks and in all others.
+Batches and the loop are those of `decode_batches.py`; memory that a call takes begins as NaN.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
-from stratakv.kernels.choice import AUTO, FP8_CAPABILITY, PLAIN, TRITON, Hardware, KernelRefused
-from stratakv.kernels.paged_decode import FP8, MAX_GROUP, paged_decode
+from stratakv.kernels.attention_checks import FP8
+from stratakv.kernels.choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
+from stratakv.kernels.paged_decode import MAX_GROUP, paged_decode
 from stratakv.kernels.paged_decode_launch import (
     HEAD_SIZES,
     MAX_SPLITS,
@@ -32,16 +30,12 @@ from stratakv.kernels.paged_decode_launch import (
     shipped_configurations,
 )
 
+from .decode_batches import assert_right, by_definition, make_case
+
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="in the interpreter: TRITON_INTERPRET=1"
 )
 BOTH = pytest.mark.parametrize("kernel", [PLAIN, TRITON])
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 2e-2,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,121 +45,6 @@ def _nan_in_new_memory() -> Iterator[None]:
     assert bool(torch.ones(1).new_empty(3).isnan().all())
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@dataclass
-class Case:
-    """One call, and all that is needed to say what must come out of it."""
-
-    q: Tensor
-    kv: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    options: dict[str, Any]
-
-    def run(self, kernel: str, function: Callable[..., Tensor] = paged_decode) -> Tensor:
-        return function(
-            self.q, self.kv, self.block_tables, self.seq_lens, kernel=kernel, **self.options
-        )
-
-
-def make_case(
-    device: torch.device,
-    lengths: list[int],
-    *,
-    group: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    pool_dtype: torch.dtype | None = None,
-    scales: str = "",
-    **options: Any,
-) -> Case:
-    """Blocks are drawn from the whole pool in any order, its first and its last among them; the
-    second request begins with the first one's blocks, as far as both are whole."""
-    width = max(1, *(-(-length // block_size) for length in lengths))
-    num_blocks = len(lengths) * width
-    ids = torch.randperm(num_blocks).view(len(lengths), width)
-    if len(lengths) > 1:
-        shared = min(lengths[:2]) // block_size
-        ids[1, :shared] = ids[0, :shared]
-    longest = ids[lengths.index(max(lengths))]
-    for place, wanted in ((0, 0), (-1, num_blocks - 1)):
-        old = int(longest[place])
-        ids.copy_(torch.where(ids == old, wanted, torch.where(ids == wanted, old, ids)))
-    shape = (num_blocks, 2, block_size, kv_heads, head_dim)
-    pool = torch.full((num_blocks, 3, *shape[1:]), math.nan)  # the middle one of three layers
-    pool[:, 1] = poison(torch.randn(shape), ids, lengths, options.get("window"))
-    pool = pool.to(pool_dtype or dtype).to(device)
-    if scales:
-        sizes = (2, kv_heads) if scales == "head" else shape[:-1]
-        # As small as scales of real activations are, which float16 alone would not survive.
-        kv_scales = torch.rand(sizes) * 10.0 ** -torch.randint(1, 4, sizes)
-        if scales == "token":
-            kv_scales = poison(kv_scales, ids, lengths, options.get("window"))
-        options["kv_scales"] = kv_scales.to(device)
-    q = torch.randn(len(lengths), 3 * group * kv_heads, head_dim).to(dtype).to(device)
-    options.setdefault("scale", head_dim**-0.5)
-    return Case(
-        q=q[:, group * kv_heads : 2 * group * kv_heads],  # as of a fused projection
-        kv=pool[:, 1],
-        block_tables=ids.to(device, torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        options=options,
-    )
-
-
-def poison(pool: Tensor, ids: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """`pool` `[num_blocks, 2, block_size, …]` with NaN wherever no request may look."""
-    block_size = pool.shape[2]
-    poisoned = torch.full_like(pool, math.nan)
-    for row, length in enumerate(lengths):
-        for token in range(max(0, length - (window or length)), length):
-            place = (ids[row, token // block_size], slice(None), token % block_size)
-            poisoned[place] = pool[place]
-    return poisoned
-
-
-def by_definition(case: Case) -> Tensor:
-    """In float64, one request and one head at a time."""
-    window, cap = case.options.get("window"), case.options.get("softcap")
-    kv = case.kv.double()
-    scales = case.options.get("kv_scales")
-    if scales is not None:
-        per_token = scales if scales.dim() == 4 else scales[None, :, None, :]
-        kv = kv * per_token.double()[..., None]
-    block_size, kv_heads = kv.shape[2], kv.shape[3]
-    group = case.q.shape[1] // kv_heads
-    out = torch.zeros(case.q.shape, dtype=torch.float64)
-    for request, length in enumerate(case.seq_lens.tolist()):
-        first = max(0, length - window) if window else 0
-        places = [
-            (int(case.block_tables[request, token // block_size]), token % block_size)
-            for token in range(first, length)
-        ]
-        for head in range(case.q.shape[1] if places else 0):
-            keys = torch.stack([kv[block, 0, slot, head // group] for block, slot in places])
-            values = torch.stack([kv[block, 1, slot, head // group] for block, slot in places])
-            scores = keys @ case.q[request, head].double() * case.options["scale"]
-            if cap:
-                scores = cap * (scores / cap).tanh()
-            weights = (scores - scores.max()).exp()
-            out[request, head] = (weights @ values / weights.sum()).cpu()
-    return out
-
-
-def assert_right(case: Case, out: Tensor) -> None:
-    expected = by_definition(case)
-    assert out.shape == case.q.shape and out.dtype == case.q.dtype
-    assert not bool(expected.isnan().any())
-    fp8 = case.kv.dtype == FP8
-    # float8 pools are computed in float16, whatever the query's type is.
-    tolerance = max(TOLERANCE[out.dtype], TOLERANCE[torch.float16] if fp8 else 0)
-    size = float(expected.abs().max()) if fp8 else 1.0
-    torch.testing.assert_close(
-        out.cpu().double(), expected, rtol=tolerance, atol=tolerance * max(size, 1e-6)
-    )
 
 
 def ragged(block_size: int) -> list[int]:
@@ -406,77 +285,3 @@ def test_every_pool_that_runs_has_a_row(capability):
 def test_configurations_have_names_of_their_own():
     shipped = shipped_configurations()
     assert len({one.name for one in shipped}) == len(shipped)
-
-
-def refuse(case: Case, message: str, **changes: Any) -> None:
-    case = replace(case, options=dict(case.options))
-    for name, value in changes.items():
-        if hasattr(case, name):
-            setattr(case, name, value)
-        else:
-            case.options[name] = value
-    for kernel in (PLAIN, TRITON):
-        with pytest.raises(KernelRefused, match=message):
-            case.run(kernel)
-
-
-def test_what_does_not_fit_is_refused(device):
-    case = make_case(device, [20, 3])
-    q, kv, tables, lens = case.q, case.kv, case.block_tables, case.seq_lens
-    refuse(case, r"expected q of \[requests", q=q[0])
-    refuse(case, r"expected kv of \[num_blocks, 2, block_size, kv heads, 64\]", kv=kv[:, 0])
-    refuse(case, r"expected kv of \[num_blocks, 2, block_size", kv=kv[..., :32])
-    refuse(case, r"expected kv of \[num_blocks, 2, block_size", kv=kv[:, :1])
-    refuse(case, "multiple of the kv heads", q=q[:, :5])
-    refuse(case, "no empty pool", kv=kv[:0])
-    refuse(
-        case, r"expected block_tables of \[2, max_blocks\], got \[1, 2\]", block_tables=tables[:1]
-    )
-    refuse(case, r"expected seq_lens of \[2\], got \[1\]", seq_lens=lens[:1])
-    refuse(case, "block_tables as contiguous int32, got torch.int64", block_tables=tables.long())
-    refuse(case, "seq_lens as contiguous int32, got torch.int64", seq_lens=lens.long())
-    refuse(case, "q and kv of one floating type", q=q.half())
-    refuse(case, "q and kv of one floating type", q=q.int(), kv=kv.int())
-    refuse(case, "head_dim contiguous", kv=kv.transpose(-1, -2).contiguous().transpose(-1, -2))
-    refuse(case, "head_dim contiguous", q=q.transpose(-1, -2).contiguous().transpose(-1, -2))
-    refuse(case, "expected out as q", out=torch.empty_like(q)[:1])
-    refuse(case, "expected out as q", out=torch.empty_like(q).half())
-    refuse(case, "expected one device", seq_lens=lens.to("meta"))
-    refuse(case, "a window of 1 token or more, got 0", window=0)
-    refuse(case, "a softcap above 0, got 0.0", softcap=0.0)
-    refuse(case, "num_splits from 1 to 65535, got 0", num_splits=0)
-    refuse(case, "belong to a torch.float8_e4m3fn pool", kv_scales=torch.ones(2, 2))
-    refuse(case, "needs kv_scales, got none", kv=kv.to(FP8))
-    refuse(case, r"got torch.float32 of \[2\]", kv=kv.to(FP8), kv_scales=torch.ones(2))
-    refuse(case, "got torch.float64", kv=kv.to(FP8), kv_scales=torch.ones(2, 2).double())
-    refuse(
-        case,
-        "expected q of 16, 32 or 64 bits",
-        q=q.to(FP8),
-        kv=kv.to(FP8),
-        kv_scales=torch.ones(2, 2),
-    )
-
-
-def test_what_only_triton_refuses_the_plain_twin_runs(device):
-    for case, message in (
-        (make_case(device, [3], head_dim=320), "at most 256 elements, and these 320"),
-        (make_case(device, [3], group=17, head_dim=16), "at most 16 heads share"),
-    ):
-        assert_right(case, case.run(PLAIN))
-        with pytest.raises(KernelRefused, match=message):
-            case.run(TRITON)
-
-
-def test_a_device_without_float8_takes_the_plain_twin(device, monkeypatch):
-    older = Hardware("older", (8, 0), True)
-    monkeypatch.setattr("stratakv.kernels.paged_decode.probe_hardware", lambda: older)
-    case = make_case(device, [20], pool_dtype=FP8, scales="head")
-    assert_right(case, case.run(PLAIN))
-    with pytest.raises(KernelRefused, match=r"needs compute capability \(8, 9\)"):
-        case.run(TRITON)
-
-
-def test_the_cpu_is_left_to_the_plain_twin_unless_triton_is_named():
-    case = make_case(torch.device("cpu"), [20, 3])
-    assert torch.equal(case.run(AUTO), case.run(PLAIN))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the paged pool in torch, as the plain twins of the attention kernels do.
+
+Knows nothing of requests and lengths: whoever calls cuts off what a block holds beyond them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_tokens(
+    kv: Tensor, plane: int, blocks: Tensor, kv_scales: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """K (`plane` 0) or V (1) of `blocks` as `[tokens, kv heads, head_dim]`, scales applied."""
+    pool = kv[:, plane]
+    if kv_scales is None:
+        return pool[blocks].to(wide).flatten(0, 1)
+    # torch cannot index float8, but it can its bytes.
+    stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
+    of_tokens = kv_scales.dim() == 4
+    scales = kv_scales[:, plane][blocks] if of_tokens else kv_scales[plane]
+    return (stored * scales.to(wide)[..., None]).flatten(0, 1)
