@@ -44,16 +44,8 @@ def test_what_does_not_fit_is_refused(device):
     refuse(case, "seq_lens of torch.int32, got torch.int64", seq_lens=lens.long())
     refuse(case, "got torch.float16 and torch.float32", q=q.half())
     refuse(case, "got torch.int32 and torch.int32", q=q.int(), kv=kv.int())
-    refuse(
-        case,
-        "expected kv contiguous in its last axis",
-        kv=kv.mT.contiguous().mT,
-    )
-    refuse(
-        case,
-        "expected q contiguous in its last axis",
-        q=q.mT.contiguous().mT,
-    )
+    refuse(case, "expected kv contiguous in its last axis", kv=kv.mT.contiguous().mT)
+    refuse(case, "expected q contiguous in its last axis", q=q.mT.contiguous().mT)
     refuse(case, "block_tables contiguous in its last axis", block_tables=tables.T.contiguous().T)
     refuse(case, "seq_lens contiguous in its last axis", seq_lens=lens.repeat(2)[::2])
     refuse(case, "out contiguous in its last axis", out=q.mT.contiguous().mT)
