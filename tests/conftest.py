@@ -7,9 +7,11 @@ fixtures of their own in their own conftest.py.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,11 @@ from hypothesis import HealthCheck, settings
 # A long run repeats what CI does once, often a thousand times.
 LONG_TIMEOUT_SECONDS = 7200
 DEFAULT_SEED = 20260
+
+# Triton looks at it when it is imported, and some test modules import what imports triton; so it is
+# set before any of them is read. With an NVIDIA device the kernels run there unless told otherwise.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile(

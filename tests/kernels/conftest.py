@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tests of the kernels run: on a CUDA device if there is one, else in the interpreter.
 
-Triton looks at TRITON_INTERPRET when it is imported, so this file sets it and imports nothing that
-would. A machine with a device runs the interpreter too when it is told so: TRITON_INTERPRET=1.
+Triton looks at TRITON_INTERPRET when it is imported, so tests/conftest.py sets it where there is no
+device. A machine with one runs the interpreter too when it is told so: TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 

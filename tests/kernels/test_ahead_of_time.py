@@ -16,6 +16,8 @@ import pytest
 
 from . import ahead_of_time
 
+pytestmark = pytest.mark.slow
+
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 TARGETS = ("sm_80", "sm_90")
 SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448}

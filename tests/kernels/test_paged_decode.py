@@ -32,6 +32,8 @@ from stratakv.kernels.paged_decode_launch import (
 
 from .decode_batches import assert_right, by_definition, make_case
 
+pytestmark = pytest.mark.slow
+
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="in the interpreter: TRITON_INTERPRET=1"
 )

@@ -33,6 +33,8 @@ from stratakv.kernels.paged_prefill_launch import (
 
 from .prefill_batches import TOLERANCE, Batch, Case, make_batch
 
+pytestmark = pytest.mark.slow
+
 TRITON_MODULE = "stratakv.kernels.paged_prefill_triton"
 RAGGED = ((1, 0), (1, 1), (2, 15), (15, 0), (16, 1), (17, 16), (33, 17), (5, 40))
 

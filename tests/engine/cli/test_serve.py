@@ -76,6 +76,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_life(tiny_model: Path, small_tiers: dict[str, str]) -> None:
     """Ready, an answer, Ctrl-C: exit code 0, and the blocks are there in the next life."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in small_tiers.items()]
