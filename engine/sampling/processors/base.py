@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...sampling_params import SamplingParams
 from ...worker.batch_update import BatchUpdate
 from ...worker.block_table import IntArray
 
@@ -42,10 +41,6 @@ class LogitsProcessor(ABC):
     a request that returns after preemption is added again. It must not change that list, nor keep
     `logits` or `rows` after `apply`.
     """
-
-    @classmethod  # noqa: B027 - most have no rule of their own
-    def validate_params(cls, params: SamplingParams) -> None:
-        """Raise ValueError, naming the field, for what this processor cannot do."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self.context = context
