@@ -2,7 +2,8 @@
 """What every attention kernel asks of its arguments before it runs.
 
 Looks at shapes, types, strides and devices, never at what is in a tensor, so that nothing waits for
-a device. Knows neither which kernel will run nor what that one cannot do.
+a device. Knows neither which kernel will run nor what that one cannot do. What concerns the pool
+alone is in `pool_checks.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .choice import KernelRefused
+from .pool_checks import FP8, check_last_axis, check_one_device, check_written
 
-FP8 = torch.float8_e4m3fn
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -41,22 +42,6 @@ def check_scores(window: int | None, softcap: float | None) -> None:
         raise KernelRefused(f"expected a softcap above 0, got {softcap}")
 
 
-def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
-    """A float8 pool has scales, of heads or of tokens and heads; no other pool has any."""
-    if kv.dtype != FP8:
-        if kv_scales is not None:
-            raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")
-        return
-    if kv_scales is None:
-        raise KernelRefused(f"expected kv_scales beside a pool of {FP8}, got none")
-    wanted = ((2, kv.shape[3]), kv.shape[:4])
-    if kv_scales.dtype != torch.float32 or kv_scales.shape not in wanted:
-        raise KernelRefused(
-            f"expected float32 kv_scales of {list(wanted[0])} or {list(wanted[1])}, "
-            f"got {kv_scales.dtype} of {list(kv_scales.shape)}"
-        )
-
-
 def check_layout(
     q: Tensor,
     kv: Tensor,
@@ -64,7 +49,7 @@ def check_layout(
     integers: Mapping[str, Tensor],
     kv_scales: Tensor | None,
 ) -> None:
-    """Types, `out`, last strides of all but `kv_scales`, devices of all."""
+    """Types, `out`, strides of all but `kv_scales`, devices of all."""
     if q.dtype not in QUERY_DTYPES or kv.dtype not in (q.dtype, FP8):
         raise KernelRefused(
             f"expected q of 16, 32 or 64 bits and kv as q or {FP8}: got {q.dtype} and {kv.dtype}"
@@ -79,16 +64,5 @@ def check_layout(
     given = {"q": q, "kv": kv, **integers, "out": out}
     for name, tensor in given.items():
         check_last_axis(name, tensor)
-    if kv_scales is not None:
-        given["kv_scales"] = kv_scales
-    if len({tensor.device for tensor in given.values()}) != 1:
-        devices = {name: str(tensor.device) for name, tensor in given.items()}
-        raise KernelRefused(f"expected one device, got {devices}")
-
-
-def check_last_axis(name: str, tensor: Tensor) -> None:
-    """Contiguous there; of an axis of one element, the stride says nothing."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise KernelRefused(
-            f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
-        )
+    check_written("out", out)
+    check_one_device({**given, "kv_scales": kv_scales})

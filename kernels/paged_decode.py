@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_checks import (
-    FP8,
-    check_layout,
-    check_query_and_pool,
-    check_scales,
-    check_scores,
-)
-from .choice import AUTO, FP8_CAPABILITY, TRITON, KernelRefused, choose_kernel, probe_hardware
+from .attention_checks import check_layout, check_query_and_pool, check_scores
+from .choice import AUTO, TRITON, KernelRefused, choose_kernel
+from .pool_checks import check_scales, reason_against_fp8
 
 MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
 MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
@@ -50,9 +45,12 @@ def paged_decode(
     softcap       c: a score s becomes c * tanh(s / c)
     kv_scales     float32, for a float8 pool: `[2, kv heads]`, or
                   `[num_blocks, 2, block_size, kv heads]`
-    num_splits    into how many parts Triton's kernel cuts a context; None: by the table's width
+    num_splits    into how many parts Triton's kernel cuts a context; None: by the table's width and
+                  the number of requests
 
     What blocks hold beyond a request's length, or before its window, never reaches a result.
+    The same call gives the same bits; with a given `num_splits` a request's bits depend neither on
+    the other requests nor on the table's width.
     Lengths and block ids are on the device and not checked: a length must fit its table, and the
     ids of its blocks the pool.
     """
@@ -122,8 +120,4 @@ def _reason_against_triton(q: Tensor, kv: Tensor) -> str | None:
         return f"at most {most} heads share a kv head of {kv.dtype} there, and here {group}"
     if len(q) > MAX_GRID:
         return f"it takes at most {MAX_GRID} requests at a time, and these are {len(q)}"
-    if kv.dtype == FP8:
-        capability = probe_hardware().capability
-        if capability is not None and capability < FP8_CAPABILITY:
-            return f"{FP8} needs compute capability {FP8_CAPABILITY}, and this is {capability}"
-    return None
+    return reason_against_fp8(kv)

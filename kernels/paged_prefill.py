@@ -9,16 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_checks import (
-    FP8,
-    check_last_axis,
-    check_layout,
-    check_query_and_pool,
-    check_scales,
-    check_scores,
-)
-from .choice import AUTO, FP8_CAPABILITY, TRITON, KernelRefused, choose_kernel, probe_hardware
+from .attention_checks import check_layout, check_query_and_pool, check_scores
+from .choice import AUTO, TRITON, KernelRefused, choose_kernel, probe_hardware
 from .paged_prefill_launch import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM, choose_launch
+from .pool_checks import check_last_axis, check_scales, reason_against_fp8
 
 MAX_KV_HEADS = 65535  # of Triton's kernel: CUDA's limit on the second axis of a grid
 
@@ -57,8 +51,10 @@ def paged_prefill(
 
     A position sees itself and what is before it; one below 0 (a length shorter than its rows) sees
     nothing and gives zeros. Rows of q that no request has are not written. What blocks hold beyond
-    a request's length never reaches a result. Lengths, starts and block ids are on the device and
-    not checked: a length must fit its table, and the ids of its blocks the pool.
+    a request's length never reaches a result. The same call gives the same bits; with the same
+    `max_query_len` a request's bits do not depend on the other requests. Lengths, starts and block
+    ids are on the device and not checked: a length must fit its table, and the ids of its blocks
+    the pool.
     """
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)
@@ -145,8 +141,4 @@ def _reason_against_triton(q: Tensor, kv: Tensor) -> str | None:
         return f"at most {MAX_GROUP} heads share a kv head there: {heads}/{kv.shape[3]}"
     if kv.shape[3] > MAX_KV_HEADS:
         return f"it takes at most {MAX_KV_HEADS} kv heads, and these are {kv.shape[3]}"
-    if kv.dtype == FP8 and q.is_cuda:
-        capability = probe_hardware().capability
-        if capability is not None and capability < FP8_CAPABILITY:
-            return f"{FP8} needs compute capability {FP8_CAPABILITY}, and this is {capability}"
-    return None
+    return reason_against_fp8(kv)

@@ -294,27 +294,29 @@ def paged_prefill_triton(
         plane = kv_scales.stride(0)
     # The most tiles there can be; those that no request owns end at once.
     tiles = len(q) // (launch.block_rows // group) + num_requests
-    paged_prefill_kernel[(tiles, num_kv_heads)](
-        q,
-        kv,
-        block_tables,
-        seq_lens,
-        query_starts,
-        kv_scales,
-        out,
-        num_requests,
-        scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E,
-        0.0 if softcap is None else softcap * LOG2_E,
-        window or 0,
-        *q.stride()[:2],
-        *out.stride()[:2],
-        block_tables.stride(0),
-        *kv.stride()[:4],
-        block,
-        plane,
-        slot,
-        **compiled,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
+    # Triton launches on the current device.
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        paged_prefill_kernel[(tiles, num_kv_heads)](
+            q,
+            kv,
+            block_tables,
+            seq_lens,
+            query_starts,
+            kv_scales,
+            out,
+            num_requests,
+            scale * LOG2_E if softcap is None else 2.0 * scale / softcap * LOG2_E,
+            0.0 if softcap is None else softcap * LOG2_E,
+            window or 0,
+            *q.stride()[:2],
+            *out.stride()[:2],
+            block_tables.stride(0),
+            *kv.stride()[:4],
+            block,
+            plane,
+            slot,
+            **compiled,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+        )
     return out

@@ -11,10 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from .choice import AUTO, FP8_CAPABILITY, TRITON, KernelRefused, choose_kernel, probe_hardware
+from .choice import AUTO, TRITON, KernelRefused, choose_kernel
+from .pool_checks import (
+    FP8,
+    check_last_axis,
+    check_one_device,
+    check_scales,
+    check_written,
+    reason_against_fp8,
+)
 from .write_kv_plain import write_kv_plain
 
-FP8 = torch.float8_e4m3fn
 PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRITON_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 1024  # a whole row is in the registers of one program
@@ -45,7 +52,10 @@ def write_kv(
     Raises KernelRefused for arguments that do not fit together.
     """
     _check(k, v, kv, slots)
-    _check_scales(kv, kv_scales)
+    check_scales(kv, kv_scales)
+    if kv_scales is not None and kv_scales.ndim == 4:
+        check_written("kv_scales", kv_scales)
+    check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
     chosen = choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
     if not slots.numel():
         return
@@ -58,11 +68,13 @@ def write_kv(
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-    if kv.ndim != 5 or kv.shape[1] != 2 or kv.stride(4) != 1:
+    if kv.ndim != 5 or kv.shape[1] != 2 or 0 in kv.shape:
         raise KernelRefused(
-            "expected kv [num_blocks, 2, block_size, num_kv_heads, head_dim] with a last stride of "
-            f"1, got {list(kv.shape)} with strides {kv.stride()}"
+            "expected kv [num_blocks, 2, block_size, num_kv_heads, head_dim], not empty, "
+            f"got {list(kv.shape)}"
         )
+    check_last_axis("kv", kv)
+    check_written("kv", kv)
     expected = (slots.numel(), kv.shape[3], kv.shape[4])
     if k.shape != expected or v.shape != expected:
         raise KernelRefused(
@@ -74,33 +86,10 @@ def _check(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tens
             f"expected contiguous int64 slots [tokens], got {slots.dtype} {list(slots.shape)} "
             f"with strides {slots.stride()}"
         )
-    if not k.device == v.device == kv.device == slots.device:
-        raise KernelRefused(
-            "expected k, v, kv and slots on one device, got "
-            f"{k.device}, {v.device}, {kv.device}, {slots.device}"
-        )
     if k.dtype not in PLAIN_FLOATS or v.dtype is not k.dtype or kv.dtype not in (k.dtype, FP8):
         raise KernelRefused(
             "expected k and v of one dtype of 16 to 64 bits and kv of the same or float8_e4m3fn, "
             f"got {k.dtype}, {v.dtype} and {kv.dtype}"
-        )
-
-
-def _check_scales(kv: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-    if kv.dtype is not FP8:
-        if kv_scales is not None:
-            raise KernelRefused(f"expected no kv_scales for a pool of {kv.dtype}, got some")
-        return
-    per_head, per_token = (2, kv.shape[3]), kv.shape[:4]
-    if kv_scales is None or kv_scales.shape not in (per_head, per_token):
-        got = "none" if kv_scales is None else list(kv_scales.shape)
-        raise KernelRefused(
-            f"expected kv_scales {list(per_head)} or {list(per_token)} for an fp8 pool, got {got}"
-        )
-    if kv_scales.dtype is not torch.float32 or kv_scales.device != kv.device:
-        raise KernelRefused(
-            f"expected float32 kv_scales on {kv.device}, "
-            f"got {kv_scales.dtype} on {kv_scales.device}"
         )
 
 
@@ -110,8 +99,4 @@ def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
         return f"it computes nothing in {k.dtype}"
     if kv.shape[4] > MAX_HEAD_DIM:
         return f"it takes heads of up to {MAX_HEAD_DIM}, and this is {kv.shape[4]}"
-    if kv.dtype is FP8 and kv.device.type == "cuda":
-        capability = probe_hardware().capability
-        if capability is not None and capability < FP8_CAPABILITY:
-            return f"fp8 needs compute capability {FP8_CAPABILITY}, and this is {capability}"
-    return None
+    return reason_against_fp8(kv)

@@ -54,7 +54,9 @@ def computed_scales(values: torch.Tensor) -> torch.Tensor:
     magnitudes = values.abs()
     # One infinity must not turn the rest of its row into zeros, nor NaN all of it into NaN.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    return (finite.amax(-1) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
+    largest = finite.amax(-1)
+    return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "offload": "...benchmarks.offload",
     "serve": "...benchmarks.serve",
     "core": "...benchmarks.core",
+    "gpu": "...benchmarks.gpu.command",
 }
 
 

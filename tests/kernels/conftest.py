@@ -3,6 +3,9 @@
 
 Triton looks at TRITON_INTERPRET when it is imported, so tests/conftest.py sets it where there is no
 device. A machine with one runs the interpreter too when it is told so: TRITON_INTERPRET=1.
+
+A test that takes `device` is one of the `gpu` tests wherever that is a GPU, so that `pytest -m gpu`
+there runs every kernel and `pytest` runs nothing twice.
 """
 
 from __future__ import annotations
@@ -14,12 +17,20 @@ import pytest
 import torch
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETS
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if ON_GPU and "device" in getattr(item, "fixturenames", ()):
+        item.add_marker("gpu")
+    if INTERPRETS and torch.cuda.is_available() and item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.skip(reason="needs the device: TRITON_INTERPRET=0"))
 
 
 @pytest.fixture
 def device() -> torch.device:
     """Where the tensors of a test belong, so that Triton's kernels can run on them."""
-    return torch.device("cuda" if torch.cuda.is_available() and not INTERPRETS else "cpu")
+    return torch.device("cuda" if ON_GPU else "cpu")
 
 
 @pytest.fixture(autouse=True)

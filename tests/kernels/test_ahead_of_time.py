@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.slow
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 TARGETS = ("sm_80", "sm_90")
 SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448}
+# Of another compiler than the table's, which allots registers in its own way: Triton 3.6.0 keeps 16
+# to 120 bytes of seven heavy prefill kernels in local memory (heads of 256, or scales of tokens).
+SPILLED_BYTES_OF_OTHERS = 128
 
 pytest.importorskip("triton", reason="compiles with it")
 
@@ -79,9 +83,12 @@ def test_configurations_compile_as_the_table_says(
         kernels = itertools.groupby(shipped, key=lambda name: name.partition(".")[0])
         chosen = [rng.choice(list(names)) for _, names in kernels]
     report = ahead_of_time.compile_some(chosen)
-    assert report.faults == [] and report.status == 0
     assert sorted(report.resources) == sorted(chosen)
     table = json.loads(ahead_of_time.TABLE.read_text())
-    if report.triton == table["triton"]:  # another compiler allots registers in its own way
+    if report.triton == table["triton"]:
+        assert report.faults == [] and report.status == 0
         known = {name: table["configurations"][name] for name in chosen}
         assert report.resources == known, "run tools/compile_kernels.py and look at the difference"
+    for fault in report.faults:
+        spill = re.search(r"expected no spill, got (\d+) bytes$", fault)
+        assert spill and int(spill[1]) <= SPILLED_BYTES_OF_OTHERS, fault

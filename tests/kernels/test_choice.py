@@ -52,13 +52,13 @@ def test_triton_where_it_can(
 
 
 @pytest.mark.parametrize("hardware", [H200, V100, BARE, NO_GPU])
-@pytest.mark.parametrize("device", [CPU, CUDA, META])
+@pytest.mark.parametrize("place", [CPU, CUDA, META])
 @pytest.mark.parametrize("unsupported", [None, "heads of 17"])
 def test_the_plain_one_whenever_it_is_named(
-    machine: pytest.MonkeyPatch, hardware: Hardware, device: torch.device, unsupported: str | None
+    machine: pytest.MonkeyPatch, hardware: Hardware, place: torch.device, unsupported: str | None
 ) -> None:
     give(machine, hardware)
-    assert choose_kernel(PLAIN, device, unsupported=unsupported, strict=True) == PLAIN
+    assert choose_kernel(PLAIN, place, unsupported=unsupported, strict=True) == PLAIN
 
 
 @pytest.mark.parametrize(("hardware", "unsupported", "reason"), SHORTCOMINGS)

@@ -164,6 +164,19 @@ def test_blocks_past_2_to_the_31_elements(kernel: str, device: torch.device) -> 
     assert bool((pool[0] == 7).all()) and bool((pool[3] == 7).all())
 
 
+@KERNELS
+def test_a_buffer_past_2_to_the_31_elements(kernel: str, device: torch.device) -> None:
+    memory = torch.empty(2**31 + 64, dtype=torch.uint8, device=device)
+    rows = torch.as_strided(memory, (3, 63), (2**30, 1))
+    pool = random_bytes(3 * 63, device).view(3, 63)
+    block_ids = ids([2, 0, 1], device)
+    gather_blocks(pool, block_ids, rows, kernel=kernel)
+    assert torch.equal(rows, pool[[2, 0, 1]])
+    other = torch.zeros_like(pool)
+    scatter_blocks(rows, other, block_ids, kernel=kernel)
+    assert torch.equal(other, pool)
+
+
 def test_the_plain_kernel_moves_a_few_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +315,10 @@ def test_a_move_takes_no_more_programs_than_it_may(
     assert grids == [(programs,)]
 
 
+@pytest.mark.skipif(
+    torch.cuda.device_count() == 1,
+    reason="torch looks for the device behind a tensor without memory, and there is no second",
+)
 def test_another_device_is_out_of_reach() -> None:
     # Tensors without memory, so that there may be as many devices as the test wants.
     with FakeTensorMode():

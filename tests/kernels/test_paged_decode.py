@@ -128,7 +128,9 @@ def test_soft_cap(device, kernel, group):
 @BOTH
 def test_scores_that_overflow_exp(device, kernel):
     case = make_case(device, [130, 9], kv_heads=1, scale=40.0, num_splits=2)
-    assert_right(case, case.run(kernel))
+    # Neighbours of such scores in float32 are 1e-4 apart, which is what near ties differ by.
+    found, expected = case.run(kernel).cpu().double(), by_definition(case)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @BOTH

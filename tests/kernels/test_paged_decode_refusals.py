@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratakv.kernels.attention_checks import FP8
-from stratakv.kernels.choice import AUTO, PLAIN, TRITON, Hardware, KernelRefused
+from stratakv.kernels.choice import AUTO, PLAIN, TRITON, KernelRefused
 
 from .decode_batches import Case, assert_right, make_case
 
@@ -76,15 +76,6 @@ def test_what_only_triton_refuses_the_plain_twin_runs(device):
         assert_right(case, case.run(PLAIN))
         with pytest.raises(KernelRefused, match=message):
             case.run(TRITON)
-
-
-def test_a_device_without_float8_takes_the_plain_twin(device, monkeypatch):
-    older = Hardware("older", (8, 0), True)
-    monkeypatch.setattr("stratakv.kernels.paged_decode.probe_hardware", lambda: older)
-    case = make_case(device, [20], pool_dtype=FP8, scales="head")
-    assert_right(case, case.run(PLAIN))
-    with pytest.raises(KernelRefused, match=r"needs compute capability \(8, 9\)"):
-        case.run(TRITON)
 
 
 def test_the_cpu_is_left_to_the_plain_twin_unless_triton_is_named():

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the device can do at most: copies on it, copies to and from the CPU, a matrix product.
+
+The other sections are held against these figures of the same run. Knows nothing of kernels of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .copy_lanes import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
+from .copy_plots import plot_ceilings
+from .place import Place, WrongResult, check_close
+from .results import Results
+from .section import Section
+from .stopwatch import Launch, time_launches
+
+NAME = "ceilings"
+SEED = 20260
+CHECKED_ROWS = 64  # of the matrix product
+
+
+def run(place: Place, results: Results) -> None:
+    """Every ceiling; one that there is no memory for leaves a note."""
+    for measure in (measure_device_copy, measure_pinned, measure_matmul):
+        place.check_time()
+        try:
+            measure(place, results)
+        except torch.OutOfMemoryError:
+            results.add_note(NAME, f"{measure.__name__}: not enough memory on the device")
+        place.release_memory()
+
+
+def measure_device_copy(place: Place, results: Results) -> None:
+    """Bytes read and bytes written, on the device."""
+    size = place.choose(2 << 30, 1 << 30, 16 << 10)
+    sources = [_random_bytes(place, size, number) for number in range(2)]
+    targets = [torch.zeros_like(source) for source in sources]
+    pairs = list(zip(targets, sources, strict=True))
+    launches = [_copy_pieces(pair, size) for pair in pairs]
+    _run_and_check(place, "a copy on the device", launches, pairs)
+    seconds = time_launches(place, launches).median
+    _set(results, "device_copy_gb_per_second", 2 * size / seconds / 1e9, piece_bytes=size)
+
+
+def measure_pinned(place: Place, results: Results) -> None:
+    """Page-locked memory to the device, from it, and both at once, in pieces and whole."""
+    size = place.choose(1 << 30, 256 << 20, 16 << 10)
+    pieces = place.choose((2 << 20, 32 << 20, size), (2 << 20, size), (4 << 10, size))
+    lanes = make_lanes(place)
+    with page_locked(place, 2 * size, lambda note: results.add_note(NAME, note)) as host:
+        out = (host[:size], _random_bytes(place, size, 2))
+        back = (torch.zeros_like(out[1]), host[size:])
+        back[1].copy_(_random_bytes(place, size, 3))
+        for piece in pieces:
+            place.check_time()
+            for name, seconds, moved in _time_pinned(place, lanes, out, back, piece):
+                _set(results, name, moved / seconds / 1e9, piece_bytes=piece)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _time_pinned(
+    place: Place, lanes: Lanes, out: Pair, back: Pair, piece: int
+) -> list[tuple[str, float, int]]:
+    """Ceiling, seconds, bytes."""
+    size = out[0].numel()
+    out[1].add_(1)
+    back[0].zero_()
+    place.synchronise()
+    launch_out, launch_back = _copy_pieces(out, piece), _copy_pieces(back, piece)
+    for what, stream, launch, pair in (
+        ("a copy to the host", lanes.to_host, launch_out, out),
+        ("a copy to the device", lanes.to_device, launch_back, back),
+    ):
+        with on(stream):
+            _run_and_check(place, what, [launch], [pair])
+    return [
+        ("pinned_to_host_gb_per_second", time_one_way(place, lanes.to_host, [launch_out]), size),
+        (
+            "pinned_to_device_gb_per_second",
+            time_one_way(place, lanes.to_device, [launch_back]),
+            size,
+        ),
+        (
+            "pinned_both_gb_per_second",
+            time_both_ways(place, lanes, [launch_out], [launch_back]),
+            2 * size,
+        ),
+    ]
+
+
+def measure_matmul(place: Place, results: Results) -> None:
+    """bf16 on random data, which takes more power than zeros and is therefore slower."""
+    size = place.choose(8192, 8192, 64)
+    generator = torch.Generator(place.device).manual_seed(SEED)
+    a, b = (
+        torch.randn(size, size, generator=generator, device=place.device).to(torch.bfloat16)
+        for _ in range(2)
+    )
+    c = torch.empty_like(a)
+
+    def launch() -> None:
+        torch.mm(a, b, out=c)
+
+    launch()
+    expected = a[:CHECKED_ROWS].double() @ b.double()
+    check_close(
+        "a matrix product", c[:CHECKED_ROWS], expected, absolute=0.02 * size**0.5, relative=0.01
+    )
+    # A product takes a millisecond, so the host keeps ahead without a graph.
+    seconds = time_launches(place, [launch], in_graph=False).median
+    _set(results, "matmul_bf16_tflops", 2 * size**3 / seconds / 1e12, size=size)
+
+
+def _set(results: Results, name: str, value: float, **sizes: int) -> None:
+    """A row, and the ceiling where no other size has reached more."""
+    results.add_row(NAME, {"case": name, "value": value, **sizes})
+    results.set_ceiling(name, max(value, results.ceilings.get(name, 0.0)))
+
+
+def _random_bytes(place: Place, size: int, number: int) -> torch.Tensor:
+    generator = torch.Generator(place.device).manual_seed(SEED + number)
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, device=place.device, generator=generator
+    )
+
+
+def _copy_pieces(pair: Pair, piece: int) -> Launch:
+    target, source = pair
+    pieces = list(zip(torch.split(target, piece), torch.split(source, piece), strict=True))
+
+    def launch() -> None:
+        for to, from_ in pieces:
+            to.copy_(from_, non_blocking=True)
+
+    return launch
+
+
+def _run_and_check(
+    place: Place, what: str, launches: list[Callable[[], object]], pairs: list[Pair]
+) -> None:
+    for launch in launches:
+        launch()
+    place.synchronise()
+    for target, source in pairs:
+        if not torch.equal(target.to(place.device), source.to(place.device)):
+            raise WrongResult(f"{what}: the bytes on the two sides differ")
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """`gpu-ceilings.png`."""
+    return plot_ceilings(results.rows(NAME), results.ceilings, directory / "gpu-ceilings.png")
+
+
+SECTION = Section(NAME, "Ceilings of the device", run, plot)

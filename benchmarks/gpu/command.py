@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench gpu`: the ceilings of a GPU, and kernels and copies held against them.
+
+First what the device can do at most, then KV writes, decode and prefill attention, copies in every
+way, size and direction, and what copies cost a decode beside them. Every case is compared with its
+reference before it is timed. The JSON is written after every section, the table of targets last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ...engine.config import ConfigError
+from ..report import Report, print_table
+from . import ceilings, copies, decode, interference, launch_sweep, peers, prefill, writes
+from .place import Place, SectionOver
+from .results import Results
+from .section import Section
+
+logger = logging.getLogger(__name__)
+
+SECTIONS: tuple[Section, ...] = (
+    ceilings.SECTION,
+    writes.SECTION,
+    decode.SECTION,
+    prefill.SECTION,
+    copies.SECTION,
+    interference.SECTION,
+    launch_sweep.SECTION,
+    peers.SECTION,  # last: foreign kernels may leave the device unusable
+)
+_PACKAGES = ("torch", "triton", "flash-attn-3", "vllm", "flashinfer-python")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    names = ", ".join(section.name for section in SECTIONS)
+    parser.add_argument(
+        "--sections", metavar="NAMES", help=f"which to run, by commas (all): {names}"
+    )
+    parser.add_argument(
+        "--peers", metavar="DIR", help="a folder to import peers from, if they are installed there"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true",
+        help="run on the CPU at tiny sizes: tests this benchmark, measures no GPU",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sections; 0, or 1 where one failed. Raises ConfigError."""
+    sections = choose_sections(arguments.sections)
+    place = choose_place(arguments)
+    results = Results(_new_report(place, arguments), arguments.out)
+    errors = 0
+    for section in sections:
+        errors += not run_section(section, place, results)
+        try:
+            results.write()
+        except OSError as error:
+            raise ConfigError(
+                f"--out {arguments.out} cannot be written ({error.strerror})"
+            ) from error
+    for section in sections:
+        path = section.plot(results, arguments.out)
+        if path is not None:
+            print(f"written: {path}")
+    print(f"written: {results.write()}")
+    print_targets(sections, results, place)
+    return 1 if errors else 0
+
+
+def choose_sections(wanted: str | None) -> tuple[Section, ...]:
+    """The sections named, the ceilings always among them and in the order of the run."""
+    if wanted is None:
+        return SECTIONS
+    names = {name.strip() for name in wanted.split(",")}
+    known = [section.name for section in SECTIONS]
+    unknown = sorted(names - set(known))
+    if unknown:
+        raise ConfigError(f"--sections takes some of {', '.join(known)}, not {', '.join(unknown)}")
+    return tuple(s for s in SECTIONS if s.name in names or s is ceilings.SECTION)
+
+
+def choose_place(arguments: argparse.Namespace) -> Place:
+    """The GPU, or the CPU for a rehearsal. Raises ConfigError where there is no GPU."""
+    peers = Path(arguments.peers) if arguments.peers else None
+    if peers is not None and not peers.is_dir():
+        raise ConfigError(f"--peers takes a folder with installed packages, and {peers} is none")
+    if arguments.rehearse:
+        torch.set_num_threads(1)  # the tensors are so small that threads only wait for each other
+        return Place(torch.device("cpu"), arguments.quick, is_rehearsal=True, peers=peers)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "bench gpu needs a CUDA device and torch sees none; look at nvidia-smi and at "
+            "torch.version.cuda, or try the benchmark itself with --rehearse"
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ConfigError("TRITON_INTERPRET=1 runs kernels on the CPU; unset it for bench gpu")
+    return Place(torch.device("cuda"), arguments.quick, is_rehearsal=False, peers=peers)
+
+
+def run_section(section: Section, place: Place, results: Results) -> bool:
+    """False where it failed. The other sections run whatever happens in this one."""
+    print(f"{section.title} …", flush=True)
+    place.start_section()
+    try:
+        section.run(place, results)
+    except SectionOver:
+        results.add_note(section.name, "its time was over before all cases were measured")
+    except Exception as error:  # Triton's errors have no base of their own
+        logger.debug("section %s", section.name, exc_info=True)
+        results.add_note(section.name, f"failed: {type(error).__name__}: {error}")
+        message = f"bench gpu, {section.name}: {error}"
+        Console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
+        return False
+    finally:
+        place.release_memory()
+    return True
+
+
+def print_targets(sections: Sequence[Section], results: Results, place: Place) -> None:
+    """The short table: each target, what was measured, and whether it is met."""
+    if place.is_rehearsal:
+        print("a rehearsal on the CPU: no figure of it says anything about a GPU")
+        return
+    rows = []
+    for target in (target for section in sections for target in section.targets):
+        value = results.report.ratios.get(target.name)
+        if value is None:
+            rows.append([target.what, target.wanted, "-", "not measured"])
+        else:
+            verdict = "met" if target.is_met(value) else "MISSED"
+            rows.append([target.what, target.wanted, f"{value:.3g}{target.unit}", verdict])
+    print_table("Targets", ["target", "wanted", "measured", ""], rows)
+
+
+def _new_report(place: Place, arguments: argparse.Namespace) -> Report:
+    command = "stratakv bench gpu"
+    command += " --quick" if arguments.quick else ""
+    command += " --rehearse" if arguments.rehearse else ""
+    report = Report("gpu", command)
+    report.environment["device"] = (
+        "cpu, a rehearsal" if place.is_rehearsal else torch.cuda.get_device_name()
+    )
+    report.environment["cuda"] = torch.version.cuda
+    if not place.is_rehearsal:
+        properties = torch.cuda.get_device_properties(place.device)
+        report.environment["capability"] = f"{properties.major}.{properties.minor}"
+        report.environment["multiprocessors"] = properties.multi_processor_count
+        report.environment["device_memory_gib"] = round(properties.total_memory / 2**30, 1)
+    for name in _PACKAGES:
+        try:
+            report.environment["packages"][name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return report

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kernel asks of the pool of a layer and of the scales beside it, reading or writing.
+
+Looks at shapes, types, strides and devices, never at what is in a tensor, so that nothing waits for
+a device. Knows nothing of queries, requests and slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .choice import FP8_CAPABILITY, KernelRefused, probe_hardware
+
+FP8 = torch.float8_e4m3fn
+
+
+def check_scales(kv: Tensor, kv_scales: Tensor | None) -> None:
+    """A float8 pool has scales, of heads or of tokens and heads; no other pool has any."""
+    if kv.dtype != FP8:
+        if kv_scales is not None:
+            raise KernelRefused(f"expected no kv_scales beside a pool of {kv.dtype}, got some")
+        return
+    if kv_scales is None:
+        raise KernelRefused(f"expected kv_scales beside a pool of {FP8}, got none")
+    wanted = ((2, kv.shape[3]), kv.shape[:4])
+    if kv_scales.dtype != torch.float32 or kv_scales.shape not in wanted:
+        raise KernelRefused(
+            f"expected float32 kv_scales of {list(wanted[0])} or {list(wanted[1])}, "
+            f"got {kv_scales.dtype} of {list(kv_scales.shape)}"
+        )
+
+
+def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
+    """Those that are None lie nowhere."""
+    devices = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(devices.values())) != 1:
+        raise KernelRefused(f"expected one device, got {devices}")
+
+
+def check_last_axis(name: str, tensor: Tensor) -> None:
+    """Contiguous there; of an axis of one element, the stride says nothing."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise KernelRefused(
+            f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
+        )
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Each element in a place of its own: of two programs that write one place, which stays?"""
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise KernelRefused(
+            f"expected {name}, which is written, with a place for each element, "
+            f"got {list(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+def reason_against_fp8(kv: Tensor) -> str | None:
+    """Why Triton's kernels cannot convert this pool where it lies, or None. The interpreter, which
+    works on the CPU, always can."""
+    if kv.dtype != FP8 or not kv.is_cuda:
+        return None
+    capability = probe_hardware().capability
+    if capability is None or capability >= FP8_CAPABILITY:
+        return None
+    return f"{FP8} needs compute capability {FP8_CAPABILITY}, and this is {capability}"
