@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench offload`: what keeping blocks in tiers saves, seen from the client.
+"""`stratakv bench offload`: what keeping blocks in tiers saves, and what it costs where it cannot.
 
-Documents far longer than the questions about them are asked of a real server whose KV pool holds
-little more than one of them. The same questions are asked
+Seen from a client first. Documents far longer than the questions about them are asked of a real
+server whose KV pool holds little more than one of them. The same questions are asked
     cold      with every cache reset before each request,
     pool      with the document still in the pool,
     cpu       after other documents have pushed it out of the pool,
     ssd       after the server was stopped and started again,
 one request at a time. Every phase must give the tokens of the cold one; a phase that was not
 answered from where it should have been is an error, not a figure.
+
+Then, unless it is the quick form, engines without a server around them, with tiers and without in
+alternating pairs, in processor seconds: unique prompts, mixes of hits with a tier that is slow,
+requests behind one prefix, and steps while blocks leave the pool (`offload_sections.py`). Equal
+prompts must give equal tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +35,19 @@ from ..engine.options import EMBEDDED_MODEL
 from ..engine.text.tokenizer import Tokenizer
 from . import limits
 from .documents import documents, question
+from .offload_child import ChildFailed, measure_in_child
+from .offload_costs_report import plot_costs, print_costs
 from .offload_report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases
+from .offload_scale import (
+    COSTS,
+    FULL_COSTS,
+    QUICK_COSTS,
+    SECTIONS,
+    check_context,
+    chosen_sections,
+    num_pairs,
+)
+from .offload_scale import PHASES as PHASES_SECTION
 from .plots import plot_phases
 from .report import Report
 from .served import Answer, ServedModel, ServerFailed
@@ -59,25 +77,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-tokens", type=int, help="tokens of each document (3,600)")
     parser.add_argument("--output-tokens", type=int, default=16, help="tokens generated (16)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
+    parser.add_argument(
+        "--sections", metavar="NAMES",
+        help=f"only these, by commas: {', '.join(SECTIONS)} (all of them, quick: {PHASES_SECTION})",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all phases; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    """Run the chosen sections; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    sections = chosen_sections(arguments.sections, arguments.quick)
     plan = make_plan(arguments)
+    scale = QUICK_COSTS if arguments.quick else FULL_COSTS
+    check_context(plan.model, [name for name in sections if name in COSTS], scale)
     console = Console(stderr=True)
+    report = Report("offload", "stratakv bench offload")
+    report.figures["sections"] = sections
     try:
-        report = measure(plan, console)
+        if PHASES_SECTION in sections:
+            measure(report, plan, console)
+        measure_costs(report, sections, plan.model, arguments.quick, console)
         path = report.write(arguments.out)
     except ConfigError:
         raise
-    except (BenchmarkFailed, ServerFailed, ValueError, OSError) as error:
+    except (BenchmarkFailed, ChildFailed, ServerFailed, ValueError, OSError) as error:
         console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
         return 1
-    print_phases(report)
-    print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
-    print(f"written: {path}")
-    print(f"written: {plot_phases(report.figures['phases'], arguments.out / 'offload.png')}")
+    show(report, path)
     return 0
+
+
+def show(report: Report, path: Path) -> None:
+    """Tables and plots of what was measured; the JSON lies at `path`."""
+    plots = []
+    if PHASES_SECTION in report.figures:
+        print_phases(report)
+        print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
+        plots.append(plot_phases(report.figures["phases"], path.with_suffix(".png")))
+    if any(name in report.figures for name in COSTS):
+        print_costs(report)
+        print("With tiers and without, equal prompts gave equal tokens.")
+        plots.append(plot_costs(report, path.with_name("offload-costs.png")))
+    for each in (path, *plots):
+        print(f"written: {each}")
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -123,9 +164,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def measure(plan: Plan, console: Console) -> Report:
+def measure(report: Report, plan: Plan, console: Console) -> None:
     """Run the server through all phases."""
-    report = Report("offload", "stratakv bench offload")
     encode = partial(Tokenizer.load(plan.model).encode, add_special_tokens=False)
     try:
         texts = documents(encode, plan.num_documents, plan.prefix_tokens)
@@ -167,7 +207,34 @@ def measure(plan: Plan, console: Console) -> Report:
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
     check_phases(plan, phases, expected)
     fill_report(report, plan, load_model_spec(plan.model), phases)
-    return report
+
+
+def measure_costs(
+    report: Report, sections: Sequence[str], model: Path, quick: bool, console: Console
+) -> None:
+    """The sections without a server, in a process of their own."""
+    chosen = [name for name in sections if name in COSTS]
+    if not chosen:
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
+        _progress(console) as bar,
+    ):
+        scale = QUICK_COSTS if quick else FULL_COSTS
+        steps = bar.add_task("pairs", total=num_pairs(chosen, scale))
+
+        def told(what: str) -> None:
+            bar.update(steps, description=what, advance=1)
+
+        found = measure_in_child(chosen, model, Path(scratch), quick, told)
+    report.figures["costs"] = {
+        "measured": "engine cores without HTTP in one process, one thread computes; processor "
+        "seconds are those of all threads of the engine, its disk and copy threads among them",
+        "pairs": "alternating; a ratio is the median of the ratios of pairs; wall time beside it",
+        "scale": asdict(scale),
+    }
+    report.figures |= found["figures"]
+    report.ratios |= found["ratios"]
 
 
 def measure_limits(directory: Path) -> dict[str, float]:

@@ -9,7 +9,8 @@ decides travels to the second in `ConnectorMetadata`, what became of it comes ba
 One step, in order:
     scheduler: get_matched_tokens → (blocks allocated) → update_after_alloc → build_meta
     worker:    start_step(meta)   stores begin, then loads, in stream order
-               wait_before_forward()   blocks this step overwrites have left the pool
+               wait_before_forward()   blocks this step overwrites have left the pool; those that
+                                       are stored ahead of need may still be on their way
                (forward pass)
                poll()             what has finished since the last poll
     scheduler: update_from_worker(output)
@@ -21,7 +22,9 @@ The engine may rely on this:
 - nothing raised inside the connector reaches the engine as more than a failed load.
 The engine must do this:
 - not reuse the blocks of a parked request before it was reported, even if it was aborted;
-- hand over evicted blocks in the step that evicts them, before anything is written to them.
+- hand over evicted blocks in the step that evicts them, before anything is written to them;
+- say so when blocks lost their names in another way (`names_dropped`): they may be overwritten
+  without having been evicted.
 Knows nothing of schedulers or models: requests and pools are seen through small protocols.
 """
 
@@ -54,6 +57,9 @@ class MatchKind(Enum):
 
     NONE = "none"  # nothing to load: schedule it
     LOAD = "load"  # allocate blocks, park the request until it is reported
+    # Allocate blocks, run the request while they are loaded from the back (`begin_back_load`); or
+    # treat it as LOAD.
+    BOTH = "both"
     RETRY = "retry"  # blocks are on their way in: ask again after the next wake-up
 
 
@@ -87,9 +93,13 @@ class ConnectorMetadata:
 
     stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
     loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
+    # pool → slab, of blocks that this step leaves alone; beside the forward pass.
+    ahead: list[CopyJob] = field(default_factory=list)
+    # Earlier jobs of `ahead` that still run and whose blocks this step overwrites.
+    overtaken: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.loads)
+        return bool(self.stores or self.loads or self.ahead or self.overtaken)
 
 
 @dataclass(slots=True)
@@ -119,6 +129,15 @@ class LoadReport:
     num_loaded_tokens: int  # leading tokens of the external part that are whole; 0 on failure
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
+    is_whole: bool = field(default=True, compare=False)  # all that was asked for came
+
+
+class FrontState(NamedTuple):
+    """How far a request may compute whose blocks are being loaded from the back."""
+
+    limit: int  # tokens; all computed up to here: wait for a copy, or for the jump
+    loaded_from: int  # from this token on everything has been loaded, if anything was
+    is_copying: bool  # blocks before `loaded_from` are being written to
 
 
 class KVConnectorScheduler(ABC):
@@ -136,8 +155,51 @@ class KVConnectorScheduler(ABC):
         From here on the request counts as parked until a LoadReport names it."""
 
     @abstractmethod
-    def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """End of `schedule()`, also on empty steps: what the worker has to move."""
+    def build_meta(
+        self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
+    ) -> ConnectorMetadata:
+        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: blocks
+        that this step leaves alone and that will be evicted next, the first one first, each of
+        them given once; at most as many as `num_wanted_ahead` has just said."""
+
+    def begin_back_load(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """As `update_after_alloc`, after BOTH: the request is not parked but computes these tokens
+        from the front, while their blocks are loaded from the back. Only connectors that answer
+        BOTH need this and the next two."""
+        raise NotImplementedError
+
+    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
+        """Asked in each step before the request gets tokens. Blocks below the limit are the
+        request's own from now on: nothing will be copied to them."""
+        raise NotImplementedError
+
+    def end_back_load(self, request_id: str) -> LoadReport | None:
+        """Load no more. The report, whose tokens are the last ones and not the first; None where
+        blocks are still being written to: it then comes as that of a failed load of a parked
+        request, and the blocks must not be reused before."""
+        raise NotImplementedError
+
+    def note_step(  # noqa: B027 - a hint, not a duty
+        self, num_tokens: int, num_context_tokens: int, seconds: float
+    ) -> None:
+        """Computing `num_tokens` of prompts took `seconds`, whatever else was in the step taken
+        off; `num_context_tokens` are the positions before them, summed over these tokens."""
+
+    def num_wanted_ahead(self) -> int:
+        """How many cold blocks the connector would store ahead of need in this step. Optional: by
+        default none, and blocks are stored in the step that evicts them."""
+        return 0
+
+    def names_dropped(self) -> None:  # noqa: B027 - nothing to do where nothing is stored ahead
+        """Blocks lost their names without being evicted, and may be overwritten from now on."""
+
+    def request_queued(self, request: RequestView) -> None:  # noqa: B027 - a hint, not a duty
+        """A request has come and will be asked about once there is room: reads may begin."""
+
+    def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
+        """A request has ended, in any way; it will not be asked about again."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the parts of offloading together: slab, stores, hierarchy, device, and the two sides.
 
-Takes plain arguments and knows nothing of the engine's configuration.
+Takes plain settings and knows nothing of the engine's configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..tiers.admission import DEFAULT_FILTER, AdmissionFilter, make_filter
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
+from ..tiers.codecs.choice import DEFAULT_CODEC, make_codec
 from ..tiers.cpu import CpuSlab
 from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.policies.choice import DEFAULT_POLICY, policy_factory
+from ..tiers.registry import TierRequest, open_tier
 from ..tiers.ssd.store import SsdStore
+from ..tiers.write_budget import WriteBudget
 from .device.cpu import CpuCopyDevice
+from .economics import Choice
+from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
 from .transfer import CopySignal
@@ -25,41 +33,71 @@ QUEUE_BYTES = 256 * MIB
 CLOSE_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdSettings:
+    """The SSD tier. `daily_bytes` bounds what is written to it, shutdown apart."""
+
+    path: Path
+    capacity_bytes: int
+    durability: str = "sync"
+    codec: str = DEFAULT_CODEC
+    admission: str = DEFAULT_FILTER
+    daily_bytes: int | None = None
+    exclusive: bool = False
+    io_threads: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSettings:
+    """The tiers from the slab down. `others` are names of tiers that other packages bring."""
+
+    cpu_bytes: int
+    huge_pages: bool = False
+    policy: str = DEFAULT_POLICY
+    load: Choice = Choice.AUTO
+    ssd: SsdSettings | None = None
+    others: Sequence[str] = ()
+    other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    populate_threads: int = 2
+    watermark: float = WATERMARK
+    read_seconds: float = READ_SECONDS
+
+
 def build_offload(
     layout: BlockLayout,
+    settings: OffloadSettings,
     *,
     namespace: bytes,
-    cpu_bytes: int,
-    ssd_path: Path | None = None,
-    ssd_bytes: int = 0,
-    io_threads: int = 4,
-    populate_threads: int = 2,
-    watermark: float = WATERMARK,
-    read_seconds: float = READ_SECONDS,
     progress: Callable[[int, int], None] | None = None,
+    wrap_store: Callable[[StoreTier], StoreTier] | None = None,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
     """The two sides of a connector for the CPU device, sharing one process.
 
-    `namespace` binds the SSD store to whoever may read it, usually the root of the block identity.
-    `progress` is called with bytes done and bytes in all while memory is faulted in. Raises
-    TierConfigError for sizes and paths that cannot work; nothing stays open then.
+    `namespace` binds the stores to whoever may read them, usually the root of the block identity.
+    `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
+    may put something around each store below the slab, such as `tiers/faulty.py` for a drill.
+    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then.
     """
-    # The store first: faulting a slab in takes seconds, and a bad path should not wait for that.
+    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores: list[StoreTier] = []
     try:
-        if ssd_path is not None:
-            store = SsdStore(
-                ssd_path,
-                layout,
-                ssd_bytes,
-                namespace=namespace,
-                io_threads=io_threads,
-                queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
-            )
-            stores.append(store)
-        slab = CpuSlab(layout, cpu_bytes, populate_threads=populate_threads, progress=progress)
+        if settings.ssd is not None:
+            stores.append(_open_ssd(layout, settings.ssd, namespace))
+        for name in settings.others:
+            options = settings.other_options.get(name, {})
+            stores.append(open_tier(TierRequest(name, layout, namespace, options)))
+        if wrap_store is not None:
+            stores = [wrap_store(store) for store in stores]
+        slab = CpuSlab(
+            layout,
+            settings.cpu_bytes,
+            populate_threads=settings.populate_threads,
+            huge_pages=settings.huge_pages,
+            progress=progress,
+            policy=policy_factory(settings.policy)(settings.cpu_bytes // layout.slot_bytes),
+        )
         try:
-            return _connect(slab, stores, watermark, read_seconds)
+            return _connect(slab, stores, settings)
         except BaseException:
             slab.close()
             raise
@@ -69,14 +107,43 @@ def build_offload(
         raise
 
 
+def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdStore:
+    return SsdStore(
+        ssd.path,
+        layout,
+        ssd.capacity_bytes,
+        namespace=namespace,
+        durability=ssd.durability,
+        codec=make_codec(ssd.codec, layout, {"fp8": Fp8Codec}),
+        io_threads=ssd.io_threads,
+        queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
+    )
+
+
 def _connect(
-    slab: CpuSlab, stores: list[StoreTier], watermark: float, read_seconds: float
+    slab: CpuSlab, stores: list[StoreTier], settings: OffloadSettings
 ) -> tuple[OffloadScheduler, OffloadWorker]:
     signal = CopySignal()
+    ssd = settings.ssd
     hierarchy = Hierarchy(
-        slab, stores, wakeup=signal.wake, watermark=watermark, read_seconds=read_seconds
+        slab,
+        stores,
+        wakeup=signal.wake,
+        watermark=settings.watermark,
+        read_seconds=settings.read_seconds,
+        inclusive=ssd is None or not ssd.exclusive,
+        admission=None if ssd is None else _admission(ssd, slab.layout),
     )
     device = CpuCopyDevice()
     device.register_slab(slab)
-    scheduler_side = OffloadScheduler(hierarchy, slab.layout.block_size, signal)
+    scheduler_side = OffloadScheduler(
+        hierarchy, slab.layout.block_size, signal, choice=settings.load
+    )
     return scheduler_side, OffloadWorker(device, signal)
+
+
+def _admission(ssd: SsdSettings, layout: BlockLayout) -> AdmissionFilter:
+    admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
+    if ssd.daily_bytes is None:
+        return admission
+    return WriteBudget(admission, ssd.daily_bytes / layout.page_bytes)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler side of offloading: which blocks go out, which come back, and who waits for them.
 
-    get_matched_tokens   find ──► none, load or retry
+    request_queued       what only a disk has is read while the request waits for its turn
+    get_matched_tokens   find ──► none, load or retry; none too where computing is quicker
     update_after_alloc   begin_load ──► parked; ready at once, or when a disk has been read
-    build_meta           evicted blocks ──► begin_store; ready loads ──► copy jobs
+    build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each parked request
 
 Knows nothing of tensors, devices or files: blocks and slots are numbers here, and where bytes are
@@ -14,20 +15,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from dataclasses import asdict
 
+from ..tiers.alarm import Alarm
 from ..tiers.block import key_suffix
 from ..tiers.hierarchy import Hierarchy
-from ..tiers.read_up import LoadTicket
-from ..tiers.tickets import Prefix, StoreTicket
+from .back_loads import BackLoads
 from .base import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
-    CopyJob,
     EvictedBlock,
+    FrontState,
     KVConnectorScheduler,
     LoadReport,
     Match,
@@ -35,44 +34,21 @@ from .base import (
     RequestView,
 )
 from .counters import OffloadCounters
+from .economics import NOTHING, Choice, Economics
+from .incoming import Incoming
+from .jobs import JobIds, Remembered
+from .lookups import REMEMBERED_REQUESTS, Lookups
+from .outgoing import Outgoing
+from .read_times import ReadTimes
 from .transfer import CopySignal
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# Failed requests remembered; far above what waits at one time.
-REMEMBERED_FAILURES = 4096
-# Look-ups remembered. One of a long context holds the keys of thousands of blocks, and a step asks
-# for few requests again: the first that waits, and those that were told to.
-REMEMBERED_LOOKUPS = 256
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
 _GROUP_BYTES = 2
 _NO_MATCH = Match(0, MatchKind.NONE)
 _RETRY = Match(0, MatchKind.RETRY)
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """What `find` said of the blocks `first` to `first + len(keys)` of a request."""
-
-    first: int
-    keys: list[bytes]
-    prefix: Prefix
-    version: int
-    is_counted: bool
-
-
-@dataclass(slots=True)
-class _Load:
-    """One parked request."""
-
-    request_id: str
-    block_ids: list[int]
-    ticket: LoadTicket
-    started: float
-    num_whole: int = 0  # leading blocks that are there to be copied
 
 
 class OffloadScheduler(KVConnectorScheduler):
@@ -86,47 +62,84 @@ class OffloadScheduler(KVConnectorScheduler):
         *,
         shard_rank: int = 0,
         shard_count: int = 1,
+        choice: Choice = Choice.AUTO,
     ) -> None:
+        suffix = key_suffix(0, shard_rank, shard_count)
+        job_ids = JobIds()
         self._hierarchy = hierarchy
         self._block_size = block_size
         self._signal = signal
-        self._suffix = key_suffix(0, shard_rank, shard_count)
-        self._shard = self._suffix[_GROUP_BYTES:]  # the pool's keys carry the group already
-        self._lookups: OrderedDict[str, _Lookup] = OrderedDict()
-        self._failed: OrderedDict[str, None] = OrderedDict()
-        self._parked: set[str] = set()
-        self._reading: list[_Load] = []
-        self._ready: list[_Load] = []
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, StoreTicket] = {}
-        self._reports: list[LoadReport] = []
-        self._next_job_id = 0
-        self._jobs_reported = 0
-        self._retry_version: int | None = None  # of the tiers, when RETRY was last answered
-        self._retry_due = False
-        self._seen_version = hierarchy.version
-        self._closed = False
         self._counters = OffloadCounters()
+        tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
+        self._economics = Economics(tiers, block_size, block_bytes, choice)
+        self._links = self._economics.links
+        self._read_times = ReadTimes(
+            {name: self._links[name] for name in tiers[1:]},
+            block_bytes,
+            hierarchy.end_load,
+            time.monotonic,
+        )
+        self._economics.queued = self._read_times.queued
+        self._copies: dict[int, tuple[float, int]] = {}  # loads: when they began, bytes
+        self._alarm = Alarm(signal.wake)
+        self._alive: set[str] = set()
+        self._lookups = Lookups(
+            hierarchy, block_size, suffix, self._counters, self._economics, self._read_times
+        )
+        # The pool's keys carry the group already.
+        self._outgoing = Outgoing(hierarchy, suffix[_GROUP_BYTES:], self._counters, job_ids)
+        self._incoming = Incoming(hierarchy, block_size, self._counters, job_ids, self._read_times)
+        self._back_loads = BackLoads(
+            hierarchy, block_size, self._counters, job_ids, self._read_times
+        )
+        self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
+        self._jobs_reported = 0
+        self._retry_version: int | None = None  # when RETRY was last answered
+        self._retry_due = False
+        self._seen_version = self._version
+        self._closed = False
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._signal.set_wakeup(wakeup)
 
+    def note_step(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        self._economics.note_step(num_tokens, num_context_tokens, seconds)
+
+    def request_queued(self, request: RequestView) -> None:
+        self._alive.add(request.request_id)
+        self._lookups.queued(request, self._is_alone)
+
+    def request_finished(self, request_id: str) -> None:
+        self._alive.discard(request_id)
+        self._lookups.forget(request_id)
+
     def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         request_id = request.request_id
-        if request_id in self._failed or request_id in self._parked:
+        if request_id in self._failed or request_id in self._incoming:
             return _NO_MATCH
         first = num_computed_tokens // self._block_size
-        # One token is always left to compute, so that there are logits to sample from.
-        end = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        if end <= first:
+        lookup = self._lookups.of(request, first, self._lookups.end_of(request))
+        if lookup is None:
             return _NO_MATCH
-        prefix = self._look_up(request, first, end).prefix
-        if prefix.tiers:
-            return Match(len(prefix.tiers) * self._block_size, MatchKind.LOAD)
-        if prefix.pending:
-            self._retry_version = self._hierarchy.version
+        tiers = lookup.prefix.tiers
+        plan = NOTHING
+        if tiers:
+            plan = self._lookups.plan_of(lookup, self._is_alone)
+            if not plan.num_blocks:
+                self._lookups.count(lookup)
+                self._lookups.let_go(request_id)
+                return _NO_MATCH
+        # What another request is loading will be in the pool, for this one too.
+        if (not tiers and lookup.prefix.pending) or (
+            tiers and self._incoming.brings(lookup.keys[0])
+        ):
+            self._retry_version = self._version
             return _RETRY
-        return _NO_MATCH
+        self._lookups.count(lookup)
+        if not tiers:
+            return _NO_MATCH
+        kind = MatchKind.BOTH if plan.front_blocks else MatchKind.LOAD
+        return Match(plan.num_blocks * self._block_size, kind)
 
     def update_after_alloc(
         self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
@@ -134,25 +147,60 @@ class OffloadScheduler(KVConnectorScheduler):
         if num_external_tokens == 0:
             return
         request_id = request.request_id
-        lookup = self._lookups.pop(request_id, None)
-        self._parked.add(request_id)
-        keys = [] if lookup is None else lookup.keys[: num_external_tokens // self._block_size]
-        ticket = self._hierarchy.begin_load(keys)
-        load = _Load(request_id, list(block_ids), ticket, time.monotonic())
-        (self._ready if ticket.done() else self._reading).append(load)
+        lookup = self._lookups.taken(request_id)
+        keys = lookup.keys[: num_external_tokens // self._block_size]
 
-    def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
+        def patience(index: int) -> float | None:
+            first_token = (lookup.first + index) * self._block_size
+            return self._economics.patience(first_token, len(keys) - index)
+
+        origins = self._lookups.origins(request_id)
+        give_up_at = self._incoming.begin(request_id, keys, block_ids, origins, patience)
+        if give_up_at is not None:
+            self._alarm.at(give_up_at)
+        self._lookups.forget(request_id)
+
+    def begin_back_load(
+        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        request_id = request.request_id
+        lookup = self._lookups.taken(request_id)
+        keys = lookup.keys[: num_external_tokens // self._block_size]
+        front_blocks = lookup.plan.front_blocks if lookup.plan else 0
+        first_token = lookup.first * self._block_size
+        self._back_loads.begin(request_id, first_token, keys, block_ids, front_blocks)
+        self._lookups.forget(request_id)
+
+    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
+        return self._back_loads.state(request_id, num_computed_tokens)
+
+    def end_back_load(self, request_id: str) -> LoadReport | None:
+        report = self._back_loads.end(request_id)
+        if report is not None and not report.is_whole:
+            self._failed.put(request_id, None)
+        return report
+
+    def num_wanted_ahead(self) -> int:
+        return self._outgoing.num_wanted_ahead()
+
+    def names_dropped(self) -> None:
+        self._outgoing.names_dropped()
+
+    def build_meta(
+        self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
+    ) -> ConnectorMetadata:
         self._retry_due = False
         self._collect()
         meta = ConnectorMetadata()
-        if evicted:
-            self._begin_stores(evicted, meta)
-        if self._ready:
-            ready, self._ready = self._ready, []
-            for load in ready:
-                self._begin_copy(load, meta)
+        self._outgoing.begin(evicted, cold, meta)
+        self._incoming.copy_ready(meta)
+        self._back_loads.copy_ready(meta)
+        if meta.loads:
+            now = time.monotonic()
+            for job in meta.loads:
+                self._copies[job.job_id] = now, len(job.slots) * self._hierarchy.block_bytes
         if meta:
-            self._signal.jobs_given(len(meta.stores) + len(meta.loads))
+            self._signal.jobs_given(len(meta.stores) + len(meta.ahead) + len(meta.loads))
         return meta
 
     def build_final_meta(self, resident: Sequence[EvictedBlock]) -> ConnectorMetadata:
@@ -160,22 +208,30 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         self._counters.count_costs(output)
+        if output.finished_loads or output.failed_loads:
+            self._note_copies(output)
         if output:
             for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
                 for job_id in ids:
-                    self._end_store(job_id, ok)
+                    self._jobs_reported += 1
+                    self._outgoing.end(job_id, ok)
             for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
                 for job_id in ids:
                     self._jobs_reported += 1
-                    self._end_load(self._loads.pop(job_id), None if ok else "load_copy")
-        reports, self._reports = self._reports, []
+                    if not self._back_loads.end_copy(job_id, ok):
+                        self._incoming.end_copy(job_id, ok)
+        reports = self._incoming.take_reports() + self._back_loads.take_reports()
+        for report in reports:
+            if not report.is_whole:
+                self._failed.put(report.request_id, None)
         return reports
 
     def has_pending_work(self) -> bool:
         self._collect()
         return (
             self._retry_due
-            or bool(self._ready or self._reports)
+            or self._incoming.has_due
+            or self._back_loads.has_due
             or self._signal.ended > self._jobs_reported
         )
 
@@ -190,8 +246,11 @@ class OffloadScheduler(KVConnectorScheduler):
         result: dict[str, object] = asdict(self._counters)
         result["tiers"] = {name: asdict(s) for name, s in self._hierarchy.stats().items()}
         result["traffic"] = {name: asdict(t) for name, t in self._hierarchy.traffic().items()}
-        result["loads_in_flight"] = len(self._parked)
-        result["stores_in_flight"] = len(self._stores)
+        result["estimates"] = self._economics.stats()
+        result["declined_tokens"] = dict(self._economics.declined_tokens)
+        result["probes"] = self._economics.probes
+        result["loads_in_flight"] = len(self._incoming) + len(self._back_loads)
+        result["stores_in_flight"] = len(self._outgoing)
         return result
 
     def shutdown(self, timeout_seconds: float) -> None:
@@ -199,6 +258,8 @@ class OffloadScheduler(KVConnectorScheduler):
             return
         self._closed = True
         self._signal.set_wakeup(None)  # the engine's loop is over
+        self._alarm.close()
+        self._lookups.clear()
         deadline = time.monotonic() + timeout_seconds
         if not self._signal.wait_idle(timeout_seconds):
             log.error("copies are still running %s s after the shutdown began", timeout_seconds)
@@ -207,112 +268,35 @@ class OffloadScheduler(KVConnectorScheduler):
         if not self._hierarchy.close(max(CLOSE_SECONDS, deadline - time.monotonic())):
             log.error("a tier still uses memory that it should have given back")
 
-    def _look_up(self, request: RequestView, first: int, end: int) -> _Lookup:
-        """`find` for these blocks of the request, or what it said if nothing changed since."""
-        version = self._hierarchy.version
-        digests = request.block_hashes
-        known = self._lookups.get(request.request_id)
-        # The last digest stands for the whole chain, also where an id is used again.
-        if (
-            known is None
-            or known.first != first
-            or known.keys[-1] != digests[end - 1] + self._suffix
-        ):
-            keys = [digest + self._suffix for digest in digests[first:end]]
-        elif known.version == version:
-            return known
-        else:
-            keys = known.keys
-        prefix = self._hierarchy.find(keys)
-        is_counted = known is not None and known.keys is keys and known.is_counted
-        if not is_counted and (prefix.tiers or not prefix.pending):
-            self._counters.count_lookup(self._hierarchy.tiers, prefix.tiers, len(keys))
-            is_counted = True
-        lookup = _Lookup(first, keys, prefix, version, is_counted)
-        _remember(self._lookups, request.request_id, lookup, REMEMBERED_LOOKUPS)
-        return lookup
+    @property
+    def _is_alone(self) -> bool:
+        """Whether at most one request is unfinished."""
+        return len(self._alive) <= 1
+
+    @property
+    def _version(self) -> int:
+        """Changes with everything that an answer to the scheduler depends on."""
+        return self._hierarchy.version + self._incoming.num_ended
 
     def _collect(self) -> None:
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
-        version = self._hierarchy.version
+        self._read_times.collect()
+        self._incoming.collect()
+        version = self._version
         if version == self._seen_version:
             return
         self._seen_version = version
         if self._retry_version not in (None, version):
             self._retry_version = None
             self._retry_due = True
-        if self._reading:
-            self._ready += [load for load in self._reading if load.ticket.done()]
-            self._reading = [load for load in self._reading if not load.ticket.done()]
 
-    def _begin_stores(self, evicted: Sequence[EvictedBlock], meta: ConnectorMetadata) -> None:
-        # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
-        # have one key; their bytes are the same.
-        blocks = {block.key + self._shard: block.block_id for block in reversed(evicted)}
-        ticket = self._hierarchy.begin_store(list(blocks))
-        self._counters.allocation_failures += bool(ticket.num_refused)
-        if ticket.keys:
-            job = self._job([blocks[key] for key in ticket.keys], ticket.slots)
-            self._stores[job.job_id] = ticket
-            meta.stores.append(job)
-
-    def _begin_copy(self, load: _Load, meta: ConnectorMetadata) -> None:
-        """Have the leading whole part of a load copied, or report that there is none."""
-        slots: list[int] = []
-        for slot in load.ticket.slots:
-            if slot is None:
-                break
-            slots.append(slot)
-        load.num_whole = len(slots)
-        if not slots:
-            self._end_load(load, "unavailable")
-            return
-        job = self._job(load.block_ids[: len(slots)], slots)
-        self._loads[job.job_id] = load
-        meta.loads.append(job)
-
-    def _job(self, block_ids: list[int], slots: list[int]) -> CopyJob:
-        self._next_job_id += 1
-        return CopyJob(self._next_job_id, block_ids, slots)
-
-    def _end_store(self, job_id: int, ok: bool) -> None:
-        ticket = self._stores.pop(job_id)
-        self._jobs_reported += 1
-        self._hierarchy.end_store(ticket, ok)
-        if ok:
-            num_blocks = len(ticket.keys)
-            self._counters.count_store(num_blocks, num_blocks * self._hierarchy.block_bytes)
-        else:
-            self._counters.count_failure("store_copy")
-
-    def _end_load(self, load: _Load, failure: str | None) -> None:
-        """Give back the pins and report the request. `failure`: nothing of it was loaded."""
-        self._hierarchy.end_load(load.ticket)
-        self._parked.discard(load.request_id)
-        num_blocks = 0 if failure else load.num_whole
-        if num_blocks:
-            self._counters.count_load_copy(num_blocks * self._hierarchy.block_bytes)
-        if num_blocks < len(load.block_ids):
-            _remember(self._failed, load.request_id, None, REMEMBERED_FAILURES)
-            self._counters.count_failure(failure or "partial")
-        by_tier = {
-            tier: count * self._block_size
-            for tier, count in Counter(load.ticket.tiers[:num_blocks]).items()
-        }
-        report = LoadReport(
-            load.request_id,
-            num_blocks * self._block_size,
-            by_tier,
-            time.monotonic() - load.started,
-        )
-        self._counters.count_load(report)
-        self._reports.append(report)
-
-
-def _remember(memory: OrderedDict[str, T], request_id: str, value: T, most: int) -> None:
-    """Keep the newest `most`, forget the oldest."""
-    memory[request_id] = value
-    memory.move_to_end(request_id)
-    if len(memory) > most:
-        memory.popitem(last=False)
+    def _note_copies(self, output: ConnectorWorkerOutput) -> None:
+        """Copies run one after the other; when exactly they ended nobody looked."""
+        ended = [self._copies.pop(i) for i in (*output.finished_loads, *output.failed_loads)]
+        if not output.failed_loads:
+            num_bytes = sum(size for _, size in ended)
+            waited = time.monotonic() - min(began for began, _ in ended)
+            self._links[self._hierarchy.tiers[0]].note(
+                num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
+            )

@@ -4,7 +4,8 @@
     store job   after the last writer of the pool
     load job    after the last writer, and after every store queued before it: its blocks may be
                 the ones that are being stored
-    forward     after every store of the step
+    ahead job   as a store job, behind those of the step
+    forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
 Knows nothing of keys or requests: blocks and slots are numbers here.
 """
@@ -43,6 +44,7 @@ class OffloadWorker(KVConnectorWorker):
         self._signal = signal
         self._store_wait_seconds = store_wait_seconds
         self._stores: dict[int, Event] = {}
+        self._ahead: set[int] = set()  # those of `_stores` that no forward pass waits for
         self._loads: dict[int, Event] = {}
         self._torn: set[int] = set()  # stores whose blocks were written to while they were read
         self._unreported = ConnectorWorkerOutput()
@@ -54,6 +56,7 @@ class OffloadWorker(KVConnectorWorker):
     def start_step(self, meta: ConnectorMetadata) -> None:
         if not meta:
             return
+        self._ahead.difference_update(meta.overtaken)
         written = self._device.writer_event()
         for job in meta.stores:
             self._start(Stream.STORE, job, [written])
@@ -61,13 +64,18 @@ class OffloadWorker(KVConnectorWorker):
         stored = list(self._stores.values())[-1:]
         for job in meta.loads:
             self._start(Stream.LOAD, job, [written, *stored])
+        for job in meta.ahead:
+            self._start(Stream.STORE, job, [written])
+            if job.job_id in self._stores:  # it has begun
+                self._ahead.add(job.job_id)
 
     def wait_before_forward(self) -> None:
-        if not self._stores:
+        due = [(i, event) for i, event in self._stores.items() if i not in self._ahead]
+        if not due:
             return
         began = time.monotonic()
         deadline = began + self._store_wait_seconds
-        for job_id, event in self._stores.items():
+        for job_id, event in due:
             if job_id not in self._torn and not event.wait(max(0.0, deadline - time.monotonic())):
                 # The pass must go on, so the block is overwritten under the copy: what arrives
                 # in the slab is no block, and it is reported so once the copy has ended.
@@ -80,6 +88,7 @@ class OffloadWorker(KVConnectorWorker):
         if self._stores:
             ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
             self._torn.difference_update(ended)
+            self._ahead.difference_update(ended)
             output.store_copy_seconds = _seconds_of(ended)
         if self._loads:
             ended = self._collect(self._loads, output.finished_loads, output.failed_loads)

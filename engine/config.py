@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..connector.economics import Choice
+from ..tiers.admission import DEFAULT_FILTER, FILTERS
+from ..tiers.policies.choice import DEFAULT_POLICY, POLICIES
+from ..tiers.registry import installed_tiers
 from .nearest import did_you_mean
 from .shown import shown
 
@@ -26,7 +30,9 @@ _UNITS: Mapping[str, int] = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
-OFFLOAD_TIERS = ("cpu", "ssd")
+OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
+DURABILITIES = ("sync", "async")
+SSD_CODECS = ("none", "lossless", "fp8")
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 MAX_BLOCK_SIZE = 256
@@ -157,39 +163,78 @@ class OffloadConfig:
     """The tiers below the pool."""
 
     tiers: tuple[str, ...] = ()
+    policy: str = DEFAULT_POLICY
+    load: str = Choice.AUTO.value
     cpu_bytes: int = 4 * GIB
+    cpu_huge_pages: bool = False
     ssd_path: Path | None = None
     ssd_bytes: int = 20 * GIB
-    io_threads: int = 4
+    ssd_durability: str = "sync"
+    ssd_codec: str = "none"
+    ssd_admission: str = DEFAULT_FILTER
+    ssd_daily_bytes: int | None = None
+    ssd_exclusive: bool = False
+    # For tiers that other packages bring: tier → option → value.
+    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    io_threads: int = 8
     shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         self._check_tiers()
         if "ssd" in self.tiers and self.ssd_path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
+        _one_of("--kv-offload-policy", self.policy, tuple(POLICIES))
+        _one_of("--kv-offload-load", self.load, tuple(choice.value for choice in Choice))
+        _one_of("--kv-offload-ssd-durability", self.ssd_durability, DURABILITIES)
+        _one_of("--kv-offload-ssd-codec", self.ssd_codec, SSD_CODECS)
+        _one_of("--kv-offload-ssd-admission", self.ssd_admission, tuple(FILTERS))
         _size_within("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
         _size_within("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
+        if self.ssd_daily_bytes is not None:
+            _size_within("--kv-offload-ssd-daily-bytes", self.ssd_daily_bytes, 1 * MIB)
         _within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
+        if self.ssd_codec == "fp8" and self.other_tiers:
+            raise ConfigError(
+                "--kv-offload-ssd-codec fp8 loses precision, and from the cpu tier such blocks "
+                f"reach {', '.join(self.other_tiers)}; use lossless or none beside other tiers"
+            )
+        for tier in self.tier_options:
+            if tier not in self.other_tiers:
+                raise ConfigError(
+                    f"--kv-offload-tier-options sets options of {shown(tier)}, which is no tier of "
+                    "another package in --kv-offload; add it there or drop the options"
+                )
 
     @property
     def enabled(self) -> bool:
         return bool(self.tiers)
 
+    @property
+    def other_tiers(self) -> tuple[str, ...]:
+        """The tiers that other packages bring."""
+        return tuple(tier for tier in self.tiers if tier not in OFFLOAD_TIERS)
+
     def _check_tiers(self) -> None:
         given = ",".join(self.tiers)
+        known = (*OFFLOAD_TIERS, *(installed_tiers() if self.other_tiers else ()))
         for tier in self.tiers:
-            if tier not in OFFLOAD_TIERS:
-                near = did_you_mean(tier, OFFLOAD_TIERS)
-                raise ConfigError(f"--kv-offload takes cpu or cpu,ssd, not {shown(given)}{near}")
+            if tier not in known:
+                near = did_you_mean(tier, known)
+                raise ConfigError(
+                    f"--kv-offload takes cpu or cpu,ssd, not {shown(given)}{near}; "
+                    f"installed tiers: {', '.join(known)}"
+                )
         if len(set(self.tiers)) != len(self.tiers):
             raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
-        if self.tiers == ("ssd",):
+        if self.tiers and "cpu" not in self.tiers:
             raise ConfigError(
-                "--kv-offload ssd needs the CPU tier that blocks pass through; use cpu,ssd"
+                f"--kv-offload {given} needs the CPU tier that blocks pass through; use cpu,{given}"
             )
-        if self.tiers == ("ssd", "cpu"):
+        if self.tiers and (self.tiers[0] != "cpu" or "ssd" in self.tiers[2:]):
+            right = [tier for tier in OFFLOAD_TIERS if tier in self.tiers] + list(self.other_tiers)
             raise ConfigError(
-                "--kv-offload names the tiers from the pool down; use cpu,ssd, not ssd,cpu"
+                f"--kv-offload names the tiers from the pool down; use {','.join(right)}, "
+                f"not {given}"
             )
 
 

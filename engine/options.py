@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..connector.economics import Choice
+from ..tiers.admission import FILTERS
+from ..tiers.policies.choice import POLICIES
 from .config import (
     BLOCK_HASHES,
     DTYPES,
+    DURABILITIES,
     OFFLOAD_TIERS,
+    SSD_CODECS,
     CacheConfig,
     ConfigError,
     EngineConfig,
@@ -108,8 +113,20 @@ OPTIONS: Mapping[str, Option] = {
     "kv_offload": Option(
         "offload", "tiers", readers.tiers, "tiers below the KV pool: cpu or cpu,ssd", "TIERS"
     ),
+    "kv_offload_policy": Option(
+        "offload", "policy", one_of(*POLICIES), f"what the cpu tier evicts: {', '.join(POLICIES)}",
+        "NAME",
+    ),
+    "kv_offload_load": Option(
+        "offload", "load", one_of(*[choice.value for choice in Choice]),
+        "load what a tier has where that is quicker than computing (auto), always, or in both ways "
+        "at once", "NAME",
+    ),
     "kv_offload_cpu_bytes": Option(
         "offload", "cpu_bytes", readers.size, "size of the cpu tier", "SIZE"
+    ),
+    "kv_offload_cpu_huge_pages": Option(
+        "offload", "cpu_huge_pages", readers.switch, "take the cpu tier's memory in huge pages"
     ),
     "kv_offload_ssd_path": Option(
         "offload", "ssd_path", readers.path, "directory of the ssd tier", "DIR",
@@ -117,6 +134,30 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "kv_offload_ssd_bytes": Option(
         "offload", "ssd_bytes", readers.size, "size of the ssd tier", "SIZE"
+    ),
+    "kv_offload_ssd_durability": Option(
+        "offload", "ssd_durability", one_of(*DURABILITIES),
+        "sync: what was stored outlives a power cut; async: but for the last seconds", "NAME",
+    ),
+    "kv_offload_ssd_codec": Option(
+        "offload", "ssd_codec", one_of(*SSD_CODECS),
+        "how blocks are packed on their way to the disk: none, lossless, fp8", "NAME",
+    ),
+    "kv_offload_ssd_admission": Option(
+        "offload", "ssd_admission", one_of(*FILTERS),
+        f"which evicted blocks are written: {', '.join(FILTERS)}", "NAME",
+    ),
+    "kv_offload_ssd_daily_bytes": Option(
+        "offload", "ssd_daily_bytes", readers.size, "most that is written to the ssd in a day",
+        "SIZE", "no bound",
+    ),
+    "kv_offload_ssd_exclusive": Option(
+        "offload", "ssd_exclusive", readers.switch,
+        "keep a block either in the cpu tier or in the ssd tier",
+    ),
+    "kv_offload_tier_options": Option(
+        "offload", "tier_options", readers.tier_options,
+        "options of tiers that other packages bring: tier.option=value,…", "LIST",
     ),
     "num_threads": Option(
         "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"

@@ -28,10 +28,10 @@ def is_busy(core: EngineCore) -> bool:
     hierarchy = connector._hierarchy
     return bool(
         core.scheduler._places.parked
-        or connector._stores
-        or connector._parked
+        or len(connector._outgoing)
+        or len(connector._incoming)
         or hierarchy._reads
-        or (hierarchy._write_back and hierarchy._write_back.in_flight)
+        or hierarchy._write_backs.in_flight
     )
 
 
@@ -59,13 +59,16 @@ def check_nothing_left(core: EngineCore) -> None:
     connector: Any = core._connector
     if connector is None:
         return
-    assert not (connector._reading or connector._ready or connector._loads)
-    assert not (connector._reports or connector._stores)
+    incoming = connector._incoming
+    assert not (incoming._parked or incoming._reading or incoming._ready or incoming._copying)
+    assert not (incoming._reports or incoming._coming or connector._outgoing._tickets)
+    assert not (len(places.meetings) or len(connector._back_loads) or len(connector._read_times))
+    assert not (connector._copies or connector._alive)
+    assert not (connector._lookups._read_ahead or connector._lookups._blocks_ahead)
     slab = connector._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())
     assert len(slab._free) + len(slab._slots) == slab.num_slots
-    write_back = connector._hierarchy._write_back
-    if write_back is not None:
+    for write_back in connector._hierarchy._write_backs._all:
         assert set(write_back._dirty) <= set(slab.keys())
     check_bytes(core, slab)
 

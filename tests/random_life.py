@@ -8,7 +8,7 @@ Knows nothing of how many lives are lived; what must not be left inside the engi
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import random
 import threading
 import time
@@ -35,6 +35,7 @@ from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.base import StoreTier
+from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.ssd.store import SsdStore
 
 from .checked_logprobs import check_logprobs
@@ -114,7 +115,11 @@ class Life:
         copies = faulty_copies(cpu_device._copy_runs, self._mischief)
         monkeypatch.setattr(cpu_device, "_copy_runs", copies)
         monkeypatch.setattr(build, "SsdStore", self._make_store)
-        offload = functools.partial(build.build_offload, read_seconds=self._read_seconds)
+
+        def offload(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
+            settings = dataclasses.replace(settings, read_seconds=self._read_seconds)
+            return build.build_offload(layout, settings, **options)
+
         monkeypatch.setattr(core_module, "build_offload", offload)
         ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
         for age in range(ages):
@@ -165,7 +170,12 @@ class Life:
                 admit_below=rng.choice([0.1, 0.8, 0.8]),
                 preempt_above=rng.choice([0.8, 0.95, 1.0]),
             ),
-            offload=OffloadConfig(tiers=self._tiers, ssd_path=self._path, io_threads=2),
+            offload=OffloadConfig(
+                tiers=self._tiers,
+                load=rng.choice(["auto", "always", "both"]),
+                ssd_path=self._path,
+                io_threads=2,
+            ),
             num_threads=1,
         )  # fmt: skip
         # Below what an operator may ask for, so that everything is evicted all the time.

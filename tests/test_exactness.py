@@ -171,7 +171,7 @@ def test_preemption(model: Path, shared: list[tuple[list[int], list[int]]]) -> N
 
 def tiers(path: Path, **changes: Any) -> dict[str, Any]:
     return {"tiers": ("cpu", "ssd"), "cpu_bytes": 4 * 2**20, "ssd_path": path,
-            "ssd_bytes": 64 * 2**20} | changes  # fmt: skip
+            "ssd_bytes": 64 * 2**20, "load": "always"} | changes  # fmt: skip
 
 
 def documents(model: Path) -> list[tuple[list[int], list[int]]]:
@@ -181,7 +181,7 @@ def documents(model: Path) -> list[tuple[list[int], list[int]]]:
 
 def test_blocks_from_the_cpu_tier(model: Path) -> None:
     texts = documents(model)
-    offload = {"tiers": ("cpu",), "cpu_bytes": 64 * 2**20}
+    offload = {"tiers": ("cpu",), "cpu_bytes": 64 * 2**20, "load": "always"}
     with running_core(model, cache={"num_blocks": 36}, offload=offload) as core:
         for round_number in range(3):
             for index, (text, expected) in enumerate(texts):
@@ -193,7 +193,7 @@ def test_blocks_from_the_cpu_tier(model: Path) -> None:
 
 def test_blocks_from_the_cpu_tier_in_one_batch(model: Path) -> None:
     texts = documents(model)
-    offload = {"tiers": ("cpu",), "cpu_bytes": 64 * 2**20}
+    offload = {"tiers": ("cpu",), "cpu_bytes": 64 * 2**20, "load": "always"}
     with running_core(model, cache={"num_blocks": 70}, offload=offload) as core:
         for round_number in range(3):
             answers = ask(core, [text for text, _ in texts], tag=f"{round_number}-")

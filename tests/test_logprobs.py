@@ -193,7 +193,7 @@ def test_what_others_computed_is_not_read(model: Path) -> None:
 
 def test_nothing_is_loaded_from_a_tier_either(model: Path) -> None:
     text, plain = prompt(2, 90), params_of("nothing")
-    tiers = {"tiers": ("cpu",), "cpu_bytes": 4 * 2**20}
+    tiers = {"tiers": ("cpu",), "cpu_bytes": 4 * 2**20, "load": "always"}
     with running_core(model, num_blocks=34, offload=tiers) as core:
 
         def push_out() -> None:

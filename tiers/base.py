@@ -58,6 +58,9 @@ class TierStats:
     load_seconds: float = 0.0
     rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
     errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
+    # Of a store with a codec: bytes that did not have to move for what was stored and loaded.
+    stored_bytes_saved: int = 0
+    loaded_bytes_saved: int = 0
     # Of a store: records forgotten because they were damaged or could not be read.
     corrupt_records_dropped: int = 0
     # Of a slab, now: blocks that are being read, and slots that are being filled.
@@ -70,6 +73,8 @@ class StoreTier(ABC):
 
     name: str
     layout: BlockLayout
+    # Whether other engines read it too. Blocks are then written as soon as the slab has them.
+    is_shared: bool = False
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -84,6 +89,10 @@ class StoreTier(ABC):
     def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         """Keep blocks. The buffers must not change until the future ends. True: kept (now or
         before). Raises TierBusy where the queue is full."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
+        """The tier above has just given these blocks up, given head first: what there is of them
+        here is now the only copy, and as good as used. Memory only; unknown keys are ignored."""
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
@@ -113,14 +122,19 @@ class SlabTier(ABC):
     layout: BlockLayout
     num_slots: int
 
+    def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
+        """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds. For
+        slabs whose policy learns what is used again."""
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT: committed. PENDING: reserved, not yet committed."""
 
     @abstractmethod
-    def reserve(self, keys: Sequence[bytes]) -> list[int | None]:
+    def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
         """A slot for each key, evicting by policy; None where the key is already known or no slot
-        can be freed."""
+        can be freed. `optional`: the policy may find what is there worth more than these, given
+        head first, and keep it."""
 
     @abstractmethod
     def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU slab: one stretch of host memory cut into slots, one block each.
 
-The memory is allocated and faulted in once, at the start, because the first touch of a page costs
-many times a warm copy. It is a memfd mapped shared, so another process of the host can map the
-same slots. Knows nothing of devices, disks or requests; who fills and reads the slots is decided
-above (`reserve`/`commit`, `pin`/`unpin`).
+The memory is all there from the start, and shared: another process of the host can map the same
+slots from `fd`. Knows nothing of devices, disks or requests; who fills and reads the slots is
+decided above (`reserve`/`commit`, `pin`/`unpin`).
 
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │
@@ -14,28 +13,19 @@ above (`reserve`/`commit`, `pin`/`unpin`).
 from __future__ import annotations
 
 import copy
-import ctypes
-import errno
 import logging
-import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
-from .host_memory import available_memory_bytes
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
+from .shared_memory import Progress, SharedMemory
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
-_PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
 
 
 class _Slot:
@@ -63,25 +53,30 @@ class CpuSlab(SlabTier):
         populate_threads: int = 2,
         progress: Progress | None = None,
         policy: EvictionPolicy | None = None,
+        huge_pages: bool = False,
     ) -> None:
         self.name = "cpu"
         self.layout = layout
-        self.num_slots = _count_slots(layout, capacity_bytes)
-        size = self.num_slots * layout.slot_bytes
-        self.fd = os.memfd_create("stratakv-slab", os.MFD_CLOEXEC)
-        try:
-            self._map = _map_and_populate(self.fd, size, populate_threads, progress)
-        except OSError as error:
-            os.close(self.fd)
+        self.num_slots = capacity_bytes // layout.slot_bytes
+        if not self.num_slots:
             raise TierConfigError(
-                f"the CPU tier could not get {size} bytes of shared memory ({error}); "
-                "make it smaller or free some memory"
-            ) from error
-        self._memory = memoryview(self._map)
+                f"the CPU tier needs at least {layout.slot_bytes} bytes for one block, "
+                f"not {capacity_bytes}"
+            )
+        shared = SharedMemory(
+            "stratakv-slab",
+            self.num_slots * layout.slot_bytes,
+            huge_pages=huge_pages,
+            threads=populate_threads,
+            progress=progress,
+        )
+        self.fd, self._map, self.has_huge_pages = shared.fd, shared.map, shared.is_huge
+        # Huge pages may reach beyond the last slot.
+        self._memory = memoryview(self._map)[: self.num_slots * layout.slot_bytes]
         self._lock = threading.Lock()
         self._slots: dict[bytes, _Slot] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))  # popped in ascending order
-        self._policy = policy or LruPolicy()  # holds the committed keys
+        self._policy = LruPolicy() if policy is None else policy  # holds the committed keys
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
         self._closed = False
 
@@ -89,11 +84,11 @@ class CpuSlab(SlabTier):
         with self._lock:
             return [self._answer(key) for key in keys]
 
-    def reserve(self, keys: Sequence[bytes]) -> list[int | None]:
+    def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
         """As promised by SlabTier; keys of the call itself are not evicted for one another."""
         with self._lock:
-            unknown = {key for key in keys if key not in self._slots}
-            self._make_room(len(unknown) - len(self._free), frozenset(keys))
+            unknown = list(dict.fromkeys([key for key in keys if key not in self._slots]))
+            self._make_room(unknown, frozenset(keys), optional)
             indices: list[int | None] = []
             for key in keys:
                 if key in self._slots or not self._free:
@@ -188,6 +183,11 @@ class CpuSlab(SlabTier):
             self._forget(idle)
             return len(idle)
 
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
+        with self._lock:
+            self._policy.observe(chain, now)
+
     def stats(self) -> TierStats:
         with self._lock:
             stats = self._stats
@@ -217,12 +217,21 @@ class CpuSlab(SlabTier):
         slot = self._slots[key]
         return slot.committed and not slot.pins
 
-    def _make_room(self, count: int, wanted: frozenset[bytes]) -> None:
-        if count > 0:
-            idle = self._is_idle
-            victims = self._policy.victims(count, lambda key: key not in wanted and idle(key))
-            self._forget(victims)
-            self._stats.evicted_blocks += len(victims)
+    def _make_room(self, coming: list[bytes], wanted: frozenset[bytes], optional: bool) -> None:
+        count = len(coming) - len(self._free)
+        if count <= 0:
+            return
+        idle = self._is_idle
+
+        def may_evict(key: bytes) -> bool:
+            return key not in wanted and idle(key)
+
+        if optional:
+            victims = self._policy.displaced_by(coming, count, may_evict)
+        else:
+            victims = self._policy.victims(count, may_evict)
+        self._forget(victims)
+        self._stats.evicted_blocks += len(victims)
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._policy.remove(keys)
@@ -232,66 +241,3 @@ class CpuSlab(SlabTier):
     def _release(self, key: bytes, slot: _Slot) -> None:
         del self._slots[key]
         self._free.append(slot.index)
-
-
-def _count_slots(layout: BlockLayout, capacity_bytes: int) -> int:
-    if capacity_bytes < layout.slot_bytes:
-        raise TierConfigError(
-            f"the CPU tier needs at least {layout.slot_bytes} bytes for one block, "
-            f"not {capacity_bytes}"
-        )
-    available = available_memory_bytes()
-    if available is not None and capacity_bytes > available:
-        raise TierConfigError(
-            f"the CPU tier was given {capacity_bytes} bytes and the host has {available} bytes "
-            "of memory available; make the tier smaller or free some memory"
-        )
-    return capacity_bytes // layout.slot_bytes
-
-
-def _map_and_populate(fd: int, size: int, threads: int, progress: Progress | None) -> mmap.mmap:
-    os.ftruncate(fd, size)
-    memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
-    try:
-        _populate(memory, fd, size, threads, progress)
-    except OSError:
-        memory.close()
-        raise
-    return memory
-
-
-def _populate(
-    memory: mmap.mmap, fd: int, size: int, threads: int, progress: Progress | None
-) -> None:
-    """Fault every page in, pieces in parallel. Raises OSError where memory is short."""
-    anchor = ctypes.c_char.from_buffer(memory)
-    try:
-        base = ctypes.addressof(anchor)
-        done = 0
-        with ThreadPoolExecutor(max(1, threads), "stratakv-populate") as pool:
-            starts = range(0, size, _PIECE_BYTES)
-            lengths = [min(_PIECE_BYTES, size - start) for start in starts]
-            pieces = [
-                pool.submit(_populate_piece, base, fd, start, length)
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-            for piece in as_completed(pieces):
-                done += piece.result()
-                if progress:
-                    progress(done, size)
-    finally:
-        del anchor  # while it lives the map cannot be closed
-
-
-def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
-    # Through ctypes, which releases the GIL; mmap.madvise keeps it.
-    libc = ctypes.CDLL(None, use_errno=True)
-    address = ctypes.c_void_p(base + start)
-    if libc.madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
-        return length
-    code = ctypes.get_errno()
-    if code != errno.EINVAL:
-        raise OSError(code, os.strerror(code))
-    # An older kernel: allocate the pages; only the page-table entries are left to the first touch.
-    os.posix_fallocate(fd, start, length)
-    return length

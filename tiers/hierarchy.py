@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hierarchy: the slab and the stores below it as one place where blocks are kept.
 
-    begin_store ──► slab slot ──(write-back, when free slots run low)──► first store
+    begin_store ──► slab slot ──(write-back, when free slots run low)──► every store
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-It is inclusive: a block read up stays below, a block written down stays in the slab until its slot
-is needed. Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the
-data path. Knows nothing of pools, devices or requests.
+Inclusive, as it is unless told otherwise, a block read up stays below. Exclusive, it leaves the
+first store, which so holds other blocks than the slab, and is written down again when its turn to
+be evicted comes. Either way a block written down stays in the slab until its slot is needed.
+Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
+Knows nothing of pools, devices or requests.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
@@ -25,25 +27,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from .admission import AdmissionFilter, AdmitAll
 from .alarm import Alarm
 from .base import Answer, SlabTier, StoreTier, TierStats
 from .faults import Faults
+from .look_up import LookUp
 from .read_up import LoadTicket, ReadUp
 from .tickets import Prefix, StoreTicket
 from .traffic import Traffic
-from .write_back import WriteBack
+from .write_backs import WriteBacks
 
 WATERMARK = 0.25
 READ_SECONDS = 5.0
-# Blocks looked up at a time; a look-up stops at the first miss.
-FIND_BLOCKS = 256
 # A store that is busy with nothing of ours is asked again so often while flushing.
 RETRY_SECONDS = 0.01
 
 
 class Hierarchy:
-    """One slab, any number of stores below it, the fastest first. Blocks are written down to the
-    first store only. Takes over slab and stores: `close` closes them."""
+    """One slab, any number of stores below it, the fastest first. Blocks are written down to each
+    of them. Takes over slab and stores: `close` closes them."""
 
     def __init__(
         self,
@@ -53,34 +55,39 @@ class Hierarchy:
         wakeup: Callable[[], None],
         watermark: float = WATERMARK,
         read_seconds: float = READ_SECONDS,
+        inclusive: bool = True,
+        admission: AdmissionFilter | None = None,
     ) -> None:
         self._slab = slab
         self._stores = list(stores)
         self._wakeup = wakeup
+        self._inclusive = inclusive
+        self._admission = AdmitAll() if admission is None else admission
         self._alarm = Alarm(wakeup)
         self._completions: deque[Callable[[], None]] = deque()
         self._delivered = threading.Event()
-        self._faults = Faults()
+        self._faults = Faults(self._stores)
         self._traffic = {store.name: Traffic() for store in self._stores}
         self._reads = ReadUp(
             slab,
             read_seconds=read_seconds,
             deliver=self._deliver,
             set_alarm=self._alarm.at,
+            promoted=self._promoted,
             faults=self._faults,
             traffic=self._traffic,
         )
-        self._write_back: WriteBack | None = None
-        if self._stores:
-            self._write_back = WriteBack(
-                slab,
-                self._stores[0],
-                watermark=watermark,
-                deliver=self._deliver,
-                unpin=self._unpin,
-                faults=self._faults,
-                traffic=self._traffic[self._stores[0].name],
-            )
+        self._look_up = LookUp(slab, self._stores, self._reads, self._faults)
+        self._write_backs = WriteBacks(
+            slab,
+            self._stores,
+            watermark=watermark,
+            deliver=self._deliver,
+            unpin=self._unpin,
+            admission=self._admission,
+            faults=self._faults,
+            traffic=self._traffic,
+        )
         self._doomed: set[bytes] = set()  # pinned when everything was forgotten
         self._epoch = 0
         self._version = 0
@@ -92,6 +99,16 @@ class Hierarchy:
         return [self._slab.name, *(store.name for store in self._stores)]
 
     @property
+    def num_slots(self) -> int:
+        """Blocks that the slab holds at most."""
+        return self._slab.num_slots
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether there is anything below the slab."""
+        return bool(self._stores)
+
+    @property
     def block_bytes(self) -> int:
         """The bytes of one block."""
         return self._slab.layout.page_bytes
@@ -101,33 +118,25 @@ class Hierarchy:
         """Changes whenever a ticket, or the answer of `find`, may have changed."""
         return self._version + self._reads.version
 
+    def observe(self, chain: Sequence[bytes]) -> None:
+        """A prompt arrived whose blocks are `chain`, head first, wherever they are. What it says
+        of the future is for the slab's policy and the admission filter to learn."""
+        now = time.monotonic()
+        self._slab.observe(chain, now)
+        if self._stores:
+            self._admission.observe(chain, now)
+
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
-        tiers: list[str] = []
-        for start in range(0, len(keys), FIND_BLOCKS):
-            batch = keys[start : start + FIND_BLOCKS]
-            answers = self._slab.lookup(batch)
-            if answers.count(Answer.HIT) == len(batch) and not self._doomed:
-                tiers += [self._slab.name] * len(batch)
-                continue
-            misses = [k for k, a in zip(batch, answers, strict=True) if a is Answer.MISS]
-            places = dict(zip(misses, self._places(misses), strict=True))
-            for key, answer in zip(batch, answers, strict=True):
-                if answer is Answer.PENDING:
-                    return Prefix(tiers, self._is_coming(key))
-                place = self._slab if answer is Answer.HIT else places[key]
-                if place is None or key in self._doomed:
-                    return Prefix(tiers, False)
-                tiers.append(place.name)
-        return Prefix(tiers, False)
+        return self._look_up.find(keys, self._doomed)
 
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Pin what the slab has and read up the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
         pinned = self._slab.pin(keys)
         ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys))
-        if self._write_back is not None:
-            self._write_back.used(keys)
+        there = [key for key, slot in zip(keys, pinned, strict=True) if slot is not None]
+        self._write_backs.used(there)
         missing = [i for i, slot in enumerate(pinned) if slot is None]
         if missing:
             self._read_up(ticket, missing)
@@ -147,7 +156,7 @@ class Hierarchy:
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
         if new:
-            for key, slot in zip(new, self._reserve(new), strict=True):
+            for key, slot in zip(new, self._reserve(new, optional=True), strict=True):
                 if slot is not None:
                     ticket.keys.append(key)
                     ticket.slots.append(slot)
@@ -159,8 +168,8 @@ class Hierarchy:
         """The bytes are in the slots (`ok`), or never will be."""
         keep = ok and ticket.epoch == self._epoch
         self._slab.commit(ticket.keys, [keep] * len(ticket.keys))
-        if keep and self._write_back is not None:
-            self._write_back.added(ticket.keys)
+        if keep:
+            self._write_backs.added(ticket.keys)
         self._version += 1
 
     def poll(self) -> bool:
@@ -170,25 +179,22 @@ class Hierarchy:
         self._take_completions()
         if self._reads:
             self._reads.give_up_late()
-        if self._write_back is not None:
-            self._write_back.pump(reading=bool(self._reads))
+        self._write_backs.pump(reading=bool(self._reads))
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write down everything the first store lacks, the most recently used first; False if
-        the time was too short. Waits, so it is for shutdown only."""
-        if self._write_back is None:
-            return True
+        """Write down everything the stores lack, the most recently used first; False if the time
+        was too short. Waits, so it is for shutdown only."""
         deadline = time.monotonic() + timeout_seconds
-        self._write_back.recheck(self._doomed)
+        self._write_backs.recheck(self._doomed)
         while True:
-            accepted = self._write_back.flush_some()
-            if not self._write_back.pending:
+            accepted = self._write_backs.flush_some()
+            if not self._write_backs.pending:
                 return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            if not accepted and not self._write_back.in_flight:
+            if not accepted and not self._write_backs.in_flight:
                 left = min(left, RETRY_SECONDS)
             self._delivered.wait(left)
             self._take_completions()
@@ -201,8 +207,7 @@ class Hierarchy:
         self._slab.drop(self._slab.keys())
         self._doomed = set(self._slab.keys())
         self._reads.clear()
-        if self._write_back is not None:
-            self._write_back.clear()
+        self._write_backs.clear()
         for store in self._stores:
             try:
                 store.clear()
@@ -219,6 +224,9 @@ class Hierarchy:
 
     def traffic(self) -> dict[str, Traffic]:
         """A copy of what moved between the slab and each store, the fastest first."""
+        for name, traffic in self._traffic.items():
+            breaker = self._faults.breakers[name]
+            traffic.breaker, traffic.breaker_opened = breaker.state.value, breaker.times_opened
         return copy.deepcopy(self._traffic)
 
     def close(self, timeout_seconds: float) -> bool:
@@ -247,8 +255,8 @@ class Hierarchy:
         keys = ticket.keys
         joined = {i: read for i in missing if (read := self._reads.of(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
-        places = dict(zip(fresh, self._places([keys[i] for i in fresh]), strict=True))
-        lost = (i for i in missing if (joined[i].late if i in joined else places[i] is None))
+        places = dict(zip(fresh, self._look_up.stores_of([keys[i] for i in fresh]), strict=True))
+        lost = (i for i in missing if (not joined[i].is_good if i in joined else places[i] is None))
         end = next(lost, len(keys))
         fresh = [i for i in fresh if i < end]
         slots = dict(zip(fresh, self._reserve([keys[i] for i in fresh]), strict=True))
@@ -279,27 +287,22 @@ class Hierarchy:
         self._unpin([ticket.keys[i] for i in beyond if ticket.slots[i] is not None])
         ticket.slots[end:] = [None] * len(beyond)
 
-    def _places(self, keys: list[bytes]) -> list[StoreTier | None]:
-        """The first store that has each key. A store's PENDING counts as a miss: nothing would
-        wake whoever waited for it."""
-        places: list[StoreTier | None] = [None] * len(keys)
-        for store in self._stores:
-            unplaced = [i for i, place in enumerate(places) if place is None]
-            answers = self._faults.lookup(store, [keys[i] for i in unplaced])
-            for i, answer in zip(unplaced, answers, strict=True):
-                if answer is Answer.HIT:
-                    places[i] = store
-        return places
-
-    def _reserve(self, keys: list[bytes]) -> list[int | None]:
+    def _reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
         """Reserve slots, counting the blocks that are lost by it."""
-        if self._write_back is None:
-            return self._slab.reserve(keys)
-        threatened = self._write_back.threatened(len(keys))
-        slots = self._slab.reserve(keys)
-        if threatened:
-            self._write_back.evicted(threatened)
+        threatened = self._write_backs.threatened(len(keys))
+        slots = self._slab.reserve(keys, optional=optional)
+        self._write_backs.evicted(threatened)
         return slots
+
+    def _promoted(self, store: StoreTier, keys: list[bytes]) -> None:
+        """Blocks came up from a store. Exclusive, the first store need not keep them."""
+        if self._inclusive or store is not self._stores[0] or not keys:
+            return
+        try:
+            store.drop(keys)
+        except Exception as error:  # noqa: BLE001 - kept twice, which costs room and nothing else
+            self._faults.count(store, error)
+        self._write_backs.added(keys, store)
 
     def _unpin(self, keys: list[bytes]) -> None:
         self._slab.unpin(keys)
@@ -307,13 +310,8 @@ class Hierarchy:
             self._slab.drop(list(self._doomed))
             self._doomed.intersection_update(self._slab.keys())
 
-    def _is_coming(self, key: bytes) -> bool:
-        """Whether a reserved block will be there soon: stored to the slab, or read in time."""
-        read = self._reads.of(key)
-        return read is None or not read.late
-
     def _is_used(self) -> bool:
-        return bool(self._reads or (self._write_back and self._write_back.in_flight))
+        return bool(self._reads or self._write_backs.in_flight)
 
     def _deliver(self, completion: Callable[[], None]) -> None:
         """From any thread: have the caller's thread run `completion` in its next `poll`."""

@@ -76,6 +76,10 @@ class MemoryStore(StoreTier):
                 self._pending[key] = self._pending.get(key, 0) + 1
         return self._complete(delay, lambda: self._store_now(keys, buffers))
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._policy.touch([key for key in reversed(keys) if key in self._blocks])
+
     def drop(self, keys: Sequence[bytes]) -> int:
         self._fault("drop", keys)
         with self._lock:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .base import Answer, SlabTier, StoreTier
-from .faults import Faults
+from .faults import LATE, Faults
 from .traffic import Traffic
 from .write_back import Deliver
 
@@ -47,6 +47,11 @@ class Read:
     late: bool = False
     wanted: bool = True  # False once everything was forgotten
 
+    @property
+    def is_good(self) -> bool:
+        """Whether a load that joins it may hope for its blocks."""
+        return self.wanted and not self.late
+
     def join(self, ticket: LoadTicket, index: int) -> None:
         """Have the ticket's block at `index` come from this read."""
         self.waiting.append((ticket, index))
@@ -63,7 +68,8 @@ class Read:
 
 class ReadUp:
     """The reads under way. `set_alarm` is asked to have `give_up_late` called at a moment
-    (seconds, monotonic clock). Called by one thread."""
+    (seconds, monotonic clock); `promoted` is told which blocks a store has brought. Called by one
+    thread."""
 
     def __init__(
         self,
@@ -72,6 +78,7 @@ class ReadUp:
         read_seconds: float,
         deliver: Deliver,
         set_alarm: Callable[[float], None],
+        promoted: Callable[[StoreTier, list[bytes]], None],
         faults: Faults,
         traffic: Mapping[str, Traffic],
     ) -> None:
@@ -79,6 +86,7 @@ class ReadUp:
         self._read_seconds = read_seconds
         self._deliver = deliver
         self._set_alarm = set_alarm
+        self._promoted = promoted
         self._faults = faults
         self._traffic = traffic  # by the name of a store
         self._reads: list[Read] = []
@@ -106,6 +114,7 @@ class ReadUp:
         for i in indices:
             read.join(ticket, i)
         self.version += 1
+        self._faults.began(store)
         try:
             future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
@@ -122,7 +131,7 @@ class ReadUp:
         for read in self._reads:
             if not read.late and read.deadline <= now:
                 read.give_up()
-                self._faults.count(read.store, "late")
+                self._faults.count(read.store, LATE)
                 self._traffic[read.store.name].promotion_failures += 1
                 self.version += 1
 
@@ -142,6 +151,8 @@ class ReadUp:
             answers = [Answer.MISS] * len(read.keys)
             traffic.promotion_failures += not read.late  # a late one has been counted
         else:
+            if not read.late:
+                self._faults.succeeded(read.store)
             traffic.promotion_seconds.observe(time.monotonic() - read.began)
         self._end(read, answers)
 
@@ -149,6 +160,7 @@ class ReadUp:
         """Publish what has come and pin it for those who wait."""
         ok = [read.wanted and answer is Answer.HIT for answer in answers]
         self._slab.commit(read.keys, ok)
+        self._promoted(read.store, [key for key, kept in zip(read.keys, ok, strict=True) if kept])
         self._reads.remove(read)
         self._traffic[read.store.name].active_promotions -= 1
         for key in read.keys:

@@ -5,12 +5,13 @@
          0     8 magic "STRKVBLK"
          8     2 record version (1)
         10     2 header bytes (128)
-        12     4 flags (0)
-        16     8 payload bytes
+        12     4 flags: the number of the codec that the payload was encoded with, 0 for none
+        16     8 payload bytes, as they lie here
         24     8 generation: a number no other write of the store has; tells a reused slot
         32    16 layout id
         48    40 key
-        88    24 reserved, zero
+        88     8 payload bytes once decoded; 0 where there is no codec
+        96    16 reserved, zero
        112    16 xxh3-128 over bytes 0..111 and the payload
 All integers little-endian. Knows nothing of files or sockets; both write the same header.
 """
@@ -28,8 +29,9 @@ from .block import KEY_BYTES
 MAGIC = b"STRKVBLK"
 RECORD_VERSION = 1
 HEADER_BYTES = 128
+LARGEST_CODEC = 255
 _CHECKED_BYTES = 112
-_FIELDS = struct.Struct("<8sHHIQQ16s40s24x")
+_FIELDS = struct.Struct("<8sHHIQQ16s40sQ16x")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -45,6 +47,7 @@ class Defect(Enum):
     LENGTH = "length"
     GENERATION = "generation"
     CHECKSUM = "checksum"
+    ENCODING = "encoding"  # whole, but no codec can have written it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +58,42 @@ class RecordHeader:
     layout_id: bytes
     payload_bytes: int
     generation: int
+    codec: int = 0
+    decoded_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """The length of the block, whether it is encoded or not."""
+        return self.decoded_bytes if self.codec else self.payload_bytes
 
 
 def encode_header(header: RecordHeader, payload: Buffer) -> bytes:
     """The 128 header bytes for `payload`, checksum included. Reads the payload once."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
+    if not 0 <= header.codec <= LARGEST_CODEC:
+        raise ValueError(f"a codec has a number up to {LARGEST_CODEC}, not {header.codec}")
     checked = _FIELDS.pack(
         MAGIC,
         RECORD_VERSION,
         HEADER_BYTES,
-        0,
+        header.codec,
         header.payload_bytes,
         header.generation,
         header.layout_id,
         header.key,
+        header.decoded_bytes,
     )
     return checked + _checksum(checked, payload)
+
+
+def decode_header(raw_header: Buffer) -> RecordHeader | None:
+    """What a header says of its record, unverified; None for bytes that are no header."""
+    if len(raw_header) < HEADER_BYTES or bytes(raw_header[: len(MAGIC)]) != MAGIC:
+        return None
+    fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
+    _magic, _version, _size, flags, length, generation, layout_id, key, decoded = fields
+    return RecordHeader(key, layout_id, length, generation, flags, decoded)
 
 
 def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
@@ -82,16 +104,21 @@ def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
     checked = bytes(raw_header[:_CHECKED_BYTES])
-    magic, version, size, flags, length, generation, layout_id, key = _FIELDS.unpack(checked)
+    fields = _FIELDS.unpack(checked)
+    magic, version, size, flags, length, generation, layout_id, key, decoded = fields
     if magic != MAGIC:
         return Defect.MAGIC
-    if version != RECORD_VERSION or size != HEADER_BYTES or flags != 0:
+    if version != RECORD_VERSION or size != HEADER_BYTES:
+        return Defect.VERSION
+    if flags != expected.codec or flags > LARGEST_CODEC:
         return Defect.VERSION
     if key != expected.key:
         return Defect.KEY
     if layout_id != expected.layout_id:
         return Defect.LAYOUT
     if length != expected.payload_bytes or len(payload) != expected.payload_bytes:
+        return Defect.LENGTH
+    if decoded != expected.decoded_bytes:
         return Defect.LENGTH
     if generation != expected.generation:
         return Defect.GENERATION

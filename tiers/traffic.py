@@ -26,3 +26,6 @@ class Traffic:
     # What the slab evicted before the store could take it, and in how many rounds of eviction.
     lost_blocks: int = 0
     lost_stores: int = 0
+    unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
+    breaker: str = "closed"  # now: "closed", "open" or "probing"
+    breaker_opened: int = 0  # times

@@ -21,6 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from ...tiers.breaker import BreakerState
 from ..client.base import EngineClient, EngineDead
 from . import metric_tables as tables
 from .metric_tables import Kind, Shown, Table
@@ -104,6 +105,11 @@ class CoreCollector(Collector):
     def _connector(self, figures: Figures, scheduler: Figures) -> Iterator[Metric]:
         yield from self._table(tables.CONNECTOR, figures)
         yield self._by_label(tables.FAILURES, "reason", figures["failures"])
+        yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])
+        for key, shown in tables.ESTIMATES:
+            # A tier that never pays, or was not measured, has no number of tokens.
+            known = {tier: n for tier, n in figures["estimates"][key].items() if n is not None}
+            yield self._by_label(shown, "tier", known)
         hits = sum(scheduler.get(f"cached_tokens_{name}", 0) for name in figures["tiers"])
         yield self._one(tables.EXTERNAL_QUERIES, scheduler.get("external_queried_tokens", 0))
         yield self._one(tables.EXTERNAL_HITS, hits)
@@ -141,6 +147,21 @@ class CoreCollector(Collector):
             for key, shown in table:
                 values = {places[name]: figures[key] for name, figures in by_store.items()}
                 yield self._by_label(shown, "tier", values)
+
+        yield from self._health(connector["traffic"])
+
+    def _health(self, traffic: Mapping[str, Figures]) -> Iterator[Metric]:
+        """Of the stores below the cpu tier."""
+        for key, shown in tables.STORE_HEALTH:
+            yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
+        states = [
+            ((name, state.value), float(figures["breaker"] == state.value))
+            for name, figures in traffic.items()
+            for state in BreakerState
+        ]
+        yield self._family(tables.BREAKER, ("tier", "state"), states)
+        skipped = sum(figures["unadmitted_blocks"] for figures in traffic.values())
+        yield self._one(tables.STORES_SKIPPED, skipped)
 
     def _table(self, table: Table, figures: Figures) -> Iterator[Metric]:
         for key, shown in table:

@@ -63,6 +63,11 @@ SCHEDULER: Table = (
     ("loads", _counter("stratakv:loads", "Loads from the tiers that were begun.")),
     ("loads_failed", _counter("stratakv:loads_failed", "Loads that brought nothing.")),
     ("loads_given_up", _counter("stratakv:loads_given_up", "Loads given back to make room.")),
+    ("meetings", _counter("stratakv:loads_met", "Prompts computed and loaded at once that met.")),
+    (
+        "resumed_by_load",
+        _counter("stratakv:resumed_by_load_tokens", "Tokens loaded by preempted requests."),
+    ),
     (
         "prefix_queried_tokens",
         _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV pool."),
@@ -112,6 +117,10 @@ CONNECTOR: Table = (
         "store_wait_seconds",
         _counter("stratakv:store_wait_seconds", "Time that steps waited for stores."),
     ),
+    (
+        "probes",
+        _counter("stratakv:load_probes", "Loads to see whether a slow tier is quick again."),
+    ),
     ("loads_in_flight", _gauge("stratakv:loads_in_flight", "Loads under way.")),
     ("stores_in_flight", _gauge("stratakv:stores_in_flight", "Stores under way.")),
     ("load_bytes", _counter("vllm:kv_offload_load_bytes", "Bytes copied to the KV pool.")),
@@ -125,6 +134,15 @@ CONNECTOR: Table = (
         _counter("vllm:kv_offload_allocation_failure", "Stores the cpu tier lacked room for."),
     ),
 )
+# Of the estimates by which loading and computing are held against each other, by tier.
+ESTIMATES: Table = (
+    ("break_even_tokens", _gauge("stratakv:break_even_tokens", "Prompts longer are loaded.")),
+    (
+        "bytes_per_second",
+        _gauge("stratakv:tier_estimated_bytes_per_second", "What a tier is taken to give."),
+    ),
+)
+DECLINED = _counter("stratakv:declined_tokens", "Tokens computed although a tier had them.")
 FAILURES = _counter("stratakv:offload_failures", "Transfers that failed, by reason.")
 EXTERNAL_QUERIES = _counter(
     "vllm:external_prefix_cache_queries", "Prompt tokens looked up in the tiers below the pool."
@@ -147,6 +165,14 @@ TIER: Table = (
     ("loaded_bytes", _counter("stratakv:tier_loaded_bytes", "Bytes given out.")),
     ("evicted_blocks", _counter("stratakv:tier_evicted_blocks", "Blocks displaced by others.")),
     ("dropped_stores", _counter("stratakv:tier_dropped_stores", "Blocks refused or lost.")),
+    (
+        "stored_bytes_saved",
+        _counter("stratakv:tier_stored_bytes_saved", "Of these, what a codec left out."),
+    ),
+    (
+        "loaded_bytes_saved",
+        _counter("stratakv:tier_loaded_bytes_saved", "Bytes given out that were not read."),
+    ),
     (
         "corrupt_records_dropped",
         _counter("stratakv:corrupt_records_dropped", "Records forgotten as damaged or unreadable."),
@@ -203,3 +229,17 @@ TRAFFIC: Table = (
         _counter(f"{_TIERING}backpressure_stores_dropped", "Evictions that lost such blocks."),
     ),
 )
+
+# The same figures, under the tier's own name.
+STORE_HEALTH: Table = (
+    (
+        "unadmitted_blocks",
+        _counter("stratakv:tier_unadmitted_blocks", "Blocks not worth writing to a tier."),
+    ),
+    (
+        "breaker_opened",
+        _counter("stratakv:tier_breaker_opened", "Times a tier was given up for a while."),
+    ),
+)
+BREAKER = _gauge("stratakv:tier_breaker", "1 for the state that a tier's breaker is in.")
+STORES_SKIPPED = _counter("vllm:kv_offload_stores_skipped", "Blocks not worth storing in a tier.")

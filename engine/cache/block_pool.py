@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 
 from ...connector.base import EvictedBlock
 from .kv_block import FreeBlockQueue, KVCacheBlock
@@ -134,6 +135,7 @@ class BlockPool:
             if found is not block:
                 self._keep_others(key, block, found)
             block.block_hash = None
+            block.is_offered = False
             if block.block_id in uncomputed:
                 uncomputed.remove(block.block_id)
             else:
@@ -198,6 +200,7 @@ class BlockPool:
                 continue
             self._keep_others(key, block, self._named.pop(key))
             block.block_hash = None
+            block.is_offered = False
             self._uncomputed.discard(block.block_id)
             if block.ref_cnt == 0:
                 worthless.append(block)
@@ -211,6 +214,20 @@ class BlockPool:
         self._evicted.clear()
         self.num_evicted += len(evicted)
         return evicted
+
+    def take_cold(self, count: int, within: int) -> list[EvictedBlock]:
+        """Up to `count` computed blocks with a name among the `within` to be reused next, in that
+        order. A block is given once under one name."""
+        cold = []
+        for block in islice(self.free_queue, within):
+            key = block.block_hash
+            if key is None or block.is_offered or block.block_id in self._uncomputed:
+                continue
+            block.is_offered = True
+            cold.append(EvictedBlock(block.block_id, key))
+            if len(cold) == count:
+                break
+        return cold
 
     def resident(self) -> list[EvictedBlock]:
         """The computed blocks with a name, as they would be evicted: free ones in the order of
@@ -230,6 +247,7 @@ class BlockPool:
         self._uncomputed.clear()
         for block in self.blocks:
             block.block_hash = None
+            block.is_offered = False
         return True
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:

@@ -32,6 +32,7 @@ class KVCacheBlock:
     ref_cnt: int = 0  # requests whose tables hold it
     block_hash: bytes | None = None
     is_null: bool = False
+    is_offered: bool = False  # under this name, to be stored ahead of its eviction
     prev_free: KVCacheBlock = field(init=False, repr=False)
     next_free: KVCacheBlock = field(init=False, repr=False)
 

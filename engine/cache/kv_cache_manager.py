@@ -110,10 +110,9 @@ class KVCacheManager:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)
 
-    def discard(self, request: Request) -> None:
-        """Give the blocks of a request back and make sure nobody finds them again."""
+    def drop_names(self, request: Request) -> None:
+        """Make sure that nobody finds the blocks of a request again; it keeps them."""
         self._coordinator.drop_names(request.request_id)
-        self._coordinator.free(request.request_id)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The block table of each cache group."""

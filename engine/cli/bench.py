@@ -26,7 +26,10 @@ BENCHMARKS = {
     "offload": "...benchmarks.offload",
     "serve": "...benchmarks.serve",
     "core": "...benchmarks.core",
+    "tiers": "...benchmarks.tiers.command",
     "gpu": "...benchmarks.gpu.command",
+    "trace": "...benchmarks.trace.command",
+    "transfer": "...benchmarks.transfer.command",
 }
 
 

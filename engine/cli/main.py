@@ -31,6 +31,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "continue one prompt",
     "bench": "run a benchmark",
+    "check": "check an SSD tier, and mend it",
     "config": "show the settings that hold, or check a file",
     "plan": "say what a model takes and what fits",
 }

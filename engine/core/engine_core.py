@@ -23,7 +23,7 @@ from ...tiers.block import BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import ConfigError, EngineConfig, OffloadConfig, show_size
+from ..config import ConfigError, EngineConfig
 from ..models.dtypes import compute_dtype, dtype_name
 from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
@@ -36,6 +36,7 @@ from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size, num_blocks_in
 from ..worker.model_runner import ModelRunner
 from .figures import Figures
+from .offload import describe_tiers, offload_settings
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
             return self._fail_step(output, error)
         self._empty_failures = 0
-        self._figures.note_step(output, result, time.monotonic() - began)
+        cost = self._figures.note_step(output, result, time.monotonic() - began)
+        if cost is not None and self._connector is not None:
+            self._connector.note_step(*cost)
         outputs = self.scheduler.update_from_output(output, result)
         self._figures.ledger.credit(self.scheduler.counts)
         return outputs
@@ -181,16 +184,13 @@ class EngineCore:
 
     def _build_offload(self, layout: BlockLayout, root: bytes) -> None:
         offload = self.config.offload
-        self._progress(f"preparing the tiers: {_describe_tiers(offload)}")
+        self._progress(f"preparing the tiers: {describe_tiers(offload)}")
         try:
             self._connector, self._connector_worker = build_offload(
                 layout,
+                offload_settings(offload),
                 # Digests of the other form do not carry the identity, so the store must.
                 namespace=root if self.config.cache.block_hash == "sha256_cbor" else b"",
-                cpu_bytes=offload.cpu_bytes,
-                ssd_path=offload.ssd_path if "ssd" in offload.tiers else None,
-                ssd_bytes=offload.ssd_bytes,
-                io_threads=offload.io_threads,
                 progress=_steps_of(self._progress, "memory of the cpu tier"),
             )
         except TierConfigError as error:
@@ -288,14 +288,6 @@ class EngineCore:
         self._connector_worker.shutdown()
         self._connector.update_from_worker(self._connector_worker.poll())
         self._connector.shutdown(max(0.0, timeout_seconds))
-
-
-def _describe_tiers(offload: OffloadConfig) -> str:
-    """What the tiers are about to take, so that nobody wonders where the disk's space went."""
-    parts = [f"cpu, {show_size(offload.cpu_bytes)} of memory"]
-    if "ssd" in offload.tiers:
-        parts.append(f"ssd, {show_size(offload.ssd_bytes)} in {offload.ssd_path}")
-    return "; ".join(parts)
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -13,7 +13,7 @@ from ...tiers.block import BlockLayout
 from ...tiers.histogram import Histogram
 from ..config import EngineConfig
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
-from .ledger import Ledger
+from .ledger import Ledger, PromptCost
 
 _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
@@ -28,17 +28,19 @@ class Figures:
         self._cache_config = _cache_config(config, layout, num_blocks)
         self._offload_config = _offload_config(config, layout) if config.offload.enabled else None
 
-    def note_step(self, step: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
-        """The worker took `seconds` for a step."""
+    def note_step(
+        self, step: SchedulerOutput, result: ModelRunnerOutput, seconds: float
+    ) -> PromptCost | None:
+        """The worker took `seconds` for a step. What its prompts took, where that can be told."""
         if not step.total_num_scheduled_tokens:
-            return
+            return None
         self._step_tokens.observe(step.total_num_scheduled_tokens)
         for request in step.new_requests:
             self._max_tokens.observe(request.sampling_params.max_tokens)
         if result.connector_output is not None:
             # Blocks on their way out held the step up; that is no part of computing.
             seconds -= result.connector_output.store_wait_seconds
-        self.ledger.measure(step, seconds)
+        return self.ledger.measure(step, seconds)
 
     def stats(self) -> dict[str, Any]:
         """Everything, as plain values."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ...connector.base import KVConnectorScheduler, MatchKind
+from ...connector.base import KVConnectorScheduler, Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
 from ..request import EventKind, Request, RequestStatus
+from .meeting import count_reused
 from .places import Places
 from .pressure import MemoryPressure
 from .progress import Progress
@@ -89,9 +90,12 @@ class Admission:
                 match = connector.get_matched_tokens(request, num_hit_tokens)
                 if match.kind is MatchKind.RETRY:
                     return Verdict.LATER
-                if match.kind is MatchKind.LOAD:
-                    return self._park(request, hits, num_hit_tokens, match.tokens, connector)
-        num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
+                if match.kind is not MatchKind.NONE:
+                    if not self._meets(match, request, hits, num_hit_tokens, connector):
+                        return self._park(request, hits, num_hit_tokens, match.tokens, connector)
+                    hits, num_hit_tokens = None, 0
+        num_tokens = places.meetings.most_tokens(request, places.progress[request.request_id])
+        num_tokens -= num_hit_tokens
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
         elif num_tokens > step.budget:
@@ -102,6 +106,24 @@ class Admission:
         request.num_computed_tokens += num_hit_tokens
         self._start(request, num_tokens, step, now)
         return Verdict.RUNS
+
+    def _meets(
+        self,
+        match: Match,
+        request: Request,
+        hits: GroupBlocks,
+        num_hit_tokens: int,
+        connector: KVConnectorScheduler,
+    ) -> bool:
+        """Have it run while it is loaded, where that is wished and can be. Only in chunks can a
+        front move; and without room it is better parked."""
+        return (
+            self._chunked
+            and match.kind is MatchKind.BOTH
+            and self._places.meetings.begin(
+                request, hits, num_hit_tokens, match.tokens, connector, self._keep_free()
+            )
+        )
 
     def _park(
         self,
@@ -168,9 +190,11 @@ class Admission:
         to be computed again, by cause."""
         counts = self._places.counts
         computed = request.num_computed_tokens
-        counts["reused_tokens_pool"] += computed - request.num_external_computed_tokens
-        for tier, num_tokens in progress.loaded_by_tier.items():
-            counts[f"reused_tokens_{tier}"] += num_tokens
+        in_pool = computed - request.num_external_computed_tokens
+        reused = {"pool": in_pool, **progress.loaded_by_tier}
+        count_reused(counts, reused, 0)
+        if request.num_preemptions > 0:
+            counts["resumed_by_load"] += sum(progress.loaded_by_tier.values())
         if progress.lost_tokens > computed:
             counts[f"recomputes_{progress.lost_cause}"] += 1
             counts[f"recomputed_tokens_{progress.lost_cause}"] += progress.lost_tokens - computed

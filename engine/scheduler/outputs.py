@@ -48,7 +48,7 @@ class OutputWriter:
 
     def fail(self, request: Request, error: str, now: float) -> TokenOutput:
         """End a request with an error, and make sure nobody finds its blocks again."""
-        self._places.manager.discard(request)
+        self._places.manager.drop_names(request)
         output = TokenOutput(request.request_id, [], error=error)
         self._close(output, request, RequestStatus.FINISHED_ERROR, now)
         return output

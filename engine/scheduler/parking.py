@@ -71,6 +71,11 @@ class CarPark:
         )
         return True
 
+    def hold(self, request: Request) -> None:
+        """Take in a request that does not run any more while blocks of it are being written to.
+        It is reported as one whose load has failed."""
+        self._requests[request.request_id] = request
+
     def release(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
         """Take out the reported requests; those that go on, each with its report."""
         going_on = []

@@ -6,15 +6,17 @@ Knows nothing of budgets or of the worker's answers. The places:
     waiting   arrived or preempted; holds no blocks
     skipped   as waiting, but was passed over once, or its load has ended; asked before `waiting`
     parked    its load is under way; holds blocks, is in no queue
-    running   holds blocks, gets tokens
+    running   holds blocks, gets tokens; some are loaded from the back meanwhile (`meeting.py`)
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
 from ..request import EventKind, Request, RequestStatus
+from .meeting import Meetings
 from .parking import CarPark
 from .progress import Progress
 from .queue import FCFSQueue
@@ -23,8 +25,11 @@ from .queue import FCFSQueue
 class Places:
     """Requests and the scheduler's notes on them. All sets and dicts are keyed by request id."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(
+        self, manager: KVCacheManager, connector: KVConnectorScheduler | None = None
+    ) -> None:
         self.manager = manager
+        self._connector = connector
         self.requests: dict[str, Request] = {}
         self.progress: dict[str, Progress] = {}
         self.running: list[Request] = []
@@ -36,6 +41,7 @@ class Places:
         self.finished_ids: set[str] = set()  # the worker has not been told yet
         self.deferred_ids: set[str] = set()  # stood aside in the last round of admission
         self.counts: Counter[str] = Counter()
+        self.meetings = Meetings(manager, self.counts)
 
     @property
     def num_deferred(self) -> int:
@@ -56,17 +62,23 @@ class Places:
         self.skipped.add(request)
 
     def preempt_last(self, now: float) -> Request:
-        """Send the running request that was let in last back to the head of the queue."""
+        """Send the running request that was let in last back to the head of the queue; or to the
+        parked ones, where a copy still writes to its blocks, which it then keeps until it ends."""
         request = self.running.pop()
-        self.manager.free(request)
+        is_written_to = self.meetings.leave(request)
+        if is_written_to:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.parked.hold(request)
+        else:
+            self.manager.free(request)
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.prepend(request)
         self.progress[request.request_id].lose(request.num_computed_tokens, "preemption")
-        request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_external_computed_tokens = 0
         request.spec_token_ids.clear()
         request.num_preemptions += 1
         request.record_event(EventKind.PREEMPTED, now)
-        self.waiting.prepend(request)
         self.counts["preemptions"] += 1
         return request
 
@@ -99,8 +111,13 @@ class Places:
         del self.progress[request_id]
         self.finished_ids.add(request_id)
         self.counts[f"ended_{status.finish_reason}"] += 1
+        if self._connector is not None:
+            self._connector.request_finished(request_id)
         if place is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; the car park gives them back
+        if place is RequestStatus.RUNNING and self.meetings.leave(request):
+            self.parked.hold(request)
+            return
         self.manager.free(request)
         if place is not RequestStatus.RUNNING:
             self.loaded.pop(request_id, None)

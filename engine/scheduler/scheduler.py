@@ -26,7 +26,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from ...connector.base import ConnectorWorkerOutput, KVConnectorScheduler
+from ...connector.base import (
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    EvictedBlock,
+    KVConnectorScheduler,
+)
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
 from ..request import EventKind, Request, RequestStatus
@@ -72,11 +77,15 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.connector = connector
-        self._places = Places(manager)
+        self._places = Places(manager, connector)
         self._pressure = MemoryPressure(config, manager)
         self._admission = Admission(config, self._places, self._pressure, connector)
         self._writer = OutputWriter(self._places, max_model_len)
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        # Blocks that two steps take at most, but for one block of each running request. In a small
+        # pool that would be all of them; further off than a quarter of it none is near its end.
+        two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size)
+        self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
         self._in_flight: SchedulerOutput | None = None
         # What a failed step told a worker that may not have listened.
         self._preempted_again: set[str] = set()
@@ -128,6 +137,8 @@ class Scheduler:
         self.check_queue()
         request.record_event(EventKind.QUEUED)
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
+        if self.connector is not None and not request.skip_reading_prefix_cache:
+            self.connector.request_queued(request)
         self._stalled = False
 
     def finish_requests(
@@ -163,7 +174,7 @@ class Scheduler:
         retry = not step.pressed and self._admission.admit(step, now)
         # Taken also without a connector, or the list would grow.
         evicted = self.manager.pool.take_evicted()
-        meta = None if self.connector is None else self.connector.build_meta(evicted)
+        meta = None if self.connector is None else self._build_meta(self.connector, evicted)
         step.preempted_ids |= self._preempted_again
         output = step.build(places.finished_ids, meta)
         places.finished_ids = set()
@@ -232,8 +243,10 @@ class Scheduler:
         False, and nothing changed, while any request holds blocks."""
         if not self.manager.pool.reset_prefix_cache():
             return False
-        if reset_tiers and self.connector is not None:
-            self.connector.reset()
+        if self.connector is not None:
+            self.connector.names_dropped()
+            if reset_tiers:
+                self.connector.reset()
         self._stalled = False
         return True
 
@@ -252,25 +265,43 @@ class Scheduler:
             **self._places.counts,
         }
 
+    def _build_meta(
+        self, connector: KVConnectorScheduler, evicted: list[EvictedBlock]
+    ) -> ConnectorMetadata:
+        """What the step moves, with blocks that one of the next steps may evict."""
+        wanted = connector.num_wanted_ahead()
+        cold = self.manager.pool.take_cold(wanted, self._soon_taken) if wanted else []
+        return connector.build_meta(evicted, cold)
+
     def _relieve(self, step: StepBuilder, now: float) -> None:
         """Send back who came last while too much of the pool is held; never the only one."""
         places = self._places
         while len(places.running) > 1 and self._pressure.demands_preemption:
             step.pressed = True
             if not places.give_up_last_load(spare=places.running[0]):
-                step.preempted_ids.add(places.preempt_last(now).request_id)
+                victim = places.preempt_last(now)
+                step.preempted_ids.add(victim.request_id)
+                if victim.request_id in places.parked:
+                    return  # its blocks come back when a copy to them has ended
 
     def _schedule_running(self, step: StepBuilder, now: float) -> None:
         running = self._places.running
+        meetings, progress = self._places.meetings, self._places.progress
         allocate = self.manager.allocate_slots
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
-            num_tokens = (
-                request.num_tokens_with_spec
-                + request.num_output_placeholders
-                - request.num_computed_tokens
-            )
+            if meetings:
+                num_tokens = meetings.most_tokens(request, progress[request.request_id])
+            else:
+                num_tokens = (
+                    request.num_tokens_with_spec
+                    + request.num_output_placeholders
+                    - request.num_computed_tokens
+                )
+            if num_tokens == 0:  # it waits for a copy
+                index += 1
+                continue
             if num_tokens > 1:
                 num_tokens = min(num_tokens, self._chunk_limit, step.budget)
             added = allocate(request, num_tokens)
@@ -283,7 +314,8 @@ class Scheduler:
 
     def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
         """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
-        it; it has been preempted, or waits where it is if it is the first."""
+        it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
+        to the blocks of whoever came last, and `request` waits for those."""
         step.pressed = True
         places = self._places
         if places.give_up_last_load(spare=request):
@@ -292,7 +324,7 @@ class Scheduler:
             return False
         victim = places.preempt_last(now)
         step.preempted_ids.add(victim.request_id)
-        return victim is not request
+        return victim is not request and victim.request_id not in places.parked
 
     def _take_reports(self, worker_output: ConnectorWorkerOutput | None) -> None:
         if self.connector is None:

@@ -8,7 +8,7 @@ value, and raises ConfigError. Reading what was read already changes nothing. Kn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,25 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
         raise ConfigError(f"{called} takes cpu or cpu,ssd, not {shown(value)}")
     stripped = tuple(name.strip() for name in names)
     return () if stripped == ("none",) else stripped
+
+
+def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
+    """`tier.option=value,…` as tier → option → value, or what already is that."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(options, Mapping) for options in value.values()):
+            raise ConfigError(f"{called} takes options by tier, not {shown(value)}")
+        return {
+            tier: {str(name): text(f"{called}, {tier}.{name}", str(v)) for name, v in of.items()}
+            for tier, of in value.items()
+        }
+    result: dict[str, dict[str, str]] = {}
+    for item in text(called, value).split(","):
+        name, equals, given = item.partition("=")
+        tier, dot, option = name.strip().partition(".")
+        if not (tier and dot and option and equals):
+            raise ConfigError(f"{called} takes tier.option=value,…, not {shown(item)}")
+        result.setdefault(tier, {})[option] = text(f"{called}, {tier}.{option}", given.strip())
+    return result
 
 
 def api_key(called: str, value: Any) -> str:

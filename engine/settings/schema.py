@@ -48,12 +48,14 @@ def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
 def shown(name: str, value: Any) -> Any:
     """A value as a file takes it: a text, a number or a truth value; None where there is none."""
     option = SCHEMA[name]
-    if value is None or value in ("", b""):
+    if value is None or value in ("", b"", {}):
         return None
     if option.is_secret:
         return MASK
     if option.read is readers.tiers:
         return ",".join(value) or "none"
+    if option.read is readers.tier_options:
+        return ",".join(f"{t}.{o}={v}" for t, of in value.items() for o, v in of.items())
     if option.read is readers.size:
         return show_size(value).removesuffix(" bytes")
     return str(value) if isinstance(value, Path) else value

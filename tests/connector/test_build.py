@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stratakv.connector.base import EvictedBlock, LoadReport
-from stratakv.connector.build import build_offload
+from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 
@@ -36,18 +36,22 @@ def digests(count: int) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in range(count)]
 
 
+def ssd_at(path: Path) -> SsdSettings:
+    return SsdSettings(path=path, capacity_bytes=SSD_BYTES, io_threads=2)
+
+
 class Engine:
     """A pool, the two sides, and the part of a step that concerns them."""
 
     def __init__(self, path: Path | None, slots: int) -> None:
         self.scheduler, self.worker = build_offload(
             LAYOUT,
+            OffloadSettings(
+                cpu_bytes=slots * LAYOUT.slot_bytes,
+                ssd=None if path is None else ssd_at(path),
+                populate_threads=1,
+            ),
             namespace=b"test",
-            cpu_bytes=slots * LAYOUT.slot_bytes,
-            ssd_path=path,
-            ssd_bytes=SSD_BYTES,
-            io_threads=2,
-            populate_threads=1,
         )
         self.woken = threading.Event()
         self.scheduler.set_wakeup(self.woken.set)
@@ -79,7 +83,7 @@ class Engine:
         hierarchy = self.scheduler._hierarchy
         deadline = time.monotonic() + WAIT_SECONDS
         self.step()
-        while hierarchy._write_back.in_flight:
+        while hierarchy._write_backs.in_flight:
             assert self.woken.wait(deadline - time.monotonic()), "no wake-up came"
             self.woken.clear()
             self.step()

@@ -16,7 +16,8 @@ from stratakv.connector.base import (
     LoadReport,
     MatchKind,
 )
-from stratakv.connector.offload_scheduler import REMEMBERED_LOOKUPS, OffloadScheduler
+from stratakv.connector.lookups import REMEMBERED_LOOKUPS
+from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
@@ -84,8 +85,13 @@ class Rig:
         keys = [pack_key(digest(number)) for number in numbers]
         self.store.store(keys, [buffer] * len(keys)).result(0)
 
-    def slow_reads(self, seconds: float = 0.02) -> None:
+    def slow_reads(self, seconds: float = 0.06) -> None:
         self.store.fault = lambda op, _keys: seconds if op == "load" else None
+
+    def wait_for_wakeup(self) -> None:
+        assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
+        self.woken.clear()
+        self.hierarchy.poll()
 
     def wait(self) -> None:
         """Sleep as an engine does: until a wake-up after which there is something to do."""
@@ -229,7 +235,8 @@ def test_a_copy_that_ended_is_pending_work_until_it_is_collected(rig: Rig) -> No
     assert not rig.side.has_pending_work()
 
 
-def test_who_meets_a_read_under_way_asks_again_after_it(rig: Rig) -> None:
+def test_who_needs_what_another_one_loads_waits_for_it(rig: Rig) -> None:
+    """It will find the blocks in the pool; without them it is told to load, and counted once."""
     rig.put_below(1, 2)
     rig.slow_reads()
     first, second = request("a", 1, 2), request("b", 1, 2)
@@ -239,7 +246,9 @@ def test_who_meets_a_read_under_way_asks_again_after_it(rig: Rig) -> None:
     assert rig.side.stats()["lookup_queries"] == {"cpu": 2, "ssd": 2}  # the first one's alone
     assert not rig.side.build_meta([])
     rig.wait()
+    assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY), "it is being copied"
     assert len(rig.work(rig.side.build_meta([]))) == 1
+    assert rig.side.has_pending_work(), "who was told to retry is to be asked again"
     assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
     assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}
     rig.put(9)
@@ -250,19 +259,116 @@ def test_who_meets_a_read_under_way_asks_again_after_it(rig: Rig) -> None:
     assert report.tokens_by_tier == {"cpu": 8}
 
 
-def test_retry_alone_makes_a_step_due_when_its_read_ends(rig: Rig) -> None:
-    """Also where the request that reads is gone by then."""
+def test_who_needs_other_blocks_first_does_not_wait(rig: Rig) -> None:
+    rig.put_below(1, 2, 3)
+    rig.slow_reads()
+    first, second = request("a", 1, 2), request("b", 3, 2)
+    rig.side.get_matched_tokens(first, 0)
+    rig.side.update_after_alloc(first, [20, 21], 8)
+    assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
+    rig.side.update_after_alloc(second, [30, 31], 8)
+    reports = []
+    while len(reports) < 2:
+        rig.wait()
+        reports += rig.work(rig.side.build_meta([]))
+    assert [report.num_loaded_tokens for report in reports] == [8, 8]
+
+
+def test_a_read_under_way_is_joined(rig: Rig) -> None:
     rig.put_below(1)
     rig.slow_reads()
     ticket = rig.hierarchy.begin_load([pack_key(digest(1))])
     rig.hierarchy.end_load(ticket)
     asks = request("a", 1)
-    assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
-    rig.side.build_meta([])
+    assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    rig.side.update_after_alloc(asks, [20], 4)
+    assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
     rig.wait()
+    assert [report.num_loaded_tokens for report in rig.work(rig.side.build_meta([]))] == [4]
+
+
+def test_what_is_being_stored_is_asked_about_again(rig: Rig) -> None:
+    meta = rig.side.build_meta([evicted(5, 1)])
+    asks = request("a", 1)
+    assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
+    rig.work(meta)
+    assert rig.side.has_pending_work()
     assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
     rig.side.build_meta([])
     assert not rig.side.has_pending_work()
+
+
+def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
+    rig.put_below(1, 2)
+    rig.slow_reads()
+    asks = request("a", 1, 2, 3)
+    rig.side.request_queued(asks)
+    assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
+    ticket = rig.side._lookups._read_ahead["a"]
+    while not ticket.done():
+        rig.wait_for_wakeup()
+    assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)
+    rig.side.update_after_alloc(asks, [20, 21], 8)
+    (report,) = rig.work(rig.side.build_meta([]))
+    assert report.tokens_by_tier == {"ssd": 8}, "where it came from, although it is in the slab"
+    assert rig.side.stats()["lookup_hits"] == {"cpu": 0, "ssd": 2}
+    assert rig.store.stats().loaded_blocks == 2
+    assert rig.slab.stats().pinned_blocks == 0
+
+
+def test_reading_ahead_is_bounded_and_ends_with_its_request(rig: Rig) -> None:
+    rig.put_below(*range(40))
+    requests = [request(f"r{i}", *range(4 * i, 4 * i + 4)) for i in range(8)]
+    for asks in requests:
+        rig.side.request_queued(asks)
+        rig.side.request_queued(asks)
+        rig.hierarchy.poll()
+    assert rig.slab.stats().pinned_blocks <= rig.slab.num_slots // 4
+    assert rig.slab.stats().pinned_blocks > 0
+    for asks in requests:
+        rig.side.request_finished(asks.request_id)
+    assert rig.slab.stats().pinned_blocks == 0
+
+
+def test_cold_blocks_are_stored_ahead_and_not_again_when_they_go(rig: Rig) -> None:
+    assert rig.side.num_wanted_ahead() > 0
+    meta = rig.side.build_meta([], [evicted(6, 2), evicted(5, 1)])
+    assert not meta.stores
+    (job,) = meta.ahead
+    assert job.block_ids == [5, 6]
+    rig.signal.job_ended()
+    rig.side.update_from_worker(ConnectorWorkerOutput(finished_stores=[job.job_id]))
+    assert not rig.side.build_meta([evicted(6, 2), evicted(5, 1)])
+    assert rig.side.get_matched_tokens(request("a", 1, 2), 0).tokens == 8
+
+
+def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
+    meta = rig.side.build_meta([], [evicted(6, 2), evicted(5, 1)])
+    job_id = meta.ahead[0].job_id
+    meta = rig.side.build_meta([evicted(6, 2)])
+    assert meta.overtaken == [job_id] and not meta.stores
+    assert not rig.side.build_meta([evicted(7, 9)]).overtaken
+    rig.side.names_dropped()
+    assert rig.side.build_meta([]).overtaken == [job_id], "any block may be overwritten now"
+    assert not rig.side.build_meta([]).overtaken
+    for _ in range(2):
+        rig.signal.job_ended()
+    output = ConnectorWorkerOutput(finished_stores=[job_id, job_id + 1])
+    rig.side.update_from_worker(output)
+
+
+def test_storing_ahead_is_bounded(rig: Rig) -> None:
+    metas = []
+    while rig.side.num_wanted_ahead():
+        number = len(metas)
+        metas.append(rig.side.build_meta([], [evicted(number, number)]))
+        assert len(metas) < 10
+    for meta in metas:
+        rig.signal.job_ended()
+        ids = [job.job_id for job in meta.ahead]
+        rig.side.update_from_worker(ConnectorWorkerOutput(failed_stores=ids))
+    assert rig.side.num_wanted_ahead() > 0
+    assert rig.side.get_matched_tokens(request("a", 0), 0).tokens == 0, "a failed store is none"
 
 
 def test_a_load_that_breaks_in_the_middle_keeps_its_leading_part(rig: Rig) -> None:

@@ -24,11 +24,11 @@ def test_neighbours_on_both_sides_are_one_run() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
 def test_runs_say_the_same_as_the_pairs(pairs: list[tuple[int, int]]) -> None:
     runs = merge_runs([block for block, _ in pairs], [slot for _, slot in pairs])
-    told = [(run.block_id + i, run.slot + i) for run in runs for i in range(run.length)]
+    told = [(run.source + i, run.target + i) for run in runs for i in range(run.length)]
     assert told == pairs
     joints = itertools.pairwise(runs)
     assert all(
-        (a.block_id + a.length, a.slot + a.length) != (b.block_id, b.slot) for a, b in joints
+        (a.source + a.length, a.target + a.length) != (b.source, b.target) for a, b in joints
     ), "two runs could have been one"
 
 

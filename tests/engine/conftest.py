@@ -93,6 +93,7 @@ def small_tiers(tmp_path: Path) -> Tiers:
     """Options of a small cpu tier and a small ssd tier, which survives the engine."""
     return {
         "kv_offload": "cpu,ssd",
+        "kv_offload_load": "always",
         "kv_offload_cpu_bytes": "1MiB",
         "kv_offload_ssd_path": str(tmp_path / "ssd"),
         "kv_offload_ssd_bytes": "16MiB",

@@ -313,7 +313,7 @@ LEFT_OPEN = """
 import sys
 from stratakv.engine import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks=100, num_threads=1, kv_offload="cpu,ssd",
-          kv_offload_cpu_bytes="1MiB", kv_offload_ssd_path=sys.argv[2],
+          kv_offload_load="always", kv_offload_cpu_bytes="1MiB", kv_offload_ssd_path=sys.argv[2],
           kv_offload_ssd_bytes="16MiB")
 print(llm.generate([[7] * 100], SamplingParams(max_tokens=1))[0].cached_tokens_by_tier)
 """

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,7 @@ from stratakv.tiers.record import (
     Defect,
     RecordHeader,
     check_record,
+    decode_header,
     encode_header,
 )
 
@@ -238,6 +240,35 @@ def test_impossible_layouts_are_refused(fields: tuple[int, int, int, int, str]) 
 EXPECTED = RecordHeader(
     key=pack_key(b"\x01" * 32), layout_id=b"\x02" * 16, payload_bytes=4, generation=7
 )
+
+
+ENCODED = replace(EXPECTED, codec=1, decoded_bytes=9)
+# As HEADER, but for the codec, the decoded length and with them the checksum.
+ENCODED_CHECKSUM = "9a4205e581363436b4503d5acd1cfafd"
+
+
+def test_encoded_header_vector() -> None:
+    header = encode_header(ENCODED, b"abcd")
+    plain = bytes.fromhex(HEADER)
+    assert header[:112] == plain[:12] + b"\1\0\0\0" + plain[16:88] + b"\x09" + bytes(23)
+    assert header[112:].hex() == ENCODED_CHECKSUM
+    assert decode_header(header) == ENCODED
+    assert (ENCODED.block_bytes, EXPECTED.block_bytes) == (9, 4)
+    assert check_record(header, b"abcd", ENCODED) is None
+    # Neither is ever taken for the other.
+    assert check_record(header, b"abcd", EXPECTED) is Defect.VERSION
+    assert check_record(plain, b"abcd", ENCODED) is Defect.VERSION
+    assert check_record(header, b"abcd", replace(ENCODED, decoded_bytes=8)) is Defect.LENGTH
+
+
+def test_a_codec_number_fits_a_byte() -> None:
+    with pytest.raises(ValueError, match="number up to 255, not 256"):
+        encode_header(replace(EXPECTED, codec=256), b"abcd")
+    header = bytearray.fromhex(HEADER)
+    header[13] = 1
+    found = decode_header(header)
+    assert found is not None and found.codec == 256
+    assert check_record(header, b"abcd", found) is Defect.VERSION
 
 
 def test_header_vector() -> None:

@@ -10,16 +10,17 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from stratakv.tiers import cpu
+from stratakv.tiers import shared_memory
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock, TierClosed, TierConfigError
+from stratakv.tiers.policies.lru import LruPolicy
 
 from .blocks import ODD, SMALL, make_keys
 
@@ -150,8 +151,8 @@ def test_slots_are_aligned_and_populated_with_progress() -> None:
 
 
 def test_an_old_kernel_populates_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
-    monkeypatch.setattr(cpu, "_PIECE_BYTES", 8 * SMALL.slot_bytes)
+    monkeypatch.setattr(shared_memory, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+    monkeypatch.setattr(shared_memory, "_PIECE_BYTES", 8 * SMALL.slot_bytes)
     slab = CpuSlab(SMALL, 20 * SMALL.slot_bytes)
     assert os.fstat(slab.fd).st_blocks * 512 >= 20 * SMALL.slot_bytes
     slab.close()
@@ -172,7 +173,7 @@ def test_another_process_maps_the_same_slots(slab: CpuSlab) -> None:
 def test_sizes_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TierConfigError, match="at least 4096 bytes for one block, not 4095"):
         CpuSlab(SMALL, 4095)
-    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 10_000)
+    monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 10_000)
     with pytest.raises(TierConfigError, match="10000 bytes of memory available"):
         CpuSlab(SMALL, 12_288)
 
@@ -184,14 +185,14 @@ def test_memory_that_runs_short_is_refused_and_leaves_nothing(
         raise OSError(12, "Cannot allocate memory")
 
     before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(cpu, "_populate_piece", refuse)
+    monkeypatch.setattr(shared_memory, "_populate_piece", refuse)
     with pytest.raises(TierConfigError, match="Cannot allocate memory"):
         CpuSlab(SMALL, 8 * SMALL.slot_bytes)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_host_says_how_much_memory_it_has() -> None:
-    available = cpu.available_memory_bytes()
+    available = shared_memory.available_memory_bytes()
     assert available is not None
     assert mmap.PAGESIZE < available < 2**50
 
@@ -238,4 +239,41 @@ def test_threads_never_share_a_slot() -> None:
     assert slab.free_slots() + slab.stats().blocks == slab.num_slots
     slab.drop(slab.keys())
     assert slab.free_slots() == slab.num_slots
+    slab.close()
+
+
+def test_huge_pages_that_cannot_be_had_are_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "_MFD_HUGE_2MB", 63 << os.MFD_HUGE_SHIFT)  # no such size
+    slab = CpuSlab(SMALL, 20 * SMALL.slot_bytes, huge_pages=True)
+    assert not slab.has_huge_pages
+    assert caplog.text.count("using plain pages") == 1
+    assert slab.num_slots == 20 and len(slab.memory()) == 20 * SMALL.slot_bytes
+    slab.close()
+
+
+def test_slots_on_huge_pages() -> None:
+    free = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    if int(free.get("HugePages_Free", "0")) < 2:
+        pytest.skip("the host has set no huge pages apart (vm.nr_hugepages)")
+    slab = CpuSlab(SMALL, 600 * SMALL.slot_bytes, huge_pages=True)  # 1.2 pages
+    assert slab.has_huge_pages
+    assert len(slab.memory()) == 600 * SMALL.slot_bytes
+    assert os.fstat(slab.fd).st_size == 2 * shared_memory.HUGE_PAGE_BYTES
+    slab.buffer(599)[:5] = b"hello"
+    slab.close()
+
+
+def test_the_policy_hears_of_prompts() -> None:
+    heard: list[tuple[list[bytes], float]] = []
+
+    class Listening(LruPolicy):
+        def observe(self, chain: Sequence[bytes], now: float) -> None:
+            heard.append((list(chain), now))
+
+    slab = CpuSlab(SMALL, 4 * SMALL.slot_bytes, policy=Listening())
+    keys = make_keys(3)
+    slab.observe(keys, 7.5)
+    assert heard == [(keys, 7.5)]
     slab.close()

@@ -14,7 +14,7 @@ The owner must do this: insert each key once, and remove what it evicts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class EvictionPolicy(ABC):
@@ -36,7 +36,19 @@ class EvictionPolicy(ABC):
     def remove(self, keys: Iterable[bytes]) -> None:
         """Keys that went; unknown ones are ignored."""
 
+    def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
+        """A prompt arrived whose blocks are `chain`, head first, whether the owner holds them or
+        not, at `now` seconds of a monotonic clock. Its `touch` and `insert` follow, if any do. For
+        policies that learn what is used again; others need not know."""
+
     @abstractmethod
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
         """The `count` keys to evict next, coldest first, of those that `may_evict` allows; fewer
         where there are fewer. Changes nothing."""
+
+    def displaced_by(
+        self, keys: Sequence[bytes], count: int, may_evict: Callable[[bytes], bool]
+    ) -> list[bytes]:
+        """The `victims` that make room for `keys`, which are about to come in and which the owner
+        can do without: fewer where a policy would rather keep what there is. Changes nothing."""
+        return self.victims(count, may_evict)

@@ -2,33 +2,50 @@
 """The directory of a store: made, checked, and locked against a second process.
 
     PATH/lock          held by flock while the store is open; holds the owner's process id
+    PATH/identity      what the store was made for
     PATH/blocks        the slot file
     PATH/index/        the LMDB environment
+    PATH/index.new/    one that is about to replace it
     PATH/index.bad-n/  an index that was damaged, kept for inspection
 
-Knows nothing of what is in these files.
+Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
+it is where somebody else made it. No symbolic link below PATH is followed. Knows nothing of what is
+in these files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import TierConfigError
 from .space import SpacePlan
 
+_FOLDERS = ("index", "index.new", "index.bad-*")
+
 
 class StoreDirectory:
-    """Holds the lock until `close`. Raises TierConfigError with cause and cure."""
+    """Holds the lock until `close`. Raises TierConfigError with cause and cure.
 
-    def __init__(self, path: Path) -> None:
+    With `create` false a directory that is no store is refused.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path.absolute()
         self.slot_file = self.path / "blocks"
         self.index = self.path / "index"
+        if not create and not os.path.lexists(self.path / "lock"):
+            raise TierConfigError(
+                f"{self.path} holds no SSD tier (there is no lock file in it); give the directory "
+                "of one"
+            )
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._refuse_foreign_files()
+            self._refuse_wrong_kind(self.path / "lock")
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(self.path / "lock", flags, 0o600)
         except (FileExistsError, NotADirectoryError):
@@ -42,19 +59,35 @@ class StoreDirectory:
                 "or change its permissions"
             ) from error
         self._take_lock()
+        try:
+            for each in self._ours():
+                self._refuse_wrong_kind(each)
+                _make_private(each)
+        except TierConfigError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise TierConfigError(
+                f"the SSD tier cannot make all of {self.path} private ({error}); use another "
+                "path or remove what is there"
+            ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
         """Refuse a plan that the file system has no room for, counting what is already ours."""
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize
-        files = [self.slot_file, *self.path.glob(f"{self.index.name}*/*")]
-        ours = sum(each.stat().st_blocks * 512 for each in files if each.exists())
+        ours = self.used_bytes()
         missing = plan.total_bytes - ours - free
         if missing > 0:
             raise TierConfigError(
                 f"the SSD tier takes {plan.total_bytes} bytes in {self.path}, where {free} bytes "
                 f"are free; lower its size by {missing} bytes or more, or use another path"
             )
+
+    def used_bytes(self) -> int:
+        """What the file system has given to everything of ours."""
+        return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
     def close(self) -> None:
         """Let another process in."""
@@ -68,6 +101,26 @@ class StoreDirectory:
                     f"the SSD tier would write over {each}, which it did not make (no lock file "
                     "lies beside it); use another path or remove it"
                 )
+
+    def _ours(self) -> Iterator[Path]:
+        """Everything there is under our names."""
+        for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
+            yield from self.path.glob(name)
+        for name in _FOLDERS:
+            yield from self.path.glob(f"{name}/*")
+
+    def _refuse_wrong_kind(self, path: Path) -> None:
+        """A link, a pipe or a folder that stands where a file of ours belongs."""
+        if not os.path.lexists(path):
+            return
+        mode = path.lstat().st_mode
+        is_folder = any(path.match(f"{self.path}/{name}") for name in _FOLDERS)
+        if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "something else"
+            raise TierConfigError(
+                f"the SSD tier needs {path} to be a {'folder' if is_folder else 'file'} and finds "
+                f"{what}; use another path or remove it"
+            )
 
     def _take_lock(self) -> None:
         try:
@@ -87,3 +140,13 @@ class StoreDirectory:
                 f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
                 "local disk with room"
             ) from error
+
+
+def _make_private(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            os.fchmod(descriptor, 0o700 if stat.S_ISDIR(mode) else 0o600)
+    finally:
+        os.close(descriptor)

@@ -2,72 +2,92 @@
 """Stands between the store and a damaged index: looks first, and moves aside what is not sound.
 
 A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` looks at it
-in a child process with a time limit. Knows nothing of what the index says; losing it costs a cold
-cache, serving from a damaged one could cost the engine.
+and reads it in a child process with a time limit. Knows nothing of what the rows mean; losing an
+index costs a cold cache, serving from a damaged one could cost the engine.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from . import index_file
+from .index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
+from .scan import UNABLE
 
-log = logging.getLogger(__name__)
-
+# What a damaged file does to its reader. Any other signal came from outside.
+_DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
+_MOST_ROWS_IN_BATCH = 65536
 
 
-def make_safe(folder: Path, scan_timeout_seconds: float) -> bool:
-    """True if the index in `folder` is sound or absent; False if it was damaged and moved aside.
+def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
+    """All rows of the index in `folder`. Raises IndexDamaged, perhaps after some of them: only
+    when the iteration has ended is any of them good. Raises OSError where it could not be looked
+    at, which says nothing about it: a cache is not thrown away because memory was short."""
+    command = [sys.executable, "-P", "-S", str(_SCAN), str(folder), *filter(None, sys.path)]
+    late = threading.Event()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        timer = threading.Timer(timeout_seconds, _end, (child, late))
+        timer.start()
+        try:
+            yield from _batches(child.stdout)
+            text = child.stderr.read(65536).decode(errors="replace")
+            status = child.wait()
+        finally:
+            timer.cancel()
+            child.kill()
+    if late.is_set():
+        raise IndexDamaged(f"looking at it took longer than {timeout_seconds:g} seconds")
+    if status < 0:
+        name = signal.Signals(-status).name
+        if name not in _DEADLY_READS:
+            raise OSError(f"the scan of its index was ended by {name}")
+        raise IndexDamaged(f"reading it ended by {name}")
+    if status == UNABLE:
+        raise OSError(f"its index could not be scanned: {text.strip()}")
+    if status:
+        lines = text.strip().splitlines()
+        raise IndexDamaged(lines[-1] if lines else f"the scan ended with status {status}")
 
-    At most one damaged index is kept, for inspection, as `<folder>.bad-<n>`.
-    """
-    data = folder / index_file.DATA_FILE
-    if not data.exists():
-        # A crash right after the folder was made leaves nothing worth keeping.
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    reason = find_damage(folder, scan_timeout_seconds)
-    if reason is None:
-        return True
-    aside = move_aside(folder)
-    log.warning(
-        "the index of the SSD tier is damaged (%s); it was moved to %s and the tier starts empty",
-        reason,
-        aside,
-    )
-    return False
+
+def _end(child: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    child.kill()
+
+
+def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
+    """Whole batches; a child that stopped in the middle of one says why by its status."""
+    while len(head := stream.read(4)) == 4:
+        count = int.from_bytes(head, "little")
+        if count > _MOST_ROWS_IN_BATCH:
+            return
+        slots, values = stream.read(count * SLOT_BYTES), stream.read(count * VALUE_BYTES)
+        if len(values) != count * VALUE_BYTES:
+            return
+        yield RowBatch(slots, values)
 
 
 def find_damage(folder: Path, timeout_seconds: float) -> str | None:
     """What is wrong with the index in `folder`, None if nothing is."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(_SCAN), str(folder)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"looking at it took longer than {timeout_seconds:g} seconds"
-    if done.returncode == 0:
-        return None
-    if done.returncode < 0:
-        return f"reading it ended by {signal.Signals(-done.returncode).name}"
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return lines[-1] if lines else f"the scan ended with status {done.returncode}"
+        for _batch in read_rows(folder, timeout_seconds):
+            pass
+    except IndexDamaged as damage:
+        return str(damage)
+    return None
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename the folder to the next `.bad-<n>`, and remove those that were there before."""
+    """Keep a damaged index for inspection, as `<folder>.bad-<n>`; the one before it is removed."""
     earlier = set_aside(folder)
     numbers = [int(path.name.rpartition("-")[2]) for path in earlier]
     aside = folder.with_name(f"{folder.name}.bad-{max(numbers, default=0) + 1}")
@@ -86,6 +106,6 @@ def set_aside(folder: Path) -> list[Path]:
 def remove_larger(folder: Path, limit_bytes: int) -> None:
     """Remove what was set aside by a larger store, which would break the bound of this one."""
     for path in set_aside(folder):
-        data = path / index_file.DATA_FILE
+        data = path / DATA_FILE
         if not data.exists() or data.stat().st_size > limit_bytes:
             shutil.rmtree(path)

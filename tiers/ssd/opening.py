@@ -7,25 +7,51 @@ threads; what it returns is used under the lock of the state it makes.
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import lmdb
 
 from ..base import TierStats
 from ..block import BlockLayout
+from ..codecs.base import Codec
 from ..errors import TierConfigError
 from . import guard
 from .directory import StoreDirectory
-from .index_file import FORMAT_VERSION, Identity, IndexFile, Row, rebuild
+from .identity_file import Note, make_note, read_note, write_note
+from .index_file import (
+    DATA_FILE,
+    FORMAT_VERSION,
+    Identity,
+    IndexDamaged,
+    IndexFile,
+    finish_rebuild,
+    rebuild,
+    sync_folder,
+)
 from .slot_file import SlotFile
 from .slot_index import SlotIndex
 from .space import SpacePlan, plan_space
 from .state import StoreState
 
+log = logging.getLogger(__name__)
+
+_LOSSY = b"\0codec="  # in a namespace, before the name of a codec that loses something
 SET_ASIDE = "index_set_aside"  # the key in `TierStats.errors`
+
+# What LMDB says of a file rather than of the machine.
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,91 +70,151 @@ def open_store(
     capacity_bytes: int,
     namespace: bytes,
     scan_timeout_seconds: float,
+    codec: Codec | None = None,
 ) -> OpenedStore:
     """Raises TierConfigError with cause and cure, and then leaves nothing open."""
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
+    wanted = _identity(layout, namespace, codec)
     with ExitStack() as undo:
         directory = StoreDirectory(path)
         undo.callback(directory.close)
         try:
-            if not guard.make_safe(directory.index, scan_timeout_seconds):
+            note = read_note(directory.path)
+            if note is not None and note.format_version != FORMAT_VERSION:
+                # Its index is not looked at: what it may hold is for that format to say.
+                _refuse_identity(directory.path, note.identity, wanted)
+            try:
+                index = _read_index(directory, plan, wanted, note, scan_timeout_seconds)
+            except IndexDamaged as damage:
+                log.warning(
+                    "the index of the SSD tier is damaged (%s); it was moved to %s and the tier "
+                    "starts empty",
+                    damage,
+                    guard.move_aside(directory.index),
+                )
                 stats.errors[SET_ASIDE] = 1
-            rows = _prepare_index(directory, plan, _identity(layout, namespace))
-            index_file = IndexFile(directory.index, plan.index_bytes)
+                index = None
+            directory.check_free_space(plan)
+            if index is None:
+                _leave_only_records_of(directory, wanted, note)
+                index = SlotIndex(plan.num_slots)
+            index_file = _fit_index(directory, plan, wanted, index)
             undo.callback(index_file.close)
             slot_file = SlotFile(directory.slot_file, layout, plan.num_slots)
             undo.callback(slot_file.close)
-            epoch = index_file.next_epoch()
-        except (OSError, lmdb.Error) as error:
+            epoch = index_file.next_epoch(note.epoch if note else None)
+            write_note(directory.path, make_note(wanted, layout.page_bytes, epoch))
+        except (OSError, lmdb.Error, IndexDamaged) as error:
             raise TierConfigError(
                 f"the SSD tier cannot use {directory.path} ({error}); use another path or make "
                 "room there"
             ) from error
-        state = StoreState(layout, slot_file, SlotIndex(plan.num_slots, rows), stats)
+        state = StoreState(layout, slot_file, index, stats)
         return OpenedStore(state, index_file, epoch, undo.pop_all().close)
 
 
-def _prepare_index(directory: StoreDirectory, plan: SpacePlan, identity: Identity) -> list[Row]:
-    """Make the index, or the one that is there, fit the plan; its rows. What belongs to another
-    identity is refused before anything is changed."""
-    rows: list[Row] = []
-    surplus: list[int] = []
-    if directory.index.exists():
-        index = IndexFile(directory.index, plan.index_bytes)
-        try:
-            _check_identity(directory.path, index.identity(), identity)
-            for row in index.rows():
-                if row.slot < plan.num_slots:
-                    rows.append(row)
-                else:
-                    surplus.append(row.slot)
-            is_too_large = index.file_bytes() > plan.index_bytes
-            directory.check_free_space(plan)
-            if surplus and not is_too_large:
-                index.delete(surplus)
-        finally:
-            index.close()
-        if is_too_large:
-            rebuild(directory.index, plan.index_bytes, identity, rows)
-    else:
-        directory.check_free_space(plan)
-    guard.remove_larger(directory.index, plan.index_bytes)
-    index = IndexFile(directory.index, plan.index_bytes)
+def _read_index(
+    directory: StoreDirectory,
+    plan: SpacePlan,
+    wanted: Identity,
+    note: Note | None,
+    scan_timeout_seconds: float,
+) -> SlotIndex | None:
+    """What the index on the disk says; None where there is none. Raises IndexDamaged, and
+    TierConfigError for the index of another store, which is left as it is."""
+    finish_rebuild(directory.index)
+    if not (directory.index / DATA_FILE).exists():
+        # A crash right after the folder was made leaves nothing worth keeping.
+        shutil.rmtree(directory.index, ignore_errors=True)
+        return None
+    index = SlotIndex(plan.num_slots, guard.read_rows(directory.index, scan_timeout_seconds))
+    found = read_identity(directory.index)
+    if found is None:
+        if len(index):
+            raise IndexDamaged("it does not say what it is for")
+        return None  # a crash came before the first commit
+    if not found.is_same(wanted):
+        if note is not None and note.identity.is_same(wanted):
+            raise IndexDamaged("it does not say that it is for what the store is for")
+        _refuse_identity(directory.path, found, wanted)
+    return index
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """The identity in a sound index. Raises IndexDamaged."""
     try:
-        index.reserve(plan.index_bytes)
-        if index.identity() is None:
-            index.write_identity(identity)
+        index = IndexFile(folder, 0)
+    except _DAMAGE as error:
+        raise IndexDamaged(str(error)) from error
+    try:
+        return index.identity()
     finally:
         index.close()
-    return rows
 
 
-def _identity(layout: BlockLayout, namespace: bytes) -> Identity:
+def _leave_only_records_of(directory: StoreDirectory, wanted: Identity, note: Note | None) -> None:
+    """Without an index the identity file alone says whose the records are. Those of another model
+    must not lie where a later repair takes all records there are into a new index."""
+    if note is None or not note.identity.is_same(wanted):
+        directory.slot_file.unlink(missing_ok=True)
+
+
+def _fit_index(
+    directory: StoreDirectory, plan: SpacePlan, identity: Identity, index: SlotIndex
+) -> IndexFile:
+    """Make the index on the disk, or the one that is there, fit the plan."""
+    data = directory.index / DATA_FILE
+    if data.exists() and data.stat().st_size > plan.index_bytes:
+        rebuild(directory.index, plan.index_bytes, identity, index.rows())
+    guard.remove_larger(directory.index, plan.index_bytes)
+    index_file = IndexFile(directory.index, plan.index_bytes)
+    try:
+        index_file.delete_from(plan.num_slots)
+        index_file.reserve(plan.index_bytes)
+        if index_file.identity() is None:
+            index_file.write_identity(identity)
+        sync_folder(directory.index)
+    except BaseException:
+        index_file.close()
+        raise
+    return index_file
+
+
+def _identity(layout: BlockLayout, namespace: bytes, codec: Codec | None) -> Identity:
+    """Blocks that lost something to a codec have a namespace of their own, so that nobody is
+    served them who did not ask for it."""
     text = (
         f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
         f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
     )
+    if codec is not None and not codec.is_lossless:
+        namespace += _LOSSY + codec.name.encode()
     return Identity(FORMAT_VERSION, layout.layout_id(), namespace, text)
 
 
-def _name_of(identity: Identity) -> str:
-    return f"namespace {identity.namespace.hex()[:16]}" if identity.namespace else "no namespace"
+def _name_of(namespace: bytes) -> str:
+    return f"namespace {namespace.hex()[:16]}" if namespace else "no namespace"
 
 
-def _check_identity(path: Path, found: Identity | None, wanted: Identity) -> None:
-    if found is None:
-        return  # a crash came before the first commit
+def _codec_of(lossy: bytes) -> str:
+    name = lossy.decode(errors="replace")
+    return f"the codec {name}" if name else "no codec that changes numbers"
+
+
+def _refuse_identity(path: Path, found: Identity, wanted: Identity) -> NoReturn:
     if found.format_version != wanted.format_version:
         theirs, ours = f"format {found.format_version}", f"format {wanted.format_version}"
     elif found.layout_id != wanted.layout_id:
         theirs, ours = found.layout_text, wanted.layout_text
-    elif found.namespace != wanted.namespace:
-        # A namespace is there where the names of blocks do not say which model they are of.
-        theirs = f"another model or naming of blocks ({_name_of(found)})"
-        ours = _name_of(wanted)
     else:
-        return
+        their_namespace, _, their_codec = found.namespace.partition(_LOSSY)
+        our_namespace, _, our_codec = wanted.namespace.partition(_LOSSY)
+        # A namespace is there where the names of blocks do not say which model they are of.
+        theirs = f"another model or naming of blocks ({_name_of(their_namespace)})"
+        ours = _name_of(our_namespace)
+        if their_namespace == our_namespace:
+            theirs, ours = _codec_of(their_codec), _codec_of(our_codec)
     raise TierConfigError(
         f"the SSD tier in {path} was made for {theirs}, and this engine has {ours}; use another "
         "path or delete that directory"

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at an LMDB file for damage: `python scan.py FOLDER`, run in a process of its own.
+"""Looks at an LMDB file for damage and reads it: `python scan.py FOLDER PATHS...`, run in a process
+of its own.
 
 LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads
 or writes it, so this looks first: at the structure of every page in use and of the list of free
-pages by hand, then, in case something was overlooked, with LMDB itself. Payload bytes (keys and
-values) are not judged; records are verified when they are read.
+pages by hand, then, in case something was overlooked, with LMDB itself. What a row says is not
+judged but for its length and place; records are verified when they are read.
 
-Exit status 0: sound. 1: damaged, the reason on standard output. Killed by a signal: damaged.
-Imports nothing of ours, so that it starts fast and wherever it lies.
+Rows go to standard output as they are read, so that they are read once:
+    batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
+Exit status 0: sound, and every row was written. 1: damaged, the reason on standard error. 2: short
+of memory or descriptors, which says nothing about the file. Killed by a signal that reading can
+cause: damaged. Imports nothing of ours, so that it starts fast and wherever it lies; PATHS are
+where to look for LMDB.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -16,11 +21,17 @@ in a branch low|high|flags is the child's page number.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 import sys
+from itertools import islice
+from operator import lt
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+
+if TYPE_CHECKING:
+    import lmdb
 
 _PAGE = struct.Struct("<QHHHH")
 _NODE = struct.Struct("<HHHH")
@@ -33,6 +44,13 @@ _BRANCH, _LEAF, _OVERFLOW, _META_FLAG = 1, 2, 4, 8
 _BIG, _SUBTREE = 1, 2
 _EMPTY = 2**64 - 1
 _MAX_DEPTH = 32  # LMDB's own limit
+_INTEGER_KEYS = 8  # of a tree; the list of free pages is the only one that has it
+_ROWS = b"slots"  # the tree of rows
+_SLOT_BYTES, _VALUE_BYTES = 4, 64
+_BATCH = 16384
+
+UNABLE = 2
+_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 class Damage(Exception):
@@ -92,6 +110,8 @@ class PageScan:
             return []
         if not 1 <= tree.depth <= _MAX_DEPTH:
             raise Damage(f"a tree of depth {tree.depth}")
+        if tree.flags != (_INTEGER_KEYS if free_list else 0):
+            raise Damage(f"a tree has flags {tree.flags:#x}")
         level, entries, values = [tree.root], 0, []
         for depth in range(tree.depth, 0, -1):
             below: list[int] = []
@@ -99,8 +119,8 @@ class PageScan:
                 if depth > 1:
                     below += self._check_branch(page)
                 else:
-                    found = self._check_leaf(page)
-                    entries += len(found)
+                    count, found = self._check_leaf(page)
+                    entries += count
                     if free_list:
                         values += found
             level = below
@@ -120,9 +140,11 @@ class PageScan:
             raise Damage(f"branch page {page} has {len(children)} children")
         return children
 
-    def _check_leaf(self, page: int) -> list[tuple[int, int]]:
-        """Offset and size of each value."""
+    def _check_leaf(self, page: int) -> tuple[int, list[tuple[int, int]]]:
+        """The number of nodes; offset and size of their values, but for a page full of rows."""
         base, offsets = self._check_page(page, _LEAF)
+        if self._is_uniform(base, offsets):
+            return len(offsets), []
         values = []
         for offset in offsets:
             low, high, flags, key_size = _NODE.unpack_from(self._data, base + offset)
@@ -141,7 +163,20 @@ class PageScan:
                     raise Damage(f"a tree record of page {page} has {size} bytes")
                 subtree = Tree(*_TREE.unpack_from(self._data, base + start))
                 self._check_tree(subtree, free_list=False)
-        return values
+        return len(offsets), values
+
+    def _is_uniform(self, base: int, offsets: tuple[int, ...]) -> bool:
+        """True for a page of rows and nothing else: equal nodes, side by side. Told a page at a
+        time, because a million nodes are too many to look at one by one."""
+        count, first = len(offsets), min(offsets)
+        size = _NODE.size + _SLOT_BYTES + _VALUE_BYTES
+        if first + count * size != self._size:
+            return False
+        if sorted(offsets) != list(range(first, self._size, size)):
+            return False
+        nodes = self._data[base + first : base + self._size]
+        header = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
+        return all(nodes[i::size] == header[i : i + 1] * count for i in range(_NODE.size))
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
         """Where the page begins, and the offsets of its nodes, all within the page."""
@@ -210,36 +245,57 @@ def newest_meta(data: mmap.mmap, page_size: int) -> Meta:
     return max(metas, key=lambda meta: meta.transaction)
 
 
-def read_with_lmdb(folder: Path) -> None:
-    """Read every row the way the store will."""
-    try:
-        import lmdb
-    except ImportError:
-        return  # found by the store in a way that this process does not know; the scan has to do
+def read_with_lmdb(folder: Path, out: BinaryIO) -> None:
+    """Read everything the way the store would, and write the rows to `out`."""
+    import lmdb  # found only where `main` has put its place
+
     try:
         with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=2, create=False) as env:
             with env.begin() as txn, txn.cursor() as cursor:
                 names = [bytes(name) for name in cursor.iternext(values=False)]
             for name in names:
                 table = env.open_db(name, create=False)
-                with env.begin(db=table) as txn, txn.cursor() as cursor:
-                    for _row in cursor:
-                        pass
+                with env.begin(db=table) as txn:
+                    if name == _ROWS:
+                        write_rows(txn, out)
+                    else:
+                        sum(1 for _row in txn.cursor())
     except lmdb.Error as error:
         raise Damage(str(error)) from error
 
 
+def write_rows(txn: lmdb.Transaction, out: BinaryIO) -> None:
+    """Write the rows of the transaction's tree. Two cursors, because pairs are slow to make."""
+    with txn.cursor() as names, txn.cursor() as rows:
+        slots, values = names.iternext(values=False), rows.iternext(keys=False)
+        last = b""
+        while some := cast("list[bytes]", list(islice(values, _BATCH))):
+            here = cast("list[bytes]", list(islice(slots, len(some))))
+            if set(map(len, here)) != {_SLOT_BYTES} or set(map(len, some)) != {_VALUE_BYTES}:
+                raise Damage("a row has a wrong length")
+            if not all(map(lt, [last, *here], here)):
+                raise Damage("the rows are not in the order of their slots")
+            last = here[-1]
+            out.write(struct.pack("<I", len(some)))
+            out.write(b"".join(here))
+            out.write(b"".join(some))
+        out.flush()
+
+
 def main(arguments: list[str]) -> int:
-    folder = Path(arguments[0])
+    folder, sys.path[:] = Path(arguments[0]), arguments[1:]
     try:
         with (
             (folder / "data.mdb").open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             PageScan(data).check()
-        read_with_lmdb(folder)
-    except (Damage, OSError, ValueError, struct.error, RecursionError) as error:
-        print(error)  # noqa: T201 - read by the process that asked
+        read_with_lmdb(folder, sys.stdout.buffer)
+    except (OSError, MemoryError) as error:
+        print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked
+        return UNABLE if getattr(error, "errno", errno.ENOMEM) in _SHORTAGES else 1
+    except (Damage, ValueError, struct.error, RecursionError) as error:
+        print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked
         return 1
     return 0
 

@@ -4,6 +4,8 @@
     record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
     slot i begins at byte i * record_bytes
 
+An encoded payload is shorter: what lies behind its last page is of an earlier record.
+
 Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
 would only hold them a third time. Only header pages and the last, partly filled page of a payload
 pass through a `Scratch`, so what lies in a buffer behind the payload is never read or written.
@@ -17,6 +19,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from ..block import ALIGNMENT, BlockLayout
@@ -24,20 +27,27 @@ from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-# One call moves about this much: enough to keep a disk busy, little enough to share among threads.
-# A little over 4 MiB, so that two blocks of 2 MiB fit with their header pages.
-RUN_BYTES = 4 * 1024**2 + 64 * 1024
+# One call moves about this much: several at a time keep a disk busy, and what is under way is soon
+# over for those who wait behind it, a sync or a read. A little over 1 MiB, so that four blocks of
+# 256 KiB fit with their header pages.
+RUN_BYTES = 1024**2 + 64 * 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Scratch:
     """Aligned pages for the headers and tails of one run; belongs to one thread."""
 
-    def __init__(self, records: int) -> None:
+    def __init__(self, records: int, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
         memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
         pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
         self.headers = pages[:records]
         self.tails = pages[records:]
+
+    @cached_property
+    def encoded(self) -> memoryview:
+        """Room for one encoded payload; only a thread that meets one has it."""
+        return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
 class SlotFile:
@@ -53,6 +63,7 @@ class SlotFile:
         self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
         per_record = 1 + (self._whole > 0) + (self._tail > 0)
         self.run_slots = max(1, min(RUN_BYTES // self.record_bytes, _IOV_MAX // per_record))
+        self.run_bytes = self.run_slots * self.record_bytes  # of the longest run
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._buffered = os.open(path, flags, 0o600)
         try:
@@ -70,7 +81,7 @@ class SlotFile:
 
     def scratch(self) -> Scratch:
         """Pages for one thread's calls, good for runs of `run_slots`."""
-        return Scratch(self.run_slots)
+        return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
     def read(self, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
         """Read neighbouring records from `slot` on: headers into the scratch, payloads into the
@@ -96,6 +107,27 @@ class SlotFile:
         if done != len(payloads) * self.record_bytes:
             raise OSError(errno.EIO, f"{done} bytes of a run were written", str(self._path))
 
+    def read_encoded(self, slot: int, size: int, scratch: Scratch) -> bool:
+        """Read one record, header and encoded payload of `size` bytes, into the scratch; False
+        where the file ends before it does. May raise OSError."""
+        vector, offset = _encoded_vector(size, scratch), slot * self.record_bytes
+        done = self._either(lambda fd: os.preadv(fd, vector, offset))
+        return done >= HEADER_PAGE_BYTES + size
+
+    def write_encoded(self, slot: int, size: int, scratch: Scratch) -> None:
+        """Write one record, whose header and encoded payload of `size` bytes are in the scratch;
+        the rest of its last page is zeroed. On the disk only after `sync`. May raise OSError."""
+        scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
+        vector, offset = _encoded_vector(size, scratch), slot * self.record_bytes
+        done = self._either(lambda fd: os.pwritev(fd, vector, offset))
+        if done != HEADER_PAGE_BYTES + _whole_pages(size):
+            raise OSError(errno.EIO, f"{done} bytes of a record were written", str(self._path))
+
+    def saved_bytes(self, size: int) -> int:
+        """What need not move of a slot whose encoded payload has `size` bytes; of one without a
+        codec, which has 0, nothing."""
+        return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
+
     def sync(self) -> None:
         """Return when everything written is on the disk. May raise OSError."""
         os.fdatasync(self._buffered)
@@ -111,7 +143,7 @@ class SlotFile:
         descriptor = None
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            os.preadv(descriptor, [Scratch(1).headers[0]], 0)
+            os.preadv(descriptor, [Scratch(1, 0).headers[0]], 0)
         except OSError as error:
             if descriptor is not None:
                 os.close(descriptor)
@@ -144,6 +176,14 @@ class SlotFile:
             if self._tail:
                 vector.append(scratch.tails[index])
         return vector
+
+
+def _encoded_vector(size: int, scratch: Scratch) -> list[memoryview]:
+    return [scratch.headers[0], scratch.encoded[: _whole_pages(size)]]
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def runs(slots: Sequence[int], longest: int) -> list[range]:

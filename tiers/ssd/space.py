@@ -20,10 +20,10 @@ from ..errors import TierConfigError
 HEADER_PAGE_BYTES = ALIGNMENT
 SMALL_FILES_BYTES = 128 * 1024
 
-# An LMDB page holds 58 rows; after splits at least half of that. The factor pays for copies on
+# An LMDB page holds 52 rows; after splits at least half of that. The factor pays for copies on
 # write: a commit needs the pages it replaces twice, and pages freed by one commit are reused only
 # two commits later.
-_ROWS_PER_PAGE = 29 * mmap.PAGESIZE // 4096
+_ROWS_PER_PAGE = 26 * mmap.PAGESIZE // 4096
 _INDEX_FACTOR = 3
 _INDEX_BASE_PAGES = 64
 
@@ -48,7 +48,7 @@ class SpacePlan:
 
 def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
     """The largest store within `capacity_bytes`; TierConfigError where not one block fits."""
-    smallest = _plan(layout, 1)
+    smallest = plan_slots(layout.slot_bytes, 1)
     if smallest.total_bytes > capacity_bytes:
         raise TierConfigError(
             f"the SSD tier needs at least {smallest.total_bytes} bytes to hold one block of this "
@@ -57,17 +57,18 @@ def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
     low, high = 1, capacity_bytes // smallest.record_bytes + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if _plan(layout, middle).total_bytes <= capacity_bytes:
+        if plan_slots(layout.slot_bytes, middle).total_bytes <= capacity_bytes:
             low = middle
         else:
             high = middle
-    return _plan(layout, low)
+    return plan_slots(layout.slot_bytes, low)
 
 
-def _plan(layout: BlockLayout, num_slots: int) -> SpacePlan:
+def plan_slots(slot_bytes: int, num_slots: int) -> SpacePlan:
+    """A store of so many slots."""
     leaf_pages = -(-num_slots // _ROWS_PER_PAGE)
     return SpacePlan(
         num_slots=num_slots,
-        record_bytes=HEADER_PAGE_BYTES + layout.slot_bytes,
+        record_bytes=HEADER_PAGE_BYTES + slot_bytes,
         index_bytes=(_INDEX_BASE_PAGES + _INDEX_FACTOR * leaf_pages) * mmap.PAGESIZE,
     )

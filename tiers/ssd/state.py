@@ -42,8 +42,19 @@ class StoreState:
         self.layout_id = self.layout.layout_id()
 
     def header_of(self, entry: Entry) -> RecordHeader:
-        """The header that the entry's record must have."""
+        """The header that the record of an entry without a codec must have."""
         return RecordHeader(entry.key, self.layout_id, self.layout.page_bytes, entry.generation)
+
+    def encoded_header_of(self, entry: Entry, codec: int) -> RecordHeader:
+        """The header that the record of an entry with a codec of this number must have."""
+        return RecordHeader(
+            entry.key,
+            self.layout_id,
+            entry.encoded_bytes,
+            entry.generation,
+            codec,
+            self.layout.page_bytes,
+        )
 
     def count_fault(self, error: Exception) -> None:
         """Count a fault of the disk or the index by its kind; the first of a kind is logged."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
 
-Look-ups are answered from memory. Reads go to a few threads, writes to one; see `reader.py` and
-`writer.py` for what each promises. Knows nothing of the slab above it but its buffers.
+Look-ups are answered from memory. Reads and writes go to a few threads each; see `reader.py` and
+`writer.py` for what they promise. Knows nothing of the slab above it but its buffers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..base import Answer, StoreTier, TierStats
 from ..block import KEY_BYTES, BlockLayout
+from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from .opening import open_store
 from .reader import Part, Reader
@@ -26,6 +27,7 @@ from .writer import Writer
 log = logging.getLogger(__name__)
 
 MIB = 1024**2
+DURABILITIES = ("sync", "async")
 
 
 class SsdStore(StoreTier):
@@ -38,6 +40,15 @@ class SsdStore(StoreTier):
     `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each. A
     call that finds its queue empty is always taken, so that no batch is too large to ever pass.
 
+    `io_threads` read and as many hash and write: the depth of the queue that the disk sees.
+    `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
+    "async" once it is written, and then a power cut may take what came in the last seconds.
+    Neither ever serves a wrong byte.
+
+    With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
+    move, no more blocks fit. A store of a lossless codec may be opened without it and the other
+    way round; blocks of one that loses something are for stores with the same codec only.
+
     Raises TierConfigError where the path, the size or what lies there cannot be used.
     """
 
@@ -48,8 +59,10 @@ class SsdStore(StoreTier):
         capacity_bytes: int,
         *,
         namespace: bytes = b"",
-        io_threads: int = 4,
+        io_threads: int = 8,
         queue_bytes: int = 256 * MIB,
+        durability: str = "sync",
+        codec: Codec | None = None,
         scan_timeout_seconds: float = 30.0,
     ) -> None:
         if io_threads < 1 or queue_bytes < 1:
@@ -57,26 +70,38 @@ class SsdStore(StoreTier):
                 "the SSD tier needs at least one I/O thread and a queue of one byte, not "
                 f"{io_threads} and {queue_bytes}"
             )
+        if durability not in DURABILITIES:
+            raise TierConfigError(
+                f"the SSD tier's durability is {' or '.join(DURABILITIES)}, not {durability!r}"
+            )
+        if codec is not None and codec.layout != layout:
+            raise TierConfigError(
+                f"the codec {codec.name} was made for {codec.layout} and the SSD tier is for "
+                f"{layout}; make it for that layout"
+            )
         self.name = "ssd"
         self.layout = layout
         self._opened = open_store(
-            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds
+            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds, codec
         )
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes
-        self._reader = Reader(self._state, io_threads)
-        self._writer = Writer(self._state, self._opened.index_file, self._opened.epoch)
+        self._reader = Reader(self._state, io_threads, codec)
+        self._writer = Writer(
+            self._state,
+            self._opened.index_file,
+            self._opened.epoch,
+            io_threads=io_threads,
+            durable=durability == "sync",
+            codec=codec,
+        )
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         with self._state.lock:
-            index, pending = self._state.index, self._writer.pending
+            index, coming = self._state.index, self._writer.queue
             return [
-                Answer.HIT
-                if key in index
-                else Answer.PENDING
-                if key in pending and not pending[key].dropped
-                else Answer.MISS
+                Answer.HIT if key in index else Answer.PENDING if key in coming else Answer.MISS
                 for key in keys
             ]
 
@@ -107,7 +132,7 @@ class SsdStore(StoreTier):
             index = self._state.index
             missing = [position for position, key in enumerate(keys) if key not in index]
             if missing:
-                self._check_queue(self._writer.queued_blocks, len(missing), "writes")
+                self._check_queue(self._writer.queue.num_blocks, len(missing), "writes")
             index.touch([key for key in keys if key in index])
             job.waiting_for = len(missing)
             for position in missing:
@@ -115,6 +140,11 @@ class SsdStore(StoreTier):
         if not missing:
             job.complete()
         return job.future
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._state.lock:
+            index = self._state.index
+            index.touch([key for key in keys if key in index])
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._state.lock:
@@ -124,7 +154,7 @@ class SsdStore(StoreTier):
 
     def clear(self) -> None:
         with self._state.lock:
-            for key in [*self._state.index.keys(), *self._writer.pending]:
+            for key in [*self._state.index.keys(), *self._writer.queue.keys()]:
                 self._drop(key)
             self._writer.wake()
 
@@ -150,7 +180,7 @@ class SsdStore(StoreTier):
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
     def _drop(self, key: bytes) -> bool:
-        return self._state.index.forget_key(key) or self._writer.cancel(key)
+        return self._state.index.forget_key(key) or self._writer.queue.cancel(key)
 
     def _payloads(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool

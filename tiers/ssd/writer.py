@@ -1,296 +1,320 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that changes the disk: evicts, writes records and commits rows, batch by batch.
+"""The one thread that decides what changes on the disk: evicts, has records written, commits rows.
 
 The order of a batch is what makes the store safe at any moment of a crash or power cut:
 
     1  rows of blocks that left are removed, durably; only now are their slots free
-    2  records are written into free slots and reach the disk (fdatasync)
-    3  rows of the new blocks are committed, durably; only now are they offered.
-       A full store removes in the same commit what the next batch will displace: a commit is
-       dear, and so a steady stream of batches takes one each instead of two
+    2  records are written into free slots, several at a time, and reach the disk (fdatasync)
+    3  rows of the new blocks are committed, durably; only now are they offered
 
-A slot that no row names is free, so nothing has to be repaired at the start. How recently blocks
-were used rides along with step 3. Knows nothing of how blocks are read.
+A slot that no row names is free, so nothing has to be repaired at the start. While one batch is
+synced and committed, the records of the next are written already:
+
+    batch 1   write ───────── sync, commit
+    batch 2            write ─────────────── sync, commit
+
+Why the order holds although batches overlap:
+- Only this thread gives out slots and commits rows. A slot becomes free after the commit that
+  removed its row has returned, and belongs to its batch until that batch is settled; so whatever
+  is being written, no row on the disk and no reader means it, at any point of another batch.
+- The rows of a batch are in no commit before a sync that began after the last write of the batch
+  had returned. A sync that ran while the next batch was being written is not counted for that one.
+- The kernel reports a failed sync once. What was being written meanwhile may be lost as well, so
+  all batches under way are given up together with the one that was synced.
+
+A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
+offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
+many batches at once. Steps 1 to 3 keep their order, so a power cut may lose what was acknowledged
+in the last `SYNC_SECONDS`, but leaves no row without its record.
+
+Knows nothing of how blocks are read.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
-import lmdb
-
-from ..record import HEADER_BYTES, encode_header
+from ..codecs.base import Codec
 from .index_file import IndexFile
-from .slot_file import runs
+from .io_pool import GRACE_SECONDS
+from .record_writer import Batch, Placed, RecordWriter
+from .row_writer import ROWS_PER_COMMIT, RowWriter
 from .slot_index import Entry
 from .state import Job, StoreState
-
-log = logging.getLogger(__name__)
+from .write_queue import Write, WriteQueue
 
 BATCH_BYTES = 64 * 1024**2  # a sync for each costs nothing measurable beside writing it
-ROWS_PER_COMMIT = 4096
+BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
+BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
+SYNC_SECONDS = 2.0  # of a store that is not durable: the most that a power cut takes
 
-_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
 _EPOCH_SHIFT = 32
 
 
-@dataclass(slots=True, eq=False)
-class Write:
-    """One block on its way to the disk, and all who asked for it."""
-
-    key: bytes
-    payload: memoryview  # `page_bytes` long
-    waiters: list[tuple[Job[bool], int]] = field(default_factory=list)
-    dropped: bool = False  # forgotten meanwhile: not to be kept
-
-
-Placed = tuple[Write, Entry]
-
-
 class Writer:
-    """Owns the queue of writes; the thread starts with it. Changed under the state's lock."""
+    """Owns the queue of writes; the threads start with it. `durable`: see above."""
 
-    def __init__(self, state: StoreState, index_file: IndexFile, epoch: int) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        index_file: IndexFile,
+        epoch: int,
+        *,
+        io_threads: int,
+        durable: bool = True,
+        codec: Codec | None = None,
+    ) -> None:
+        self.queue = WriteQueue()
         self._state = state
-        self._index_file = index_file
+        self._durable = durable
+        self._rows = RowWriter(state, index_file, self._slots_left)
         # Generations are unique over all openings: the epoch above, a count of writes below.
         self._generation = epoch << _EPOCH_SHIFT
-        self._scratch = state.slot_file.scratch()
-        self._batch_blocks = max(1, BATCH_BYTES // state.slot_file.record_bytes)
-        self._ahead = state.index.num_slots // _AHEAD_SHARE
-        self._queue: deque[Write] = deque()
-        self.pending: dict[bytes, Write] = {}  # queued or being written
-        self.queued_blocks = 0  # the owner bounds it
+        self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
+        self._flying: deque[Batch] = deque()  # begun and not settled, the oldest first
+        self._failed_syncs = 0
+        # Offered, but not synced and committed: by slot, of one batch the head last.
+        self._uncommitted: dict[int, Entry] = {}
+        self._sync_at = 0.0
+        self._last_end = time.monotonic()
         self._work = threading.Condition(state.lock)
+        self._records = RecordWriter(state, io_threads, codec, self._work.notify)
         self._woken = state.index.has_leaving
         self._stop_at: float | None = None
-        self._thread = threading.Thread(target=self._run, name="stratakv-ssd-write", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stratakv-ssd-commit", daemon=True)
         self._thread.start()
 
     def add(self, key: bytes, payload: memoryview, job: Job[bool], position: int) -> None:
-        """Under the lock: queue a block, or wait for the write of it that is already queued."""
-        write = self.pending.get(key)
-        if write is None or write.dropped:
-            write = self.pending[key] = Write(key, payload)
-            self._queue.append(write)
-            self.queued_blocks += 1
-        write.waiters.append((job, position))
-        self.wake()
+        """Under the lock: queue a block, or wait for the write of it that is on its way."""
+        self.queue.add(key, payload, job, position)
+        self._work.notify()
 
     def wake(self) -> None:
-        """Under the lock: there is something to write or to remove."""
+        """Under the lock: there is something to remove."""
         self._woken = True
         self._work.notify()
 
-    def cancel(self, key: bytes) -> bool:
-        """Under the lock: forget a block on its way; False if it is not."""
-        write = self.pending.get(key)
-        if write is None or write.dropped:
-            return False
-        write.dropped = True
-        return True
-
     def close(self, deadline: float) -> bool:
-        """Write what is queued until `deadline` (monotonic) and abandon the rest. False if the
+        """Write what is queued until `deadline` (monotonic) and abandon the rest. False if a
         thread is still in the kernel; then the files must stay open."""
         with self._state.lock:
             self._stop_at = deadline
             self.wake()
-        self._thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
-        return not self._thread.is_alive()
+        end = max(deadline, time.monotonic()) + GRACE_SECONDS
+        self._thread.join(end - time.monotonic())
+        return self._records.close(end) and not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._step():
             pass
         self._abandon_queue()
-        self._write_last_uses()
+        self._commit_offered()
+        self._rows.write_last_uses(self._stop_at or 0.0)
 
     def _step(self) -> bool:
-        """One batch; False after the last one. Keeps no view of a buffer when it returns."""
-        batch, is_last = self._next_batch()
-        placed: list[Placed] = []
-        committed: list[Placed] = []
+        """Begin the next batch or end the oldest, whichever can be done first; False after the
+        last one. Keeps no view of a buffer when it returns, but those of batches under way."""
+        writes, is_closing = self._next_writes()
+        if writes:
+            self._flying.append(self._begin(writes))
+        elif not self._flying:
+            self._tidy()
+            return not is_closing
+        elif self._flying[0].is_written():
+            self._end_oldest()
+        if self._is_sync_due():
+            self._commit_offered()
+        return True
+
+    def _next_writes(self) -> tuple[list[Write], bool]:
+        """Wait until there is something to do; what to write, and whether that was all."""
+        with self._state.lock:
+            self._work.wait_for(self._has_work, self._patience())
+            writes = self.queue.take(self._batch_blocks) if self._may_begin() else []
+            if not writes and not self._flying:
+                self._woken = False
+            return writes, self._stop_at is not None and not self._may_begin()
+
+    def _has_work(self) -> bool:
+        if self._flying:
+            return self._flying[0].is_written() or self._may_begin()
+        return self._woken or self._may_begin()
+
+    def _may_begin(self) -> bool:
+        is_late = self._stop_at is not None and time.monotonic() >= self._stop_at
+        return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not is_late
+
+    def _patience(self) -> float:
+        """Seconds until something is to be done though nobody asks for it."""
+        return max(0.0, self._sync_at - time.monotonic()) if self._uncommitted else IDLE_SECONDS
+
+    def _begin(self, writes: list[Write]) -> Batch:
+        """Have the blocks written, as far as there are slots. Their buffers are in use from here
+        until the batch is written."""
+        batch = Batch(writes, time.monotonic())
         try:
-            placed = self._place(batch)
-            committed = self._write(placed)
+            batch.placed = self._place(writes)
+            batch.failed_syncs = self._failed_syncs
+            self._records.start(batch)
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
-        self._settle(batch, placed, committed)
-        return not is_last
+        return batch
 
-    def _next_batch(self) -> tuple[list[Write], bool]:
-        """Wait for work; what to write, and whether this is the last time."""
-        with self._state.lock:
-            if not self._queue:
-                self._work.wait_for(lambda: self._woken, IDLE_SECONDS)
-            self._woken = False
-            is_late = self._stop_at is not None and time.monotonic() >= self._stop_at
-            count = 0 if is_late else min(len(self._queue), self._batch_blocks)
-            batch = [self._queue.popleft() for _ in range(count)]
-            return batch, is_late or (self._stop_at is not None and not self._queue)
-
-    def _place(self, batch: Sequence[Write]) -> list[Placed]:
+    def _place(self, writes: Sequence[Write]) -> list[Placed]:
         """Give each block of a batch a free slot, as far as there are any; evicts for it."""
-        index = self._state.index
         with self._state.lock:
-            wanted = [write for write in batch if not write.dropped]
-            self._state.stats.evicted_blocks += index.make_room(len(wanted))
-            leaving = index.take_leaving()
-        self._remove_rows(leaving)
-        with self._state.lock:
-            slots = index.allocate(len(wanted))
+            wanted = [write for write in writes if not write.dropped]
+        slots = self._take_slots(len(wanted))
+        while len(slots) < len(wanted) and self._flying:
+            # What could make room may be in the batches under way, which nothing evicts yet.
+            with self._state.lock:
+                self._state.index.give_back(slots)
+                self._work.wait_for(self._flying[0].is_written)
+            self._end_oldest()
+            slots = self._take_slots(len(wanted))
         return [
             (write, Entry(write.key, slot, self._next_generation()))
             for write, slot in zip(wanted, slots, strict=False)
         ]
 
-    def _write(self, placed: Sequence[Placed]) -> list[Placed]:
-        """Bring records and rows to the disk; those that are there now."""
-        began = time.monotonic()
-        written = self._write_records(placed)
-        committed = written if self._commit([entry for _, entry in written]) else []
-        with self._state.lock:
-            self._state.stats.store_seconds += time.monotonic() - began
-        return committed
-
-    def _remove_rows(self, leaving: Sequence[Entry]) -> None:
+    def _take_slots(self, count: int) -> list[int]:
+        """Up to `count` free slots, ascending. Rows are removed only where too few are free: the
+        next commit takes the others along."""
         index = self._state.index
-        for start in range(0, len(leaving), ROWS_PER_COMMIT):
-            chunk = leaving[start : start + ROWS_PER_COMMIT]
-            try:
-                self._index_file.delete([entry.slot for entry in chunk])
-            except lmdb.Error as error:
-                self._state.count_fault(error)
-                with self._state.lock:
-                    index.keep_leaving(leaving[start:])
-                return
+        with self._state.lock:
+            self._state.stats.evicted_blocks += index.make_room(count)
+            slots = index.allocate(count)
+        if len(slots) < count:
+            self._rows.remove_leaving()
             with self._state.lock:
-                index.release(chunk)
+                slots = sorted(slots + index.allocate(count - len(slots)))
+        return slots
 
-    def _write_records(self, placed: Sequence[Placed]) -> list[Placed]:
-        """Those whose records are on the disk; none of them where the last word, the sync, is
-        an error: what then is on the disk nobody knows."""
-        if not placed:
-            return []
-        slot_file = self._state.slot_file
-        written: list[Placed] = []
-        slots = [entry.slot for _, entry in placed]
+    def _end_oldest(self) -> None:
+        """Bring the oldest batch, which is written, to its end."""
+        batch = self._flying[0]
+        kept: list[Placed] = []
         try:
-            for run in runs(slots, slot_file.run_slots):
-                part = placed[run.start : run.stop]
-                if self._write_run(part):
-                    written += part
-            slot_file.sync()
-        except OSError as error:
+            kept = self._keep(batch)
+        except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
+        self._flying.popleft()
+        self._settle(batch, kept)
+
+    def _keep(self, batch: Batch) -> list[Placed]:
+        """The blocks that may be offered now: all that were written, or, where sync or commit
+        fails, none."""
+        written = [batch.placed[position] for position in sorted(batch.written)]
+        if batch.failed_syncs != self._failed_syncs:
+            return []
+        entries = [entry for _, entry in written]
+        if not self._durable:
+            if not self._uncommitted:
+                self._sync_at = time.monotonic() + SYNC_SECONDS
+            self._uncommitted.update((entry.slot, entry) for entry in reversed(entries))
+            return written
+        if not self._sync(entries):
+            return []
+        if not self._rows.commit(entries):
+            # Whether the rows are on the disk nobody knows, so their slots are not simply free.
+            with self._state.lock:
+                self._state.index.keep_leaving(entries)
+                self._woken = True
+            unsure = {id(entry) for entry in entries}
+            batch.placed = [each for each in batch.placed if id(each[1]) not in unsure]
             return []
         return written
 
-    def _write_run(self, placed: Sequence[Placed]) -> bool:
-        state = self._state
-        for (write, entry), header in zip(placed, self._scratch.headers, strict=False):
-            header[:HEADER_BYTES] = encode_header(state.header_of(entry), write.payload)
+    def _is_sync_due(self) -> bool:
+        return len(self._uncommitted) >= ROWS_PER_COMMIT or (
+            bool(self._uncommitted) and time.monotonic() >= self._sync_at
+        )
+
+    def _sync(self, entries: Sequence[Entry]) -> bool:
+        """False where it fails: what then is on the disk nobody knows."""
         try:
-            payloads = [write.payload for write, _ in placed]
-            state.slot_file.write(placed[0][1].slot, payloads, self._scratch)
+            if entries:
+                self._state.slot_file.sync()
         except OSError as error:
-            state.count_fault(error)
-            return False
-        return True
-
-    def _commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit the rows of new entries, with them last uses and removals for the next batch;
-        False if that failed."""
-        index = self._state.index
-        with self._state.lock:
-            rows = index.touched_rows(ROWS_PER_COMMIT)
-            rows += index.new_rows(entries)
-            self._state.stats.evicted_blocks += index.make_room(min(len(entries), self._ahead))
-            leaving = index.take_leaving(ROWS_PER_COMMIT) if rows else []
-        if not rows:
-            return True
-        try:
-            self._index_file.put(rows, [entry.slot for entry in leaving])
-        except lmdb.Error as error:
             self._state.count_fault(error)
-            with self._state.lock:
-                index.keep_leaving(leaving)
+            self._failed_syncs += 1
             return False
-        with self._state.lock:
-            index.release(leaving)
         return True
 
-    def _settle(
-        self, batch: Sequence[Write], placed: Sequence[Placed], committed: Sequence[Placed]
-    ) -> None:
-        """Offer what is committed and end the calls that waited for the batch."""
-        done: list[Job[bool]] = []
+    def _commit_offered(self) -> None:
+        """Of a store that is not durable: bring to the disk what is offered already, or forget it
+        where that fails."""
+        # The newest batch first, each head first: the order in which rows say who was used last.
+        entries = list(reversed(self._uncommitted.values()))
+        if not entries or (self._sync(entries) and self._rows.commit(entries)):
+            self._uncommitted.clear()
+            return
+        self._uncommitted.clear()
         with self._state.lock:
-            self._publish(placed, committed)
-            kept = {id(write) for write, _ in committed}
-            for write in batch:
-                self._leave_queue(write)
-                is_kept = id(write) in kept and not write.dropped
-                self._state.stats.dropped_stores += not is_kept
-                for job, position in write.waiters:
-                    job.settle(position, is_kept)
-                    if not job.waiting_for:
-                        done.append(job)
+            for entry in entries:
+                self._state.index.forget(entry)
+            self._woken = True
+
+    def _slots_left(self, entries: Iterable[Entry]) -> None:
+        """Slots are free for others, so no row may be committed for what they held."""
+        for entry in entries:
+            held = self._uncommitted.get(entry.slot)
+            if held is not None and held.generation == entry.generation:
+                del self._uncommitted[entry.slot]
+
+    def _tidy(self) -> None:
+        """With nothing to write: remove what left and note who was used."""
+        self._rows.remove_leaving()
+        if not self._uncommitted:
+            self._rows.commit([])
+        elif self._is_sync_due():
+            self._commit_offered()
+
+    def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:
+        """Offer what is kept and end the calls that waited for the batch."""
+        done: list[Job[bool]] = []
+        stats = self._state.stats
+        with self._state.lock:
+            self._publish(batch.placed, kept)
+            ids = {id(write) for write, _ in kept}
+            for write in batch.writes:
+                is_kept = id(write) in ids and not write.dropped
+                stats.dropped_stores += not is_kept
+                done += self.queue.settle(write, is_kept)
+            now = time.monotonic()
+            stats.store_seconds += now - max(batch.began, self._last_end)
+            self._last_end = now
         for job in done:
             job.complete()
 
-    def _publish(self, placed: Sequence[Placed], committed: Sequence[Placed]) -> None:
+    def _publish(self, placed: Sequence[Placed], kept: Sequence[Placed]) -> None:
         index, stats = self._state.index, self._state.stats
-        index.publish([entry for _, entry in committed])
-        for write, entry in committed:
+        index.publish([entry for _, entry in kept])
+        for write, entry in kept:
             if write.dropped:  # forgotten while it was being written
                 index.forget(entry)
                 self._woken = True
-        used = {entry.slot for _, entry in committed}
+        used = {entry.slot for _, entry in kept}
         index.give_back(entry.slot for _, entry in placed if entry.slot not in used)
-        stats.stored_blocks += len(committed)
-        stats.stored_bytes += len(committed) * self._state.layout.page_bytes
+        stats.stored_blocks += len(kept)
+        stats.stored_bytes += len(kept) * self._state.layout.page_bytes
+        if self._records.encodes:
+            saved = self._state.slot_file.saved_bytes
+            stats.stored_bytes_saved += sum(saved(entry.encoded_bytes) for _, entry in kept)
 
     def _abandon_queue(self) -> None:
         """Time is over: end the calls whose blocks were not written."""
         done: list[Job[bool]] = []
         with self._state.lock:
-            while self._queue:
-                write = self._queue.popleft()
-                self._leave_queue(write)
+            for write in self.queue.take(len(self.queue)):
                 self._state.stats.dropped_stores += 1
-                for job, _position in write.waiters:
-                    job.abandon()
-                    if not job.waiting_for:
-                        done.append(job)
+                done += self.queue.abandon(write)
         for job in done:
             job.complete()
-
-    def _leave_queue(self, write: Write) -> None:
-        self.queued_blocks -= 1
-        # A block that was dropped and stored again has a second write, which is the pending one.
-        if self.pending.get(write.key) is write:
-            del self.pending[write.key]
-
-    def _write_last_uses(self) -> None:
-        """Bring the order of use to the disk, as far as the time to close allows."""
-        stop_at = self._stop_at or 0.0
-        while True:
-            with self._state.lock:
-                rows = self._state.index.touched_rows(ROWS_PER_COMMIT)
-            if not rows or time.monotonic() > stop_at:
-                return
-            try:
-                self._index_file.put(rows)
-            except lmdb.Error as error:
-                self._state.count_fault(error)
-                return
 
     def _next_generation(self) -> int:
         self._generation += 1

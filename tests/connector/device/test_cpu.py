@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -74,6 +76,38 @@ def test_a_full_queue_refuses_at_once(slab: CpuSlab, monkeypatch: pytest.MonkeyP
     gate.end()
     assert all(event.wait(WAIT_SECONDS) and event.error() is None for event in events)
     assert device.close(WAIT_SECONDS)
+
+
+def test_everybody_who_waits_for_an_event_is_woken() -> None:
+    event = CpuEvent()
+    assert not event.done() and not event.wait(0.0) and not event.wait(-1.0)
+    woken: list[bool] = []
+    waiters = [
+        threading.Thread(target=lambda: woken.append(event.wait(WAIT_SECONDS))) for _ in range(3)
+    ]
+    for waiter in waiters:
+        waiter.start()
+    event.end(MemoryError("no"), 2.0)
+    event.end()
+    for waiter in waiters:
+        waiter.join(WAIT_SECONDS)
+    assert woken == [True] * 3 and event.done() and event.wait(-1.0)
+    assert isinstance(event.error(), MemoryError) and event.seconds() == 2.0, "the first end counts"
+
+
+def test_a_full_queue_is_closed_in_order(slab: CpuSlab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "QUEUE_JOBS", 1)
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    device.register_pool(pool_of(slab))
+    gate = CpuEvent()
+    last = device.copy(Stream.STORE, [0], [0], [gate])
+    with contextlib.suppress(DeviceError):  # the first may have begun, or may be all that fits
+        last = device.copy(Stream.STORE, [1], [1], [gate])
+    assert not device.close(0.05)
+    gate.end()
+    assert device.close(WAIT_SECONDS)
+    assert last.done() and last.error() is None
 
 
 def test_a_dependency_that_never_ends_fails_the_copy_and_not_the_stream(slab: CpuSlab) -> None:

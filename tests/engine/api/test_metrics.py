@@ -135,7 +135,9 @@ def offload_stats() -> dict[str, Any]:
         capacity_bytes=1000, used_bytes=250, capacity_blocks=8, pinned_blocks=2, reserved_blocks=1,
         hits=3, evicted_blocks=2,
     )  # fmt: skip
-    traffic = Traffic(active_promotions=1, lost_blocks=7)
+    traffic = Traffic(
+        active_promotions=1, lost_blocks=7, unadmitted_blocks=5, breaker="open", breaker_opened=2
+    )
     for seconds in (0.0001, 0.002, 99.0):
         traffic.promotion_seconds.observe(seconds)
     ssd = TierStats(misses=4, rejected={"checksum": 5, "key": 1}, errors={"busy": 2})
@@ -152,7 +154,10 @@ def offload_stats() -> dict[str, Any]:
     layout = BlockLayout(2, 16, 2, 8, "float32")
     connector = {
         **asdict(counters), "tiers": tiers, "traffic": {"ssd": asdict(traffic)},
-        "loads_in_flight": 1, "stores_in_flight": 0,
+        "loads_in_flight": 1, "stores_in_flight": 0, "probes": 2, "declined_tokens": {"ssd": 64},
+        "estimates": {
+            "break_even_tokens": {"cpu": 48, "ssd": None}, "bytes_per_second": {"cpu": 2e9},
+        },
     }  # fmt: skip
     return {
         "scheduler": scheduler,
@@ -204,6 +209,13 @@ def test_what_lies_between_tiers_is_shown_by_their_place(offload_stats: dict[str
     assert tiering["chunk_hits_total{tier=1:ssd}"] == 2
     assert tiering["active_promotion_jobs{tier=1:ssd}"] == 1
     assert tiering["backpressure_blocks_dropped_total{tier=1:ssd}"] == 7
+    assert samples["stratakv:tier_unadmitted_blocks_total{tier=ssd}"] == 5
+    assert samples["vllm:kv_offload_stores_skipped_total"] == 5
+    assert samples["stratakv:tier_breaker_opened_total{tier=ssd}"] == 2
+    states = {
+        state: f"stratakv:tier_breaker{{state={state},tier=ssd}}" for state in ("closed", "open")
+    }
+    assert (samples[states["closed"]], samples[states["open"]]) == (0, 1)
     # Buckets hold what is at most their bound, and all those before them.
     latency = "promotion_latency_seconds"
     buckets = {

@@ -65,9 +65,9 @@ LOADED = LOOKED_UP | CACHED | {
     "vllm:kv_offload_load_size_sum", "vllm:kv_offload_load_time_total",
     "vllm:kv_offload_tiering_chunk_hits_total{tier=0:primary}",
 }  # fmt: skip
+WAITED = "stratakv:store_wait_seconds_total"
 EVICTED = {
-    "stratakv:pool_evicted_blocks_total", "stratakv:store_wait_seconds_total",
-    "stratakv:stored_blocks_total", "stratakv:stores_total",
+    "stratakv:pool_evicted_blocks_total", "stratakv:stored_blocks_total", "stratakv:stores_total",
     "stratakv:tier_stored_blocks_total{tier=cpu}", "stratakv:tier_stored_bytes_total{tier=cpu}",
     "vllm:kv_block_idle_before_evict_seconds_count", "vllm:kv_block_idle_before_evict_seconds_sum",
     "vllm:kv_block_lifetime_seconds_count", "vllm:kv_block_lifetime_seconds_sum",
@@ -91,7 +91,7 @@ class Life:
         options = {
             "dtype": "float64", "block_size": SIZE, "num_blocks": 24, "max_num_seqs": 8,
             "max_model_len": 184, "max_num_batched_tokens": 128, "num_threads": 1,
-            "kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB",
+            "kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB", "kv_offload_load": "always",
             "kv_offload_ssd_path": str(ssd_path), "kv_offload_ssd_bytes": "16MiB",
         }  # fmt: skip
         self.core = EngineCore(engine_config(model, options))
@@ -207,7 +207,8 @@ def test_cold_then_warm_in_the_pool_then_in_the_cpu_tier(life: Life) -> None:
     life.run(others(1))
     grown, gauges = life.scrape()
     assert set(grown) == ALWAYS | LOOKED_UP | EVICTED | {
-        f"vllm:kv_offload_tiering_chunk_queries_total{{{SSD}}}"
+        WAITED,
+        f"vllm:kv_offload_tiering_chunk_queries_total{{{SSD}}}",
     }
     # The prompt's ten blocks; both runs computed the last one, and it is stored once.
     assert grown["stratakv:pool_evicted_blocks_total"] == 11
@@ -218,17 +219,19 @@ def test_cold_then_warm_in_the_pool_then_in_the_cpu_tier(life: Life) -> None:
     price = gauges["stratakv:prefill_seconds_per_token"]
     life.run(PROMPT)
     grown, gauges = life.scrape()
-    assert set(grown) == ALWAYS | LOADED | EVICTED | from_source("cpu")
+    # A step waits for a store only if its blocks were not stored ahead.
+    assert set(grown) - {WAITED} == ALWAYS | LOADED | EVICTED | from_source("cpu")
     assert grown["vllm:external_prefix_cache_hits_total"] == FOUND
     assert grown["vllm:prompt_tokens_by_source_total{source=cpu}"] == FOUND
     assert grown["vllm:kv_offload_load_bytes_total"] == FOUND // SIZE * BLOCK_BYTES
     assert grown["vllm:kv_offload_tiering_chunk_queries_total{tier=0:primary}"] == 9
     assert grown["vllm:kv_offload_tiering_chunk_hits_total{tier=0:primary}"] == 9
-    saved = grown["stratakv:prefill_seconds_saved_total{source=cpu}"]
-    assert saved == pytest.approx(FOUND * price)
+    # Tokens at the beginning of a prompt are no dearer than the average one.
+    assert 0 < grown["stratakv:prefill_seconds_saved_total{source=cpu}"] <= FOUND * price
     paid = grown["stratakv:load_seconds_paid_total"]
     assert 0 < grown["vllm:kv_offload_load_time_total"] < paid < WAIT_SECONDS
-    assert gauges["vllm:kv_offload_cpu_cache_usage_perc"] == 0
+    # Nothing but, perhaps, what is being stored ahead.
+    assert gauges["vllm:kv_offload_cpu_cache_read_usage_perc"] == 0
 
 
 def test_a_preemption_is_recomputed_and_nothing_else_is(life: Life) -> None:
@@ -285,13 +288,14 @@ def test_warm_on_the_ssd_then_damaged_there(tiny_model: Path, tmp_path: Path) ->
     hurt.run(PROMPT)
     grown, _ = hurt.scrape()
     hurt.close()
-    assert grown["stratakv:recomputes_total{cause=load_failed}"] == 1
-    assert grown["stratakv:recomputed_tokens_total{cause=load_failed}"] == FOUND
     assert grown["stratakv:corrupt_records_dropped_total{tier=ssd}"] == 9
     rejects = [n for name, n in grown.items() if name.startswith("stratakv:checksum_rejects")]
     assert sum(rejects) == 9
-    assert grown["stratakv:loads_failed_total"] == 1
-    assert grown["stratakv:offload_failures_total{reason=unavailable}"] == 1
+    # Read ahead, the damage may be found before the request's turn, and then nothing is loaded.
+    failed = "stratakv:loads_failed_total" in grown
+    assert grown.get("stratakv:offload_failures_total{reason=unavailable}", 0) == failed
+    assert grown.get("stratakv:recomputes_total{cause=load_failed}", 0) == failed
+    assert grown.get("stratakv:recomputed_tokens_total{cause=load_failed}", 0) == failed * FOUND
     assert grown["vllm:prompt_tokens_by_source_total{source=local_compute}"] == 80
     assert not set(grown) & (
         CACHED | from_source("ssd") | {"vllm:external_prefix_cache_hits_total"}

@@ -257,14 +257,15 @@ def test_a_load_delays_the_names_and_keeps_what_did_not_come() -> None:
     assert manager.pool.blocks[4].block_hash is not None
 
 
-def test_discarded_blocks_are_never_found_again() -> None:
+def test_blocks_without_names_are_never_found_again() -> None:
     manager = make_manager()
     good = make_request("good", "ABCDEFGH")
     start(manager, good)
     bad = make_request("bad", "ABCDEFGHIJKLM")
     start(manager, bad)
     manager.pool.commit_step()
-    manager.discard(bad)
+    manager.drop_names(bad)
+    manager.free(bad)
     assert manager.get_computed_blocks(make_request("r", "ABCDEFGHIJKLM"))[1] == 0
     assert table(manager, good) == [1, 2]
     manager.free(good)

@@ -31,7 +31,7 @@ def config_of(*words: str) -> EngineConfig:
 # The words of a call and parts of the one sentence it is answered with.
 REFUSED: list[tuple[str, list[str]]] = [
     ("serv", ["no command 'serv'", "did you mean serve"]),
-    ("frobnicate", ["no command 'frobnicate'", "serve, generate, bench, config"]),
+    ("frobnicate", ["no command 'frobnicate'", "serve, generate, bench, check, config"]),
     ("--verison", ["no option '--verison'", "did you mean --version"]),
     ("serve --kv-ofload cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),
     ("serve --kv-ofload=cpu", ["no option --kv-ofload", "did you mean --kv-offload"]),

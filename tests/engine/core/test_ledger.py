@@ -11,8 +11,14 @@ from stratakv.engine.scheduler.output import CachedRequestData, SchedulerOutput
 
 def step(*counts: int) -> SchedulerOutput:
     """A step that computes so many tokens for each of its requests."""
-    tokens = {str(i): count for i, count in enumerate(counts)}
-    return SchedulerOutput([], CachedRequestData(), tokens, sum(counts), set(), set())
+    return step_after({str(i): 0 for i in range(len(counts))}, *counts)
+
+
+def step_after(computed: dict[str, int], *counts: int) -> SchedulerOutput:
+    """A step that computes so many tokens for each request after those computed before."""
+    cached = CachedRequestData(list(computed), [None] * len(counts), list(computed.values()))
+    tokens = dict(zip(computed, counts, strict=True))
+    return SchedulerOutput([], cached, tokens, sum(counts), set(), set())
 
 
 def test_a_token_costs_what_steps_of_prompts_take() -> None:
@@ -95,3 +101,21 @@ def test_only_new_tokens_are_credited_and_each_at_the_price_of_its_time() -> Non
     counts["reused_tokens_ssd"] += 5
     ledger.credit(counts)
     assert ledger.saved_seconds == pytest.approx({"pool": 0.2, "ssd": 0.15}, rel=0.001)
+
+
+def test_what_prompts_took_is_told_with_the_positions_before_them() -> None:
+    ledger = Ledger()
+    cost = ledger.measure(step_after({"a": 100, "b": 0}, 40, 60), 3.0)
+    assert cost == (100, 40 * 100 + 40 * 39 // 2 + 60 * 59 // 2, 3.0)
+    assert ledger.measure(step(1, 1), 2.0) is None
+    cost = ledger.measure(step_after({"a": 140, "b": 60}, 50, 1), 3.0)
+    assert cost is None, "nobody knows what one row takes"
+
+
+def test_tokens_far_into_a_prompt_are_credited_at_their_own_price() -> None:
+    ledger = Ledger()
+    for start in (0, 1000) * 200:  # a token costs 1 ms, and 1 us for each position before it
+        positions = 100 * start + 100 * 99 // 2
+        ledger.measure(step_after({"a": start}, 100), 0.1 + 1e-6 * positions)
+    ledger.credit({"reused_tokens_pool": 100, "reused_positions_pool": 100 * 2000})
+    assert ledger.saved_seconds["pool"] == pytest.approx(0.3, rel=0.05)

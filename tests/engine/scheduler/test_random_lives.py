@@ -70,7 +70,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         for _ in range(rng.choice([0, 0, 1, 3])):
             step(rng, engine, spoilt, faults)
     for _ in range(3_000):
-        if not engine.scheduler.requests and not (tiers and tiers.loads):
+        if not engine.scheduler.requests and not (tiers and tiers.is_busy):
             break
         step(rng, engine, spoilt, faults)
     check_end(engine, prompts, spoilt, max_model_len, say)
@@ -84,7 +84,7 @@ def step(rng: random.Random, engine: Any, spoilt: set[str], faults: bool) -> Non
         engine.tiers.tick()
     if not scheduler.has_runnable_work():
         # Only loads under way, or the answer "ask again", may hold everybody up.
-        loading = engine.tiers is not None and engine.tiers.loads
+        loading = engine.tiers is not None and engine.tiers.is_busy
         assert loading or not scheduler.requests or scheduler._retry_at is not None
         scheduler._retry_at = scheduler._retry_at and 0.0
         return
@@ -146,6 +146,8 @@ def check_end(
     assert engine.manager.pool.num_free == engine.manager.pool.num_blocks - 1
     assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
     assert engine.scheduler._places.progress == {}
+    assert len(engine.scheduler._places.meetings) == 0
+    assert not (engine.tiers and engine.tiers.back_loads)
     for name, (tokens, max_tokens) in prompts.items():
         told = engine.outputs[name]
         assert [output.finish_reason is not None for output in told].count(True) == 1

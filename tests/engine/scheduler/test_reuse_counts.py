@@ -51,12 +51,14 @@ def test_tokens_from_the_pool_and_from_a_tier(make_engine: Any, tiers: Any) -> N
     engine.run_all()
     assert counted(engine, before) == {
         "prefix_queried_tokens": 14, "external_queried_tokens": 14, "reused_tokens_cpu": 12,
+        "reused_positions_cpu": sum(range(12)),
     }  # fmt: skip
     before = engine.scheduler.stats()
     engine.add("b", prompt(14))
     engine.run_all()
     assert counted(engine, before) == {
         "prefix_queried_tokens": 14, "external_queried_tokens": 2, "reused_tokens_pool": 12,
+        "reused_positions_pool": sum(range(12)),
     }  # fmt: skip
 
 
@@ -96,6 +98,24 @@ def test_what_is_lost_by_a_preemption(make_engine: Any) -> None:
     assert stats["recomputed_tokens_preemption"] > 0
     # Both prompts and answers, all but the last tokens, and what was computed again.
     assert stats["scheduled_tokens"] == 2 * (10 + 11) + stats["recomputed_tokens_preemption"]
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_who_was_preempted_comes_back_by_a_load_or_computes(
+    make_engine: Any, tiers: Any, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The victim's blocks are stored when they are evicted; the tiers decide what is quicker."""
+    engine = make_engine(8, tiers=tiers, max_model_len=28)
+    if not loads:
+        monkeypatch.setattr(tiers, "get_matched_tokens", lambda *_: Match(0, MatchKind.NONE))
+    for name in ("a", "b"):
+        engine.add(name, prompt(10, ord(name)), max_tokens=12, ignore_eos=True)
+    engine.run_all()
+    stats = engine.scheduler.stats()
+    assert stats["preemptions"] >= 1
+    assert bool(stats.get("resumed_by_load", 0)) is loads
+    assert stats.get("resumed_by_load", 0) == stats.get("reused_tokens_cpu", 0)
+    assert bool(stats.get("recomputed_tokens_preemption", 0)) is not loads
 
 
 def test_what_is_lost_by_giving_a_load_up(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,27 @@ from stratakv.tiers.ssd import SsdStore
 
 from ..blocks import SMALL
 from ..store_contract import SECONDS
+from .nursery import Nursery
 from .stores import Open, capacity_for
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where there is one: for kills, which lose no page of a file anyway."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="stratakv-test-", dir=shared) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Nursery]:
+    """Children for crash tests; none is left behind."""
+    made = Nursery(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

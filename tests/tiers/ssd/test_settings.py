@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import lmdb
+import msgspec
 import pytest
 
 from stratakv.tiers.base import Answer
+from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.identity_file import read_note, write_note
+from stratakv.tiers.ssd.index_file import FORMAT_VERSION
 
 from ..blocks import ODD, SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put
@@ -44,6 +50,57 @@ def test_files_are_private(open_store: Open, tmp_path: Path) -> None:
     for each in [tmp_path / "ssd", *(tmp_path / "ssd").rglob("*")]:
         mode = stat.S_IMODE(each.stat().st_mode)
         assert mode == (0o700 if each.is_dir() else 0o600), each
+
+
+def test_files_that_others_could_read_become_private(open_store: Open, tmp_path: Path) -> None:
+    open_store().close(SECONDS)
+    index = tmp_path / "ssd" / "index"
+    shutil.copytree(index, tmp_path / "ssd" / "index.bad-1")
+    for each in (tmp_path / "ssd").rglob("*"):
+        each.chmod(0o777 if each.is_dir() else 0o666)
+    open_store()
+    for each in (tmp_path / "ssd").rglob("*"):
+        mode = stat.S_IMODE(each.stat().st_mode)
+        assert mode == (0o700 if each.is_dir() else 0o600), each
+
+
+def test_a_directory_that_others_made_keeps_its_mode(open_store: Open, tmp_path: Path) -> None:
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd").chmod(0o755)
+    open_store()
+    assert stat.S_IMODE((tmp_path / "ssd").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("name", ["lock", "identity", "blocks", "index", "index/data.mdb"])
+@pytest.mark.parametrize("kind", ["link", "other"])
+def test_links_and_other_things_in_the_way_are_refused(
+    open_store: Open, tmp_path: Path, name: str, kind: str
+) -> None:
+    open_store().close(SECONDS)
+    path, elsewhere = tmp_path / "ssd" / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif name == "index":
+        path.write_text("a file")
+    else:
+        path.mkdir()
+    kept = sorted((each, each.stat().st_mtime_ns) for each in [elsewhere, *elsewhere.rglob("*")])
+    found = "a symbolic link" if kind == "link" else "something else"
+    wanted = "folder" if name == "index" else "file"
+    with pytest.raises(TierConfigError, match=f"{name} to be a {wanted} and finds {found}; use"):
+        open_store()
+    assert kept == sorted(
+        (each, each.stat().st_mtime_ns) for each in [elsewhere, *elsewhere.rglob("*")]
+    )
+
+
+def test_a_directory_behind_a_link_is_taken(open_store: Open, tmp_path: Path) -> None:
+    """PATH itself is the operator's; a link to another disk is how many move a cache."""
+    (tmp_path / "large-disk").mkdir()
+    (tmp_path / "ssd").symlink_to(tmp_path / "large-disk")
+    open_store().close(SECONDS)
+    assert (tmp_path / "large-disk" / "blocks").exists()
 
 
 @pytest.mark.parametrize("slots", [16, 40, 200])
@@ -98,7 +155,7 @@ def test_a_second_process_is_refused_with_the_owner(open_store: Open, tmp_path: 
 
 
 def test_another_layout_namespace_or_format_is_refused(
-    open_store: Open, monkeypatch: pytest.MonkeyPatch
+    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys(3)
     store = open_store(namespace=b"\x01\x02")
@@ -109,11 +166,42 @@ def test_another_layout_namespace_or_format_is_refused(
     with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
         open_store()
     with monkeypatch.context() as patch:
-        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", 2)
-        with pytest.raises(TierConfigError, match=r"for format 1, and this engine has format 2;"):
+        ours = FORMAT_VERSION
+        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", ours + 1)
+        refusal = f"for format {ours}, and this engine has format {ours + 1};"
+        with pytest.raises(TierConfigError, match=refusal):
+            open_store(namespace=b"\x01\x02")
+        # The index alone says it too.
+        (tmp_path / "ssd" / "identity").unlink()
+        with pytest.raises(TierConfigError, match=refusal):
             open_store(namespace=b"\x01\x02")
     # Nothing was changed by the refusals.
     assert None not in fetch(open_store(namespace=b"\x01\x02"), keys)
+
+
+def test_a_store_of_format_1(open_store: Open, tmp_path: Path) -> None:
+    """Its rows were shorter. Its identity file has it refused; without that it is set aside."""
+    path = tmp_path / "ssd"
+    open_store().close(SECONDS)
+    with lmdb.open(str(path / "index"), max_dbs=2, lock=False) as index:
+        with index.begin(write=True, db=index.open_db(b"slots")) as txn:
+            txn.put(bytes(4), make_keys(1)[0] + bytes(16))
+        with index.begin(write=True, db=index.open_db(b"store")) as txn:
+            txn.put(b"format", (1).to_bytes(8, "little"))
+    note = read_note(path)
+    assert note is not None
+    write_note(path, msgspec.structs.replace(note, format_version=1))
+    refusal = f"was made for format 1, and this engine has format {FORMAT_VERSION}; use"
+    with pytest.raises(TierConfigError, match=refusal):
+        open_store()
+    with pytest.raises(TierConfigError, match="has format 1 and this version checks"):
+        check_store(path, fix=True)
+    assert not (path / "index.bad-1").exists()
+    (path / "identity").unlink()
+    store = open_store()
+    assert store.stats().errors == {"index_set_aside": 1}
+    assert store.stats().blocks == 0
+    assert (path / "index.bad-1").exists()
 
 
 def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.ssd.index_file import IndexFile, Row
+from stratakv.tiers.ssd.index_file import IndexFile, Row, batch_of
 from stratakv.tiers.ssd.slot_file import SlotFile, runs
 from stratakv.tiers.ssd.slot_index import SlotIndex
 from stratakv.tiers.ssd.space import plan_space
@@ -24,14 +24,18 @@ def test_runs_are_neighbours_and_not_too_long() -> None:
     assert runs([5, 5, 6], 4) == [range(1), range(1, 3)]
 
 
+SMALLER = BlockLayout(4, 16, 8, 128, "bfloat16")  # 256 KiB
+
+
 def test_a_run_fits_one_call(tmp_path: Path) -> None:
-    for layout in (SMALL, ODD, BlockLayout(32, 16, 8, 128, "bfloat16")):
+    for layout in (SMALL, ODD, BlockLayout(32, 16, 8, 128, "bfloat16"), SMALLER):
         file = SlotFile(tmp_path / "blocks", layout, 4)
         assert file.run_slots * (2 if layout.page_bytes % 4096 == 0 else 3) <= 1024
-        assert file.run_slots == 1 or file.run_slots * file.record_bytes <= 5 * 1024**2
+        assert file.run_slots == 1 or file.run_bytes <= 2 * 1024**2
         file.close()
-    # Two blocks of 2 MiB go together, header pages included.
-    assert file.run_slots == 2
+    # Four blocks of 256 KiB go together, header pages included.
+    assert file.run_slots == 4
+    assert file.run_bytes == 4 * (256 * 1024 + 4096)
 
 
 def test_of_two_rows_for_a_key_the_newer_one_counts() -> None:
@@ -41,7 +45,7 @@ def test_of_two_rows_for_a_key_the_newer_one_counts() -> None:
         [Row(0, key, 7, 1), Row(1, key, 9, 2), Row(3, other, 8, 3)],
         [Row(0, key, 7, 2), Row(1, key, 9, 1), Row(3, other, 8, 3)],
     ):
-        index = SlotIndex(4, rows)
+        index = SlotIndex(4, [batch_of(rows)])
         assert len(index) == 2
         entries = index.pin([key, other])
         assert [entry.slot for entry in entries if entry] == [1, 3]
@@ -52,7 +56,7 @@ def test_of_two_rows_for_a_key_the_newer_one_counts() -> None:
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_a_slot_is_free_after_its_row_and_its_reader_are_gone(reader_first: bool) -> None:
     key = make_keys(1)[0]
-    index = SlotIndex(1, [Row(0, key, 1, 1)])
+    index = SlotIndex(1, [batch_of([Row(0, key, 1, 1)])])
     entry = index.pin([key])[0]
     assert entry is not None
     assert index.make_room(1) == 0  # it is being read

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What checksums cost: the same reads and writes of the real store, with and without hashing.
+
+Without is for this comparison only; no option of the product leaves a checksum out. So the switch
+is here, and exchanges two functions for as long as one round takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...tiers import record
+from ...tiers.ssd import reader
+from .contest import Contest, Outcome
+from .store_case import StoreCase
+from .swap import swapped
+
+NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
+
+
+def contests(case: StoreCase) -> list[Contest]:
+    """Reads, then writes. Rates with hashing against rates without."""
+    return [
+        Contest(name, "bytes/s", "no hashing", work, _plainly(work))
+        for name, work in zip(NAMES, (case.read, case.write), strict=True)
+    ]
+
+
+def cost(outcome: Outcome) -> float:
+    """The part of the time that hashing adds; below zero by chance only."""
+    return 1 / outcome.ratio - 1
+
+
+def _plainly(work: Callable[[], float]) -> Callable[[], float]:
+    def plain() -> float:
+        with (
+            swapped(record, _checksum=lambda _checked, _payload: bytes(16)),
+            swapped(reader, check_record=lambda _header, _payload, _expected: None),
+        ):
+            return work()
+
+    return plain

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench tiers`: slab, SSD store and index against the limits of this machine.
+
+Blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, against plain copies; the same to
+and from the real store, durable and checked, against random I/O past the page cache; what checksums
+cost; look-ups, memory and opening of an index with a million blocks. Every figure and its limit are
+taken in turn, and a ratio is the median of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from ...engine.config import ConfigError
+from ...engine.settings import readers
+from ...tiers.errors import TierError
+from ..report import Report, median
+from . import checksum_case
+from .codec_case import measure_codecs, print_codecs
+from .contest import Outcome, WrongWork, take_rounds
+from .disk_limit import make_limit
+from .gates import (
+    BYTES_PER_ENTRY,
+    GATES,
+    LOOK_UPS,
+    LOOK_UPS_WHILE_CHURNING,
+    REOPEN,
+)
+from .index_case import IndexCase
+from .place import check_huge_pages, working_folder
+from .report import plot_tiers, print_tiers
+from .scale import FULL, MIB, QUICK, SIZES, Scale
+from .slab_case import SlabCase, footprint_bytes
+from .store_case import StoreCase
+
+# What is on its way to the disk, and the buffers of the limit.
+HUGE_BYTES = 200 * MIB
+_LIMITS = ("fio", "loop")
+_SMALLEST, _MIDDLE = "256KiB", "2MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Where the disk is measured, and how."""
+
+    folder: Path
+    limit: str | None  # "fio", "loop", or whichever there is
+    huge_pages: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    parser.add_argument(
+        "--path", metavar="DIR", default=Path("build/bench/tiers.disk"),
+        help="a folder on the disk to be measured (default: build/bench/tiers.disk)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", metavar="NAME",
+        help="what the disk is driven by for its limit: fio, or loop, which this benchmark brings "
+        "(default: fio where it is installed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--huge-pages", action="store_true",
+        help="blocks for the disk, ours and the limit's, lie on huge pages of the host's pool",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    if arguments.limit not in (None, *_LIMITS):
+        raise ConfigError(f"--limit takes {' or '.join(_LIMITS)}, not {arguments.limit}")
+    if arguments.huge_pages:
+        check_huge_pages(HUGE_BYTES)
+    path = readers.path("--path", arguments.path)
+    scale = QUICK if arguments.quick else FULL
+    options = " --quick" * arguments.quick + " --huge-pages" * arguments.huge_pages
+    report = Report("tiers", f"stratakv bench tiers{options}")
+    try:
+        with working_folder(path, scale.needed_bytes) as folder:
+            disk = Disk(folder, arguments.limit, arguments.huge_pages)
+            measure(report, disk, scale)
+        written = report.write(arguments.out)
+        plot = plot_tiers(report, arguments.out / "tiers.png")
+    except (WrongWork, OSError, TierError) as error:
+        console = Console(stderr=True)
+        console.print(f"bench tiers: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    print_tiers(report)
+    print_codecs(report)
+    print(f"written: {written}")
+    print(f"written: {plot}")
+    return 0
+
+
+def measure(report: Report, disk: Disk, scale: Scale) -> None:
+    """Fill the report. Raises WrongWork where something did not do what it should."""
+    results = Results(report)
+    measure_slab(results, scale)
+    for size in SIZES:
+        measure_store(results, size, disk, scale)
+    measure_index(results, disk.folder / "index", scale)
+    report.figures["codecs"] = measure_codecs()
+    report.ratios = {name: report.ratios[name] for name in GATES}
+
+
+class Results:
+    """Outcomes on their way into the report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.plan = report.figures.setdefault("plan", {})
+        self.contests = report.figures.setdefault("contests", {})
+        self.first_writes = report.figures.setdefault("first_writes", {})
+
+    def add(self, outcome: Outcome, ratio: float | None = None) -> None:
+        """`ratio` where it is not the one of the rates."""
+        name = outcome.contest.name
+        self.contests[name] = outcome.figures()
+        self.report.ratios[name] = outcome.ratio if ratio is None else ratio
+        self.report.limits[f"{name}_limit"] = self.contests[name]["limit_median"]
+
+
+def measure_slab(results: Results, scale: Scale) -> None:
+    slab_bytes = footprint_bytes(scale.slab_bytes)
+    results.plan["slab_bytes"] = slab_bytes
+    for size, block_bytes in SIZES.items():
+        case = SlabCase(block_bytes, slab_bytes)
+        try:
+            for contest in case.contests(size):
+                results.add(take_rounds(contest, scale.slab_rounds))
+        finally:
+            case.close()
+            gc.collect()
+
+
+def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None:
+    block_bytes, folder = SIZES[size], disk.folder / size
+    folder.mkdir()
+    limit = make_limit(
+        disk.limit, folder / "limit", block_bytes, scale.store_bytes, huge_pages=disk.huge_pages
+    )
+    results.plan |= {"disk_limit": limit.name, "huge_pages": disk.huge_pages}
+    case = StoreCase(folder / "store", block_bytes, scale, limit, huge_pages=disk.huge_pages)
+    results.first_writes[size] = case.first_write_rate
+    try:
+        for contest in case.contests(size):
+            results.add(take_rounds(contest, scale.rounds))
+        results.add(take_rounds(case.churn_contest(size), scale.turnovers))
+        if size == _SMALLEST:
+            rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
+            results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
+        if size == _MIDDLE:
+            for contest in checksum_case.contests(case):
+                outcome = take_rounds(contest, scale.rounds)
+                results.add(outcome, checksum_case.cost(outcome))
+            case.clear()
+    finally:
+        case.close()
+        limit.close()
+        (folder / "store" / "blocks").unlink()
+
+
+def measure_index(results: Results, folder: Path, scale: Scale) -> None:
+    case = IndexCase(folder, scale.index_entries)
+    outcome = take_rounds(case.contest(), scale.index_rounds)
+    ratios = results.report.ratios
+    ratios[REOPEN] = 1 / outcome.ratio
+    results.report.figures["reopen"] = {
+        **outcome.figures(),
+        "entries": case.entries,
+        "against": "a pass over all rows by LMDB cursor; both with a warm page cache",
+    }
+    ratios[BYTES_PER_ENTRY] = case.bytes_per_entry()
+    ratios[LOOK_UPS] = median(case.look_ups(scale.index_rounds))

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the disk does at most with blocks of one size: random, O_DIRECT, eight requests at a time.
+
+fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
+a file that was written once before. Neither's time has a sync in it, but one follows, or the first
+sync of the store would wait for what the limit left in the cache of the disk. Knows no store.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ...tiers.shared_memory import HUGE_PAGE_BYTES
+from .contest import WrongWork
+
+QUEUE_DEPTH = 8
+_MAP_HUGETLB = 0x40000  # which the mmap module does not name
+_LAY_OUT_BYTES = 4 * 1024**2
+_TIMEOUT_SECONDS = 300.0
+
+
+class DiskLimit(Protocol):
+    """Rates in bytes a second."""
+
+    name: str
+
+    def write(self, num_bytes: int) -> float:
+        """Overwrite about so many bytes, at random places."""
+
+    def read(self, num_bytes: int) -> float:
+        """Read about so many bytes, at random places."""
+
+    def close(self) -> None:
+        """Remove the file."""
+
+
+def make_limit(
+    choice: str | None, path: Path, block_bytes: int, file_bytes: int, *, huge_pages: bool = False
+) -> DiskLimit:
+    """`choice` is "fio", "loop" or None for fio where there is one. With `huge_pages` its buffers
+    lie on such, as those of the store do then. Raises OSError."""
+    blocks = file_bytes // block_bytes
+    if choice == "fio" or (choice is None and shutil.which("fio")):
+        return FioLimit(path, block_bytes, blocks, huge_pages)
+    return LoopLimit(path, block_bytes, blocks, huge_pages)
+
+
+class FioLimit:
+    """fio with libaio."""
+
+    name = "fio"
+
+    def __init__(self, path: Path, block_bytes: int, num_blocks: int, huge_pages: bool) -> None:
+        self._path = path
+        self._memory = "shmhuge" if huge_pages else "malloc"
+        self._block_bytes = block_bytes
+        self._file_bytes = num_blocks * block_bytes
+        _lay_out(path, self._file_bytes)
+
+    def write(self, num_bytes: int) -> float:
+        return self._run("write", num_bytes)
+
+    def read(self, num_bytes: int) -> float:
+        return self._run("read", num_bytes)
+
+    def close(self) -> None:
+        self._path.unlink()
+
+    def _run(self, direction: str, num_bytes: int) -> float:
+        command = [
+            "fio",
+            "--name=limit",
+            f"--filename={self._path}",
+            f"--rw=rand{direction}",
+            f"--bs={self._block_bytes}",
+            f"--size={self._file_bytes}",
+            f"--io_size={num_bytes // self._block_bytes * self._block_bytes}",
+            f"--iodepth={QUEUE_DEPTH}",
+            "--ioengine=libaio",
+            "--direct=1",
+            "--norandommap=1",
+            f"--mem={self._memory}",
+            "--randrepeat=0",
+            "--output-format=json",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+        if done.returncode:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            raise WrongWork(f"fio ended with status {done.returncode}: {' '.join(lines[-1:])}")
+        _sync(self._path)
+        # Warnings of fio may stand before the JSON.
+        result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
+        return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3))
+
+
+class LoopLimit:
+    """Eight threads, each with one request after the other."""
+
+    name = "loop"
+
+    def __init__(self, path: Path, block_bytes: int, num_blocks: int, huge_pages: bool) -> None:
+        self._path = path
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        _lay_out(path, num_blocks * block_bytes)
+        unit = HUGE_PAGE_BYTES if huge_pages else mmap.PAGESIZE
+        size = -(-block_bytes // unit) * unit
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if huge_pages else 0)
+        self._buffers = [
+            memoryview(mmap.mmap(-1, size, flags=flags))[:block_bytes] for _ in range(QUEUE_DEPTH)
+        ]
+        for buffer in self._buffers:
+            buffer[:] = os.urandom(block_bytes)
+
+    def write(self, num_bytes: int) -> float:
+        return self._run(os.O_WRONLY, os.pwritev, num_bytes)
+
+    def read(self, num_bytes: int) -> float:
+        return self._run(os.O_RDONLY, os.preadv, num_bytes)
+
+    def close(self) -> None:
+        self._path.unlink()
+
+    def _run(
+        self, flags: int, call: Callable[[int, list[memoryview], int], int], num_bytes: int
+    ) -> float:
+        count = max(QUEUE_DEPTH, num_bytes // self._block_bytes)
+        places = [random.randrange(self._num_blocks) * self._block_bytes for _ in range(count)]
+        descriptor = os.open(self._path, flags | os.O_DIRECT)
+        moved = [0] * QUEUE_DEPTH
+
+        def work(number: int) -> None:
+            for place in places[number::QUEUE_DEPTH]:
+                moved[number] += call(descriptor, [self._buffers[number]], place)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(QUEUE_DEPTH)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - began
+        os.close(descriptor)
+        _sync(self._path)
+        if sum(moved) != count * self._block_bytes:
+            raise WrongWork(f"{sum(moved)} of {count * self._block_bytes} bytes were moved")
+        return sum(moved) / seconds
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lay_out(path: Path, num_bytes: int) -> None:
+    """Write the file once: the first write of a place costs more than every later one."""
+    with mmap.mmap(-1, _LAY_OUT_BYTES) as memory, memoryview(memory) as view:
+        view[:] = os.urandom(_LAY_OUT_BYTES)  # zeros would flatter a disk that compresses
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+        try:
+            for offset in range(0, num_bytes, _LAY_OUT_BYTES):
+                os.pwritev(descriptor, [view[: num_bytes - offset]], offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

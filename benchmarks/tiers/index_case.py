@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a store with a million blocks: look-ups, memory, and the time to open it again.
+
+The index is real and so is the opening, with its scan in a child process. The slot file is not: it
+has the right size and no contents (sparse), because opening reads no payloads and a million blocks
+would be gigabytes. What opening is held against is one pass over the rows that decodes each and
+does nothing with it. Both find the index in the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...tiers.base import Answer
+from ...tiers.ssd import SsdStore
+from ...tiers.ssd.directory import StoreDirectory
+from ...tiers.ssd.index_file import IndexFile, Row
+from ...tiers.ssd.opening import open_store
+from ...tiers.ssd.space import plan_space
+from .contest import Contest, WrongWork
+from .scale import key_of, layout_of
+from .store_case import LOOK_UP_KEYS
+from .swap import swapped
+
+_LAYOUT = layout_of(4096)
+_COMMIT_ROWS = 4096
+_BATCHES = 64
+_CLOSE_SECONDS = 60.0
+
+
+class IndexCase:
+    """`entries` blocks in the index of a store in `folder`."""
+
+    def __init__(self, folder: Path, entries: int) -> None:
+        self._folder = folder
+        self.entries = entries
+        self._capacity = _capacity_for(entries)
+        with _sparse_slots():
+            opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
+        try:
+            # In the order of slots, as a store that was filled up has them; uses in another.
+            uses = list(range(1, entries + 1))
+            random.Random(entries).shuffle(uses)
+            for start in range(0, entries, _COMMIT_ROWS):
+                slots = range(start, min(start + _COMMIT_ROWS, entries))
+                opened.index_file.put(
+                    [Row(slot, key_of(slot), slot + 1, uses[slot]) for slot in slots]
+                )
+        finally:
+            opened.close()
+
+    def contest(self) -> Contest:
+        """Rates of rows; the ratio is one of speeds, so its inverse is one of times."""
+        return Contest("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
+
+    def reopen(self) -> float:
+        """Open the store, whole; rows a second."""
+        began = time.perf_counter()
+        store = self._open()
+        seconds = time.perf_counter() - began
+        self._close(store)
+        return self.entries / seconds
+
+    def pass_over(self) -> float:
+        """One pass over the rows, each of them decoded; rows a second. What a cursor yields is two
+        byte strings: counting those is not yet reading an index, and takes a third of the time in
+        which a dict is filled with as many keys."""
+        began = time.perf_counter()
+        index_file = IndexFile(self._folder / "index", 0)
+        try:
+            count = sum(1 for _ in index_file.rows())
+        finally:
+            index_file.close()
+        if count != self.entries:
+            raise WrongWork(f"the index has {count} rows, not {self.entries}")
+        return count / (time.perf_counter() - began)
+
+    def bytes_per_entry(self) -> float:
+        """Memory that an open store holds beyond that of an empty interpreter, by block."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            store = self._open()
+            gc.collect()
+            held = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        self._close(store)
+        return held / self.entries
+
+    def look_ups(self, rounds: int) -> list[float]:
+        """Keys a second, in batches, half of them known."""
+        store = self._open()
+        rng = random.Random(self.entries)
+        batches = [
+            [key_of(rng.randrange(2 * self.entries)) for _ in range(LOOK_UP_KEYS)]
+            for _ in range(_BATCHES)
+        ]
+        try:
+            return [self._look_up(store, batches) for _ in range(rounds)]
+        finally:
+            self._close(store)
+
+    def _look_up(self, store: SsdStore, batches: list[list[bytes]]) -> float:
+        began = time.perf_counter()
+        hits = sum(store.lookup(batch).count(Answer.HIT) for batch in batches)
+        rate = _BATCHES * LOOK_UP_KEYS / (time.perf_counter() - began)
+        if not 0 < hits < _BATCHES * LOOK_UP_KEYS:
+            raise WrongWork(f"{hits} keys were found, not about half of them")
+        return rate
+
+    def _open(self) -> SsdStore:
+        with _sparse_slots():
+            store = SsdStore(self._folder, _LAYOUT, self._capacity)
+        if store.stats().blocks != self.entries:
+            raise WrongWork(f"the store opened with {store.stats().blocks} blocks")
+        return store
+
+    def _close(self, store: SsdStore) -> None:
+        store.close(_CLOSE_SECONDS)
+
+
+def _capacity_for(entries: int) -> int:
+    """The smallest capacity that has so many slots."""
+    low, high = 0, 2**50
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = middle > 2**21 and plan_space(_LAYOUT, middle).num_slots >= entries
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+@contextlib.contextmanager
+def _sparse_slots() -> Iterator[None]:
+    """Slot files get their size and no blocks of the disk, so these need not be free."""
+    with (
+        swapped(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
+        swapped(StoreDirectory, check_free_space=lambda _self, _plan: None),
+    ):
+        yield

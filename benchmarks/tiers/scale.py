@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much one run of `stratakv bench tiers` does: in full, or in its quick form.
+
+Knows nothing of how anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...tiers.block import BlockLayout, pack_key
+
+MIB = 1024**2
+GIB = 1024**3
+SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB, "5MiB": 5 * MIB}
+# Blocks of 64 KiB a layer; the number of layers makes the size.
+_LAYER_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes in bytes and numbers of rounds."""
+
+    slab_bytes: int  # of the slab, and of the memory its blocks are copied from; at least this
+    slab_rounds: int
+    store_bytes: int  # capacity of the store; the file of the limit is as large
+    round_bytes: int  # written or read in one round
+    rounds: int
+    turnovers: int
+    index_entries: int
+    index_rounds: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the run has on the disk at most, with something to spare."""
+        return 2 * self.store_bytes + 300 * self.index_entries + 256 * MIB
+
+
+FULL = Scale(
+    slab_bytes=256 * MIB,
+    slab_rounds=9,
+    store_bytes=GIB,
+    round_bytes=512 * MIB,
+    rounds=9,
+    turnovers=10,
+    index_entries=1_000_000,
+    index_rounds=5,
+)
+QUICK = Scale(
+    slab_bytes=64 * MIB,
+    slab_rounds=2,
+    store_bytes=128 * MIB,
+    round_bytes=48 * MIB,
+    rounds=2,
+    turnovers=2,
+    index_entries=20_000,
+    index_rounds=2,
+)
+
+
+def layout_of(block_bytes: int) -> BlockLayout:
+    """A layout whose blocks have this many bytes."""
+    return BlockLayout(
+        num_layers=block_bytes // _LAYER_BYTES,
+        block_size=16,
+        num_kv_heads=1,
+        head_dim=64,
+        kv_dtype="bfloat16",
+    )
+
+
+def key_of(number: int) -> bytes:
+    """The key of block `number`; different in all its bytes from the next one's, as digests are."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15_F39CC0605CEDC835_1082276BF3A27251_FBE5EA6DA6EA9C5B
+    return pack_key((mixed % 2**256).to_bytes(32, "little"))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks into and out of the real slab, against plain copies over plain memory of the same size.
+
+Both copy with numpy on one thread, at the same random places, between regions that no cache holds.
+What the slab does besides, and what its memory costs (shared, small pages), is the difference.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...tiers.cpu import CpuSlab
+from .contest import Contest, WrongWork
+from .scale import MIB, key_of, layout_of
+
+BATCH_BYTES = 32 * MIB
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_TIMES_CACHE = 4
+_UNITS = {"K": 1024, "M": MIB}
+
+Bytes = NDArray[np.uint8]
+
+
+def footprint_bytes(least: int, caches: Path = _CACHES) -> int:
+    """Four times the largest cache that the processor tells of, and not less than `least`."""
+    sizes = [_cache_bytes(each.read_text().strip()) for each in caches.glob("index*/size")]
+    return max(least, _TIMES_CACHE * max(sizes, default=0))
+
+
+def _cache_bytes(text: str) -> int:
+    return int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
+
+
+class SlabCase:
+    """A full slab, memory to copy from and to, and plain memory beside it for the limit."""
+
+    def __init__(self, block_bytes: int, slab_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.slab = CpuSlab(layout_of(block_bytes), slab_bytes)
+        self.num_blocks = self.slab.num_slots
+        size = self.num_blocks * block_bytes
+        self._slots: Bytes = np.frombuffer(self.slab.memory(), np.uint8)
+        self._outside = _plain_memory(size)
+        self._plain = _plain_memory(size)
+        self._rng = random.Random(block_bytes)
+        self._keys = [key_of(number) for number in range(2 * self.num_blocks)]
+        self._batch = max(1, BATCH_BYTES // block_bytes)
+        self._places: Sequence[int] = []
+        self.put()
+
+    def contests(self, name: str) -> list[Contest]:
+        """Blocks into the slab, and out of it."""
+        return [
+            Contest(f"slab_put_{name}", "bytes/s", "memcpy", self.put, self.copy),
+            Contest(f"slab_get_{name}", "bytes/s", "memcpy", self.get, self.copy),
+        ]
+
+    def put(self) -> float:
+        """As many new blocks as the slab has slots, which lie free in random order."""
+        self._empty()
+        keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
+        began = time.perf_counter()
+        for start in range(0, self.num_blocks, self._batch):
+            batch = keys[start : start + self._batch]
+            slots = slab.reserve(batch)
+            for slot, place in zip(slots, self._places[start:], strict=False):
+                if slot is None:
+                    raise WrongWork("the slab had no slot for a new block")
+                _copy(self._slots, slot * size, self._outside, place, size)
+            slab.commit(batch, [True] * len(batch))
+        return self._rate(began)
+
+    def get(self) -> float:
+        """Every block once, in random order."""
+        self._shuffle()
+        keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
+        began = time.perf_counter()
+        for start in range(0, self.num_blocks, self._batch):
+            batch = keys[start : start + self._batch]
+            slots = slab.pin(batch)
+            for slot, place in zip(slots, self._places[start:], strict=False):
+                if slot is None:
+                    raise WrongWork("a block was not in the slab")
+                _copy(self._outside, place, self._slots, slot * size, size)
+            slab.unpin(batch)
+        return self._rate(began)
+
+    def copy(self) -> float:
+        """The same bytes between plain regions, at random places."""
+        size = self.block_bytes
+        targets = self._random_places()
+        sources = self._random_places()
+        began = time.perf_counter()
+        for target, source in zip(targets, sources, strict=True):
+            _copy(self._plain, target, self._outside, source, size)
+        return self._rate(began)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._slots
+        self.slab.close()
+
+    def _empty(self) -> None:
+        """Empty the slab so that its slots come in random order, for keys it does not know."""
+        known = self.slab.keys()
+        self._rng.shuffle(known)
+        self.slab.drop(known)
+        half = self.num_blocks
+        self._keys = self._keys[half:] + self._keys[:half]
+        self._places = self._random_places()
+
+    def _shuffle(self) -> None:
+        head = self._keys[: self.num_blocks]
+        self._rng.shuffle(head)
+        self._keys[: self.num_blocks] = head
+        self._places = self._random_places()
+
+    def _random_places(self) -> Sequence[int]:
+        places = list(range(0, self.num_blocks * self.block_bytes, self.block_bytes))
+        self._rng.shuffle(places)
+        return places
+
+    def _rate(self, began: float) -> float:
+        return self.num_blocks * self.block_bytes / (time.perf_counter() - began)
+
+
+def _copy(target: Bytes, to: int, source: Bytes, at: int, size: int) -> None:
+    np.copyto(target[to : to + size], source[at : at + size])
+
+
+def _plain_memory(size: int) -> Bytes:
+    """Ordinary memory, every page touched."""
+    memory: Bytes = np.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+    )
+    noise = np.frombuffer(os.urandom(MIB), np.uint8)
+    for start in range(0, size, MIB):
+        memory[start : start + MIB] = noise[: size - start]
+    return memory

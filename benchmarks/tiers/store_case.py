@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks to and from the real SSD store, against what the disk does at most.
+
+The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB, each acknowledged
+as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
+first round, as the file of the limit was; what that first write costs is told beside. Knows nothing
+of ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from ...tiers.base import Answer
+from ...tiers.cpu import CpuSlab
+from ...tiers.ssd import SsdStore
+from .contest import Contest, WrongWork
+from .disk_limit import DiskLimit
+from .scale import MIB, Scale, key_of, layout_of
+
+BATCH_BYTES = 32 * MIB
+BATCHES_IN_FLIGHT = 4
+LOOK_UP_KEYS = 256
+_LIVE_SHARE = 0.9
+_SECONDS = 120.0
+_LOOK_UP_SECONDS = 0.5
+
+_T = TypeVar("_T")
+
+
+class StoreCase:
+    """A store in `folder`, which is filled and turned over."""
+
+    def __init__(
+        self,
+        folder: Path,
+        block_bytes: int,
+        scale: Scale,
+        limit: DiskLimit,
+        *,
+        huge_pages: bool = False,
+    ) -> None:
+        self._size = block_bytes
+        self._limit = limit
+        layout = layout_of(block_bytes)
+        self.store = SsdStore(folder, layout, scale.store_bytes)
+        num_slots = self.store.stats().capacity_blocks
+        self.num_live = int(num_slots * _LIVE_SHARE)
+        self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
+        # At least so many bytes, but in the quick form, whose store has no room for four of them.
+        self._batch = max(1, min(-(-BATCH_BYTES // block_bytes), self.num_live // 6))
+        slab_bytes = BATCHES_IN_FLIGHT * self._batch * block_bytes
+        self.slab = CpuSlab(layout, slab_bytes, huge_pages=huge_pages)
+        memory = self.slab.memory()
+        for start in range(0, len(memory), MIB):
+            memory[start : start + MIB] = os.urandom(MIB)[: len(memory) - start]
+        slots = [self.slab.buffer(slot) for slot in range(self.slab.num_slots)]
+        self._buffers = deque(
+            slots[start : start + self._batch] for start in range(0, len(slots), self._batch)
+        )
+        self._rng = random.Random(block_bytes)
+        self._num_keys = 0
+        self._live: list[bytes] = []
+        self.first_write_rate = self._timed_store(num_slots)
+        self.clear()  # a full store has begun to evict
+
+    def contests(self, name: str) -> list[Contest]:
+        """Writes into free slots, random reads; every batch acknowledged."""
+        written = self._round_blocks * self._size
+        write, read = lambda: self._limit.write(written), lambda: self._limit.read(written)
+        return [
+            Contest(f"ssd_write_{name}", "bytes/s", self._limit.name, self.write, write),
+            Contest(f"ssd_read_cold_{name}", "bytes/s", self._limit.name, self.read, read),
+        ]
+
+    def churn_contest(self, name: str) -> Contest:
+        """One turnover a round."""
+        turned = self.num_live * self._size
+        return Contest(
+            f"ssd_churn_{name}",
+            "bytes/s",
+            self._limit.name,
+            self.churn,
+            lambda: self._limit.write(turned),
+        )
+
+    def write(self) -> float:
+        """New blocks into an empty store; bytes a second."""
+        self.clear()
+        return self._timed_store(self._round_blocks)
+
+    def read(self) -> float:
+        """Blocks at random, each once; the page cache has none of them."""
+        self.fill()
+        keys = self._rng.sample(self._live, self._round_blocks)
+        flying: deque[tuple[Future[list[Answer]], list[memoryview]]] = deque()
+        began = time.perf_counter()
+        for start in range(0, len(keys), self._batch):
+            batch = keys[start : start + self._batch]
+            buffers = self._take_buffers(flying, self._check_read)
+            flying.append((self.store.load(batch, buffers[: len(batch)]), buffers))
+        while flying:
+            self._end_first(flying, self._check_read)
+        return len(keys) * self._size / (time.perf_counter() - began)
+
+    def churn(self) -> float:
+        """As many new blocks as there are, each batch in place of blocks chosen at random."""
+        self.fill()
+        return self._timed_store(self.num_live, evicting=True)
+
+    def fill(self) -> None:
+        """To 90 % of the slots, unless it has as much."""
+        missing = self.num_live - len(self._live)
+        if missing > 0:
+            self._timed_store(missing)
+
+    def clear(self) -> None:
+        """Empty the store, on the disk too."""
+        self.store.clear()
+        self._live.clear()
+        index = self.store._state.index
+        deadline = time.monotonic() + _SECONDS
+        while index.has_leaving:
+            if time.monotonic() > deadline:
+                raise WrongWork("the store did not get empty")
+            time.sleep(0.002)
+
+    def look_ups_while_churning(self) -> float:
+        """Keys a second, in batches, while another thread turns the store over."""
+        self.fill()
+        batches = [
+            [key_of(self._rng.randrange(2 * self._num_keys)) for _ in range(LOOK_UP_KEYS)]
+            for _ in range(64)
+        ]
+        failed: list[Exception] = []
+        end = time.perf_counter() + _LOOK_UP_SECONDS
+
+        def turn() -> None:
+            try:
+                while time.perf_counter() < end:
+                    self._timed_store(self._batch * BATCHES_IN_FLIGHT, evicting=True)
+            except Exception as error:  # noqa: BLE001 - told to the caller below
+                failed.append(error)
+
+        thread = threading.Thread(target=turn)
+        thread.start()
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() < end:
+            self.store.lookup(batches[count % len(batches)])
+            count += 1
+        rate = count * LOOK_UP_KEYS / (time.perf_counter() - began)
+        thread.join()
+        if failed:
+            raise failed[0]
+        return rate
+
+    def close(self) -> None:
+        """Raises WrongWork where the store met any fault."""
+        stats = self.store.stats()
+        self.store.close(_SECONDS)
+        self._buffers.clear()
+        self.slab.close()
+        if stats.rejected or stats.errors:
+            raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
+
+    def _timed_store(self, count: int, *, evicting: bool = False) -> float:
+        """Store new blocks until the last one is acknowledged; bytes a second."""
+        flying: deque[tuple[Future[list[bool]], list[memoryview]]] = deque()
+        coming: deque[list[bytes]] = deque()
+
+        def check(kept: list[bool]) -> None:
+            if not all(kept):
+                raise WrongWork("the store did not keep a new block")
+            self._live += coming.popleft()
+
+        batches = [
+            [key_of(self._num_keys + i) for i in range(start, min(start + self._batch, count))]
+            for start in range(0, count, self._batch)
+        ]
+        self._num_keys += count
+        began = time.perf_counter()
+        for batch in batches:
+            buffers = self._take_buffers(flying, check)
+            if evicting:
+                self.store.drop([self._take_victim() for _ in batch])
+            coming.append(batch)
+            flying.append((self.store.store(batch, buffers[: len(batch)]), buffers))
+        while flying:
+            self._end_first(flying, check)
+        return count * self._size / (time.perf_counter() - began)
+
+    def _take_victim(self) -> bytes:
+        place = self._rng.randrange(len(self._live))
+        self._live[place], self._live[-1] = self._live[-1], self._live[place]
+        return self._live.pop()
+
+    def _take_buffers(
+        self,
+        flying: deque[tuple[Future[_T], list[memoryview]]],
+        check: Callable[[_T], None],
+    ) -> list[memoryview]:
+        """A batch's buffers; where all are in use, those of the first call to end."""
+        if not self._buffers:
+            self._end_first(flying, check)
+        return self._buffers.popleft()
+
+    def _end_first(
+        self,
+        flying: deque[tuple[Future[_T], list[memoryview]]],
+        check: Callable[[_T], None],
+    ) -> None:
+        future, buffers = flying.popleft()
+        check(future.result(_SECONDS))
+        self._buffers.append(buffers)
+
+    def _check_read(self, answers: list[Answer]) -> None:
+        if any(answer is not Answer.HIT for answer in answers):
+            raise WrongWork("the store did not have a block that it kept")

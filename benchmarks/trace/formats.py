@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads traces: JSON Lines, plain or gzip, with the fields of Mooncake's FAST'25 traces.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
+
+`timestamp` is in milliseconds and never decreases. Each id of `hash_ids` stands for 512 tokens and
+all before them, head first; the last block of a prompt may be partial, or be left out. Other fields
+(`session_id` of the agent traces) are not needed. A trace comes from outside, so everything in it
+is bounded, and an error names the line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO, cast
+
+import msgspec
+
+from .trace import BLOCK_TOKENS, Prompt, Trace
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+MAX_FILES = 64
+MAX_LINE_BYTES = 2 * 2**20
+MAX_FILE_BYTES = 2 * 2**30  # unpacked
+MAX_REQUESTS = 2_000_000
+MAX_CHAIN_BLOCKS = 2**16
+MAX_ACCESSES = 50_000_000
+
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHAIN_BLOCKS * BLOCK_TOKENS)]
+
+
+class TraceError(ValueError):
+    """A path or a line that is no trace; the message says what was expected and what came."""
+
+
+class _Line(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: Annotated[list[_Id], msgspec.Meta(max_length=MAX_CHAIN_BLOCKS)]
+
+
+def trace_files(paths: list[Path]) -> list[Path]:
+    """The files that paths name, a folder standing for all traces below it. Raises TraceError."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            below = [each for each in sorted(path.rglob("*")) if is_trace(each)]
+            if not below:
+                raise TraceError(f"{path} holds no file named *{' or *'.join(SUFFIXES)}")
+            found += below
+        elif not path.is_file():
+            raise TraceError(f"{path} is neither a file nor a folder; give a trace or its folder")
+        elif not is_trace(path):
+            raise TraceError(f"{path.name} is not named *{' or *'.join(SUFFIXES)}, as traces are")
+        else:
+            found.append(path)
+    found = list(dict.fromkeys(found))
+    if len(found) > MAX_FILES:
+        raise TraceError(f"{len(found)} traces are too many; name at most {MAX_FILES}")
+    return found
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file is named as a trace is."""
+    return path.name.endswith(SUFFIXES) and path.is_file()
+
+
+def trace_name(path: Path) -> str:
+    """What tables call it: `conversation` for conversation_trace.jsonl.gz."""
+    return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix("_trace")
+
+
+def read_trace(path: Path) -> Trace:
+    """All requests of a file. Raises TraceError."""
+    reader = _Reader(path.name)
+    try:
+        with open_plain_or_gzip(path) as file:
+            for number, line in enumerate(_lines(file, path.name), start=1):
+                reader.take(number, line)
+    except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
+        raise TraceError(f"{path} cannot be read ({error}); fetch it again") from error
+    if not reader.prompts:
+        raise TraceError(f"{path} holds no request")
+    return Trace(trace_name(path), reader.prompts)
+
+
+def open_plain_or_gzip(path: Path) -> BinaryIO:
+    """The unpacked bytes of a file."""
+    return cast(BinaryIO, gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
+
+
+def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    total = 0
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        total += len(line)
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(f"{name}, line {number} is longer than {MAX_LINE_BYTES} bytes")
+        if total > MAX_FILE_BYTES:
+            raise TraceError(f"{name} unpacks to more than {MAX_FILE_BYTES} bytes; cut it")
+        yield line
+
+
+class _Reader:
+    """Turns lines into prompts, and holds each against those before it."""
+
+    def __init__(self, name: str) -> None:
+        self.prompts: list[Prompt] = []
+        self._name = name
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._numbers: dict[int, int] = {}  # id → block number
+        self._parents: list[int] = []  # by block number; -1 for a head
+        self._accesses = 0
+        self._last_timestamp = 0.0
+
+    def take(self, number: int, line: bytes) -> None:
+        """One line; an empty one is passed over."""
+        if not line.strip():
+            return
+        try:
+            fields = self._decoder.decode(line)
+            self._check(fields)
+            chain = self._number(fields.hash_ids)
+        except (msgspec.MsgspecError, UnicodeDecodeError, TraceError) as error:
+            raise TraceError(f"{self._name}, line {number}: {error}") from error
+        arrival = fields.timestamp / 1e3
+        self.prompts.append(Prompt(arrival, chain, fields.input_length))
+
+    def _check(self, fields: _Line) -> None:
+        blocks, tokens = len(fields.hash_ids), fields.input_length
+        full = tokens // BLOCK_TOKENS
+        if not full <= blocks <= full + bool(tokens % BLOCK_TOKENS):
+            raise TraceError(
+                f"{blocks} hash_ids for input_length {tokens}; expected {full} full blocks of "
+                f"{BLOCK_TOKENS} tokens, and at most one partial block more"
+            )
+        if fields.timestamp < self._last_timestamp:
+            raise TraceError(
+                f"timestamp {fields.timestamp:g} comes after {self._last_timestamp:g}; "
+                "sort the lines by time"
+            )
+        self._last_timestamp = fields.timestamp
+        self._accesses += blocks
+        if len(self.prompts) == MAX_REQUESTS or self._accesses > MAX_ACCESSES:
+            raise TraceError(
+                f"more than {MAX_REQUESTS} requests or {MAX_ACCESSES} blocks in all; cut the trace"
+            )
+
+    def _number(self, ids: list[int]) -> list[int]:
+        chain: list[int] = []
+        parent = -1
+        for each in ids:
+            block = self._numbers.setdefault(each, len(self._numbers))
+            if block == len(self._parents):
+                self._parents.append(parent)
+            elif self._parents[block] != parent:
+                raise TraceError(
+                    f"id {each} follows another id than before; hash_ids must be prefix-chained, "
+                    "each standing for its block and all before it"
+                )
+            chain.append(block)
+            parent = block
+        return chain

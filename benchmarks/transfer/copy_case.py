@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks from pool to slab and back, in jobs as the engine makes them, against memcpy.
+
+The limit moves as many bytes between as random places of plain memory, in pieces of the same
+length, by as many threads. Knows nothing of who asks for copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ...connector.device.base import Event, Stream
+from ..tiers.contest import Contest, WrongWork
+from .rig import WAIT_SECONDS, Bytes, Pairs, Rig, copy_plainly
+from .scale import JOB_BLOCKS, MOVES, RUN_BLOCKS, copy_name
+
+
+class CopyCase:
+    """What is moved with one rig."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+
+    def contests(self, size: str) -> list[Contest]:
+        """One for each of MOVES, in its order."""
+        run = max(1, min(RUN_BLOCKS, self._rig.num_blocks // 4))
+        sides = (
+            (lambda: self.move(Stream.STORE), self.copy),
+            (lambda: self.move(Stream.LOAD), self.copy),
+            (lambda: self.move(Stream.STORE, run), lambda: self.copy(run)),
+            (lambda: self.move(Stream.LOAD, run), lambda: self.copy(run)),
+            (self.move_both_ways, self.copy_both_ways),
+        )
+        return [
+            Contest(copy_name(move, size), "bytes/s", "memcpy", ours, limit)
+            for move, (ours, limit) in zip(MOVES, sides, strict=True)
+        ]
+
+    def move(self, stream: Stream, run: int = 1) -> float:
+        """Every block once, in random order, `run` neighbours in the same order on both sides."""
+        rig = self._rig
+        starts = self._random_places(run)
+        moves = [(at + i, to + i) for at, to in starts for i in range(run)]
+        source, target = self._sides(stream)
+        rig.stamp(source)
+        began = time.perf_counter()
+        self._wait(self._submit(stream, moves))
+        rate = self._rate(began, len(moves))
+        rig.check(source, target, moves)
+        return rate
+
+    def copy(self, run: int = 1) -> float:
+        """The same between plain regions."""
+        starts = self._random_places(run)
+        source, target = self._rig.plain
+        began = time.perf_counter()
+        copy_plainly(source, target, starts, run)
+        return self._rate(began, run * len(starts))
+
+    def move_both_ways(self) -> float:
+        """Half of the blocks out, to half of the slots, while the other slots go to the others."""
+        rig = self._rig
+        out, back = self._halves()
+        rig.stamp(rig.pool)
+        rig.stamp(rig.slab)
+        began = time.perf_counter()
+        self._wait(self._submit(Stream.STORE, out) + self._submit(Stream.LOAD, back))
+        rate = self._rate(began, len(out) + len(back))
+        rig.check(rig.pool, rig.slab, out)
+        rig.check(rig.slab, rig.pool, back)
+        return rate
+
+    def copy_both_ways(self) -> float:
+        """The same between plain regions, by two threads."""
+        out, back = self._halves()
+        one, other = self._rig.plain
+        threads = [
+            threading.Thread(target=copy_plainly, args=(one, other, out)),
+            threading.Thread(target=copy_plainly, args=(other, one, back)),
+        ]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._rate(began, len(out) + len(back))
+
+    def _submit(self, stream: Stream, moves: Pairs) -> list[Event]:
+        """As jobs; `moves` lead from the stream's source to its target."""
+        events = []
+        for start in range(0, len(moves), JOB_BLOCKS):
+            sources, targets = zip(*moves[start : start + JOB_BLOCKS], strict=True)
+            blocks, slots = (sources, targets) if stream is Stream.STORE else (targets, sources)
+            events.append(self._rig.device.copy(stream, blocks, slots))
+            self._rig.signal.jobs_given(1)
+        return events
+
+    def _wait(self, events: list[Event]) -> None:
+        for event in events:
+            if not event.wait(WAIT_SECONDS):
+                raise WrongWork(f"a copy did not end within {WAIT_SECONDS:g} s")
+            error = event.error()
+            if error is not None:
+                raise WrongWork(f"a copy failed: {error}")
+
+    def _sides(self, stream: Stream) -> tuple[Bytes, Bytes]:
+        rig = self._rig
+        return (rig.pool, rig.slab) if stream is Stream.STORE else (rig.slab, rig.pool)
+
+    def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
+        """Where runs begin, and where they go."""
+        rig = self._rig
+        starts = range(0, rig.num_blocks - run + 1, run)
+        return list(
+            zip(rig.rng.sample(starts, len(starts)), rig.rng.sample(starts, len(starts)),
+                strict=True)
+        )  # fmt: skip
+
+    def _halves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(block, slot) of those that go out and (slot, block) of those that come back."""
+        places = self._random_places()
+        half = len(places) // 2
+        return places[:half], [(slot, block) for block, slot in places[half:]]
+
+    def _rate(self, began: float, num_blocks: int) -> float:
+        return num_blocks * self._rig.block_bytes / (time.perf_counter() - began)

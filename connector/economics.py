@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load, recompute, or both at once: what the tiers hold of a prompt is taken from them only as far
+as that is quicker than computing it.
+
+    load       wait for the blocks, then compute what follows them
+    recompute  compute everything
+    both       compute from the front while blocks are loaded from the back, until they meet; only
+               for a request that has the engine to itself, since in a busy engine others compute
+               while it waits
+
+The leading run of blocks up to a change of tier is loaded for which most seconds are saved, if any
+are. Near break-even the last choice for as many blocks from the same tier stands. What was found
+too slow to load is tried again, a few blocks of it, by every `PROBE_EVERY`-th request that could
+have used it, so that a tier that is quick again is noticed. All seconds are estimates; nothing is
+known here of requests, keys or tickets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from .rates import LinkRate, PrefillRate
+
+log = logging.getLogger(__name__)
+
+# Assumed until measured: seconds of a transfer, however small, and bytes a second.
+SLAB_PRIOR = (1e-3, 4e9)  # a parked request also pays for a step or two
+STORE_PRIOR = (2e-3, 1e9)
+# How much dearer loading may get before it is given up, and how much cheaper before it is resumed.
+STAY, RETURN = 1.15, 0.85
+PROBE_EVERY = 16  # requests
+PROBE_BLOCKS = 16
+# A load is never given up earlier: threads are late by as much on a busy machine.
+GRACE_SECONDS = 0.01
+# Nor later while nobody knows what computing takes.
+UNMEASURED_SECONDS = 0.5
+# In so many parts each of the two goes towards the meeting, and so many pieces are read at once.
+MEETING_PARTS = 4
+PIECES_AT_ONCE = 2
+# Both at once has to beat the better of the two by this factor. A prompt computed in such parts
+# takes up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
+BOTH_MARGIN = 1.25
+# Changes of tier within one prefix that are looked at one by one.
+MAX_RUNS = 8
+_BREAK_EVEN_LIMIT = 2**20  # tokens
+
+
+class Choice(Enum):
+    """Who decides: the estimates, or for drills and measurements always the same."""
+
+    AUTO = "auto"
+    LOAD = "always"
+    BOTH = "both"
+
+
+class Plan(NamedTuple):
+    """Blocks to load, the leading ones; with `front_blocks`, about how many of them will have been
+    computed before the two meet."""
+
+    num_blocks: int
+    front_blocks: int = 0
+
+
+class Run(NamedTuple):
+    """Neighbouring blocks in one tier."""
+
+    tier: str
+    num_blocks: int
+
+
+NOTHING = Plan(0)
+
+
+class Economics:
+    """Of one hierarchy, whose `tiers` are named the slab first."""
+
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        block_size: int,
+        block_bytes: int,
+        choice: Choice = Choice.AUTO,
+    ) -> None:
+        self.choice = choice
+        self.prefill = PrefillRate()
+        self._slab = tiers[0]
+        self.links = {name: LinkRate(*STORE_PRIOR) for name in tiers}
+        self.links[self._slab] = LinkRate(*SLAB_PRIOR)
+        self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
+        self._declined = 0  # plans since the last probe
+        self._told = False
+        self.probes = 0
+        self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
+
+    def note_step(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """See `KVConnectorScheduler.note_step`."""
+        self.prefill.note(num_tokens, num_context_tokens, seconds)
+        if not self._told:
+            self._told = True
+            log.info("%s", self._in_words())
+
+    def plan(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
+        """What to do about blocks, the first one at `first_token`, that lie in `tiers`. Changes
+        nothing. `alone`: the request has the engine to itself."""
+        num_blocks = len(tiers)
+        if self.choice is Choice.BOTH and num_blocks > 1:
+            return Plan(num_blocks, num_blocks // 2)
+        if not num_blocks or self.choice is not Choice.AUTO:
+            return Plan(num_blocks)
+        runs = _runs(tiers)
+        compute = self._compute(first_token, num_blocks)
+        if compute is None:
+            return Plan(num_blocks)
+        chosen, saved = 0, 0.0
+        for end, tier in _ends(runs):
+            saving = self._saving(first_token, runs, end, tier)
+            if saving is not None and (not chosen or saving > saved):
+                chosen, saved = end, saving
+        if alone and num_blocks > 1:
+            front, seconds = self._meeting(first_token, runs, num_blocks)
+            if seconds * BOTH_MARGIN <= compute - saved and 0 < front < num_blocks:
+                return Plan(num_blocks, front)
+        return Plan(chosen)
+
+    def decide(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
+        """As `plan`, for a request that goes by it."""
+        plan = self.plan(first_token, tiers, alone=alone)
+        if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
+            return plan
+        for end, tier in _ends(_runs(tiers)):
+            self._loaded_last[tier, end.bit_length()] = end <= plan.num_blocks
+        if plan.num_blocks == len(tiers):
+            return plan
+        self._declined += 1
+        if self._declined >= PROBE_EVERY:
+            self._declined = 0
+            self.probes += 1
+            plan = Plan(min(len(tiers), plan.num_blocks + PROBE_BLOCKS))
+        for tier in tiers[plan.num_blocks :]:
+            declined = self.declined_tokens.get(tier, 0)
+            self.declined_tokens[tier] = declined + self._block_size
+        return plan
+
+    def patience(self, first_token: int, num_blocks: int) -> float | None:
+        """How long to wait for blocks at most, in seconds: as long as computing them takes. None:
+        until they come."""
+        if self.choice is not Choice.AUTO:
+            return None
+        compute = self._compute(first_token, num_blocks)
+        return UNMEASURED_SECONDS if compute is None else max(GRACE_SECONDS, compute)
+
+    def break_even_tokens(self, tier: str) -> int | None:
+        """The shortest prompt that is quicker to load from `tier` than to compute; None while
+        nothing was measured, and where there is none."""
+        num_blocks = 1
+        while num_blocks * self._block_size <= _BREAK_EVEN_LIMIT:
+            if self._pays(tier, num_blocks):
+                break
+            num_blocks *= 2
+        else:
+            return None
+        low, high = num_blocks // 2, num_blocks  # pays not, pays
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._pays(tier, middle) else (middle, high)
+        return high * self._block_size
+
+    def stats(self) -> dict[str, object]:
+        """The estimates, as plain values."""
+        price = self.prefill.seconds_per_token
+        return {
+            "prefill_tokens_per_second": 1.0 / price if price else None,
+            "bytes_per_second": {n: 1.0 / r.seconds_per_byte for n, r in self.links.items()},
+            "fixed_seconds": {n: r.fixed_seconds for n, r in self.links.items()},
+            "break_even_tokens": {name: self.break_even_tokens(name) for name in self.links},
+        }
+
+    def _saving(self, first_token: int, runs: Sequence[Run], end: int, tier: str) -> float | None:
+        """Seconds that loading the blocks up to `end`, the last one from `tier`, saves of computing
+        them. None if it is not to be done; near break-even it may save a little less than none."""
+        compute = self._compute(first_token, end) or 0.0
+        load = self._load(runs, 0, end)
+        stays = self._loaded_last.get((tier, end.bit_length()), True)
+        return compute - load if load < (STAY if stays else RETURN) * compute else None
+
+    def _meeting(self, first_token: int, runs: Sequence[Run], num_blocks: int) -> tuple[int, float]:
+        """After how many blocks the front meets what is loaded, and when."""
+        low, high = 0, num_blocks
+        # Pieces pay for the fixed part of their links more than once.
+        more = self._load(runs, 0, 1) * (MEETING_PARTS / PIECES_AT_ONCE - 1)
+        while low < high:
+            middle = (low + high) // 2
+            load = more + self._load(runs, middle, num_blocks)
+            if (self._compute(first_token, middle) or 0.0) < load:
+                low = middle + 1
+            else:
+                high = middle
+        return low, self._compute(first_token, low) or 0.0
+
+    def _compute(self, first_token: int, num_blocks: int) -> float | None:
+        return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)
+
+    def _load(self, runs: Sequence[Run], start: int, end: int) -> float:
+        """To load the blocks from `start` to `end`: all stores at once, then the copy."""
+        blocks: dict[str, int] = {}
+        for tier, count in _overlap(runs, start, end):
+            blocks[tier] = blocks.get(tier, 0) + count
+        reads = [self._read(tier, count) for tier, count in blocks.items() if tier != self._slab]
+        return max(reads, default=0.0) + self._read(self._slab, end - start)
+
+    def _read(self, tier: str, num_blocks: int) -> float:
+        blocks = num_blocks + self.queued.get(tier, 0)
+        return self.links[tier].seconds(blocks * self._block_bytes)
+
+    def _pays(self, tier: str, num_blocks: int) -> bool:
+        compute = self._compute(0, num_blocks)
+        num_bytes = num_blocks * self._block_bytes
+        load = self.links[self._slab].seconds(num_bytes)
+        if tier != self._slab:
+            load += self.links[tier].seconds(num_bytes)
+        return compute is not None and load < compute
+
+    def _in_words(self) -> str:
+        parts = []
+        for name in self.links:
+            tokens = self.break_even_tokens(name)
+            parts.append(f"from {name} " + ("never" if tokens is None else f"from {tokens} on"))
+        return "loading beats computing a prompt, in tokens: " + ", ".join(parts)
+
+
+def _runs(tiers: Sequence[str]) -> list[Run]:
+    if tiers.count(tiers[0]) == len(tiers):
+        return [Run(tiers[0], len(tiers))]
+    return [Run(tier, sum(1 for _ in blocks)) for tier, blocks in groupby(tiers)]
+
+
+def _overlap(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
+    """What lies between two blocks of each run."""
+    first = 0
+    for tier, count in runs:
+        inside = min(end, first + count) - max(start, first)
+        if inside > 0:
+            yield Run(tier, inside)
+        first += count
+
+
+def _ends(runs: Sequence[Run]) -> list[tuple[int, str]]:
+    """Where a load may end, and the tier of the last block then."""
+    if len(runs) > MAX_RUNS:
+        return [(sum(run.num_blocks for run in runs), runs[-1].tier)]
+    return list(
+        zip(accumulate(run.num_blocks for run in runs), [r.tier for r in runs], strict=True)
+    )

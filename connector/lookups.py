@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiers hold of a request's prompt, remembered until something in the tiers changes.
+
+The scheduler asks for waiting requests again in every step, and an answer walks over thousands of
+keys. Also reads ahead: what only a store has is brought to the slab while its request waits for its
+turn. Knows nothing of pools or of copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tiers.hierarchy import Hierarchy
+from ..tiers.read_up import LoadTicket
+from ..tiers.tickets import Prefix
+from .base import RequestView
+from .counters import OffloadCounters
+from .economics import Economics, Plan
+from .jobs import Remembered
+from .read_times import ReadTimes
+
+# One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
+# requests again: the first that waits, and those that were told to.
+REMEMBERED_LOOKUPS = 256
+# Requests that were told to the tiers; far above what waits at one time.
+REMEMBERED_REQUESTS = 4096
+# Reading ahead pins at most this share of the slab, so that loads and stores find slots.
+AHEAD_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What `find` said of the blocks `first` to `first + len(keys)` of a request."""
+
+    first: int
+    keys: list[bytes]
+    prefix: Prefix
+    version: int
+    is_counted: bool
+    plan: Plan | None = None  # what is done about it
+    is_decided: bool = False  # such a plan was made before, perhaps on an older answer
+
+
+class Lookups:
+    """Of one hierarchy. `suffix` completes a digest to a key."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        block_size: int,
+        suffix: bytes,
+        counters: OffloadCounters,
+        economics: Economics,
+        read_times: ReadTimes,
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._block_size = block_size
+        self._suffix = suffix
+        self._counters = counters
+        self._economics = economics
+        self._read_times = read_times
+        self._lookups: Remembered[Lookup] = Remembered(REMEMBERED_LOOKUPS)
+        self._observed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
+        self._read_ahead: dict[str, LoadTicket] = {}
+        self._blocks_ahead = 0
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def queued(self, request: RequestView, alone: bool) -> None:
+        """A request has come: the tiers learn of its prompt, and what only a store has of it is
+        read while the request waits, if it is worth loading."""
+        request_id = request.request_id
+        if request_id not in self._observed:
+            self._observed.put(request_id, None)
+            self._hierarchy.observe([digest + self._suffix for digest in request.block_hashes])
+        room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
+        if room <= 0 or not self._hierarchy.has_stores or request_id in self._read_ahead:
+            return
+        lookup = self.of(request, 0, self.end_of(request))
+        if lookup is None:
+            return
+        tiers = lookup.prefix.tiers[:room]
+        plan = self._economics.plan(0, tiers, alone=alone)
+        if plan.front_blocks:
+            return  # it will be read from the back
+        tiers = tiers[: plan.num_blocks]
+        if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
+            return  # all of it is in the slab, or nowhere
+        self.count(lookup)
+        ticket = self._hierarchy.begin_load(lookup.keys[: len(tiers)])
+        self._read_times.watch(ticket)
+        self._read_ahead[request_id] = ticket
+        self._blocks_ahead += len(ticket.keys)
+
+    def forget(self, request_id: str) -> None:
+        """The request loads by itself now, or is gone: what was read ahead is let go."""
+        self._lookups.pop(request_id, None)
+        self.let_go(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """What was read ahead for the request is not needed any more."""
+        ticket = self._read_ahead.pop(request_id, None)
+        if ticket is not None:
+            self._blocks_ahead -= len(ticket.keys)
+            self._read_times.let_go(ticket)
+
+    def clear(self) -> None:
+        """Forget every answer, and let go of what was read ahead."""
+        self._lookups.clear()
+        for request_id in list(self._read_ahead):
+            self.forget(request_id)
+
+    def end_of(self, request: RequestView) -> int:
+        """How many leading blocks may be loaded: one token is always left to compute, so that
+        there are logits to sample from."""
+        return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+
+    def of(self, request: RequestView, first: int, end: int) -> Lookup | None:
+        """`find` for these blocks of the request, or what it said if nothing changed since; None
+        where there are none."""
+        if end <= first:
+            return None
+        version = self._hierarchy.version
+        digests = request.block_hashes
+        known = self._lookups.get(request.request_id)
+        # The last digest stands for the whole chain, also where an id is used again.
+        if (
+            known is None
+            or known.first != first
+            or known.keys[-1] != digests[end - 1] + self._suffix
+        ):
+            keys = [digest + self._suffix for digest in digests[first:end]]
+        elif known.version == version:
+            return known
+        else:
+            keys = known.keys
+        prefix = self._hierarchy.find(keys)
+        # What is read ahead was counted when it was found, where it was found.
+        is_counted = request.request_id in self._read_ahead or (
+            known is not None and known.keys is keys and known.is_counted
+        )
+        lookup = Lookup(first, keys, prefix, version, is_counted)
+        lookup.is_decided = known is not None and known.keys is keys and known.is_decided
+        self._lookups.put(request.request_id, lookup)
+        return lookup
+
+    def plan_of(self, lookup: Lookup, alone: bool) -> Plan:
+        """What is done about what was found; the same until something changes."""
+        if lookup.plan is None:
+            economics = self._economics
+            # Decided anew, it is still one request.
+            make = economics.plan if lookup.is_decided else economics.decide
+            lookup.plan = make(lookup.first * self._block_size, lookup.prefix.tiers, alone=alone)
+            lookup.is_decided = True
+        return lookup.plan
+
+    def count(self, lookup: Lookup) -> None:
+        """The request goes by this answer; it is counted once for each prompt."""
+        if not lookup.is_counted:
+            lookup.is_counted = True
+            found = lookup.prefix.tiers
+            self._counters.count_lookup(self._hierarchy.tiers, found, len(lookup.keys))
+
+    def origins(self, request_id: str) -> dict[bytes, str]:
+        """Of the blocks that were read ahead for this request: the tier each came from."""
+        ticket = self._read_ahead.get(request_id)
+        return {} if ticket is None else dict(zip(ticket.keys, ticket.tiers, strict=True))
+
+    def taken(self, request_id: str) -> Lookup:
+        """The last look-up of a request that is about to load what it found. KeyError if it was
+        not told to."""
+        return self._lookups.pop(request_id)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on their way from the pool to the slab: those that a step evicts, and those it soon will.
+
+An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
+Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
+passes that leave them alone; when one is evicted at last, there is nothing left to wait for, or
+what is left of a copy. Knows nothing of loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tiers.hierarchy import Hierarchy
+from ..tiers.tickets import StoreTicket
+from .base import ConnectorMetadata, CopyJob, EvictedBlock
+from .counters import OffloadCounters
+from .jobs import JobIds
+
+# What one job ahead of need moves at most: the evicted blocks of a later step queue behind it.
+AHEAD_BYTES = 16 * 1024**2
+AHEAD_BLOCKS = 128  # for small blocks: what a step should spend on choosing them
+AHEAD_JOBS = 2  # in flight
+
+
+class Outgoing:
+    """Store jobs, from their slots to their end. `shard` completes the pool's keys."""
+
+    def __init__(
+        self, hierarchy: Hierarchy, shard: bytes, counters: OffloadCounters, job_ids: JobIds
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._shard = shard
+        self._counters = counters
+        self._job_ids = job_ids
+        self._tickets: dict[int, StoreTicket] = {}
+        self._ahead: dict[int, list[bytes]] = {}  # jobs ahead of need, in flight
+        self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
+        self._overtaken: set[int] = set()  # to be waited for by the next step
+        self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // hierarchy.block_bytes))
+
+    def __len__(self) -> int:
+        """Jobs in flight."""
+        return len(self._tickets)
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._tickets
+
+    def num_wanted_ahead(self) -> int:
+        """Cold blocks to be given to `begin`."""
+        return self._batch if len(self._ahead) < AHEAD_JOBS else 0
+
+    def names_dropped(self) -> None:
+        """Whatever is copied ahead may be overwritten by the next step."""
+        self._overtaken.update(self._ahead)
+
+    def begin(
+        self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
+    ) -> None:
+        """Find slots and add the jobs to the step's metadata."""
+        blocks = self._named(evicted)
+        self._overtaken.update(
+            [self._ahead_job_of[key] for key in blocks if key in self._ahead_job_of]
+        )
+        meta.overtaken = sorted(self._overtaken & self._ahead.keys())
+        self._overtaken.clear()
+        if blocks:
+            job = self._begin(blocks)
+            if job is not None:
+                meta.stores.append(job)
+        if cold:
+            blocks = self._named(cold)
+            job = self._begin(blocks)
+            if job is not None:
+                meta.ahead.append(job)
+                keys = self._tickets[job.job_id].keys
+                self._ahead[job.job_id] = keys
+                self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
+
+    def end(self, job_id: int, ok: bool) -> None:
+        """A job has ended, well or not."""
+        ticket = self._tickets.pop(job_id)
+        for key in self._ahead.pop(job_id, ()):
+            self._ahead_job_of.pop(key, None)
+        self._hierarchy.end_store(ticket, ok)
+        if ok:
+            num_blocks = len(ticket.keys)
+            self._counters.count_store(num_blocks, num_blocks * self._hierarchy.block_bytes)
+        else:
+            self._counters.count_failure("store_copy")
+
+    def _named(self, blocks: Sequence[EvictedBlock]) -> dict[bytes, int]:
+        # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
+        # have one key; their bytes are the same.
+        return {block.key + self._shard: block.block_id for block in reversed(blocks)}
+
+    def _begin(self, blocks: dict[bytes, int]) -> CopyJob | None:
+        ticket = self._hierarchy.begin_store(list(blocks))
+        self._counters.allocation_failures += bool(ticket.num_refused)
+        if not ticket.keys:
+            return None
+        job = CopyJob(self._job_ids.next(), [blocks[key] for key in ticket.keys], ticket.slots)
+        self._tickets[job.job_id] = ticket
+        return job

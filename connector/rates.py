@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving estimates of what computing a prompt and moving its blocks takes.
+
+Both learn from what they are told and forget it again: a rate is that of the last steps or loads,
+not that of the whole life. Knows nothing of requests, tiers, or of what is decided with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_STEPS = 32
+_KEPT = 1.0 - 1.0 / MEMORY_STEPS  # of what is known, when something is added
+# Steps whose tokens had all about the same context say little of what context costs. The spread
+# that they need, as a share of the square of the mean, before half of what they say is believed.
+_SPREAD = 0.01
+_LEAST_FREE_SHARE = 0.1  # of a token's price that does not depend on its context
+
+# How far an estimate of a link moves towards a sample, in logarithms. At 0.3 one hiccup of 100
+# times the usual is four times in the estimate, and five samples undo it.
+_LEARNED = 0.3
+_LEAST_SECONDS = 1e-6
+
+
+class PrefillRate:
+    """Seconds of prompt tokens, as a line over the position of a token:
+
+        seconds of a token  =  free part  +  slope x position
+
+    fitted to the last steps, each counting as much as it has tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._positions = 0.0
+        self._positions_squared = 0.0  # of the mean position of a step, times its tokens
+        self._seconds_by_position = 0.0
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the average token of late; None while nothing was measured."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """Computing `num_tokens` took so long; `num_context_tokens` are the positions before them,
+        summed over these tokens."""
+        mean = num_context_tokens / num_tokens
+        self._tokens = self._tokens * _KEPT + num_tokens
+        self._seconds = self._seconds * _KEPT + seconds
+        self._positions = self._positions * _KEPT + num_context_tokens
+        self._positions_squared = self._positions_squared * _KEPT + num_context_tokens * mean
+        self._seconds_by_position = self._seconds_by_position * _KEPT + seconds * mean
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """To compute the tokens at `start` to `end`; None while nothing was measured."""
+        price = self.price_at((start + end - 1) / 2)
+        return None if price is None else (end - start) * price
+
+    def price_at(self, position: float) -> float | None:
+        """Seconds of a token there; None while nothing was measured."""
+        price = self.seconds_per_token
+        if price is None:
+            return None
+        mean = self._positions / self._tokens
+        return price + self._slope(price, mean) * (position - mean)
+
+    def _slope(self, price: float, mean: float) -> float:
+        if mean <= 0:
+            return 0.0
+        spread = self._positions_squared / self._tokens - mean * mean
+        slope = self._seconds_by_position / self._tokens - price * mean
+        slope /= max(spread, 0.0) + _SPREAD * mean * mean
+        return min(max(slope, 0.0), (1.0 - _LEAST_FREE_SHARE) * price / mean)
+
+
+class LinkRate:
+    """Seconds of moving bytes: a fixed part and a part for each byte, both learned.
+
+    A sample is a span in which a transfer ended, since whoever looks does so between two steps. An
+    estimate inside it stays as it is; one outside is moved towards it by a share of the distance in
+    logarithms, so that a link grown 100 times slower is found out in as few samples as it is then
+    forgiven. The part that makes up most of the estimate moves most: small transfers teach the
+    fixed part, large ones the other.
+    """
+
+    def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
+        self.fixed_seconds = fixed_seconds
+        self.seconds_per_byte = 1.0 / bytes_per_second
+
+    def seconds(self, num_bytes: float) -> float:
+        """To move so much."""
+        return self.fixed_seconds + num_bytes * self.seconds_per_byte
+
+    def note(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
+        """Moving so much took a time between the two."""
+        expected = self.seconds(num_bytes)
+        seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))
+        if seen == expected:
+            return
+        fixed = self.fixed_seconds / expected
+        step = _LEARNED * math.log(seen / expected) / (fixed * fixed + (1 - fixed) * (1 - fixed))
+        self.fixed_seconds *= math.exp(step * fixed)
+        self.seconds_per_byte *= math.exp(step * (1 - fixed))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv check PATH`: reads a whole SSD tier, says what is wrong, and mends it when asked to.
+
+Exit codes: 0 nothing is wrong, 1 something was, also where it is mended now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ...tiers.check import check_store
+from ...tiers.errors import TierConfigError
+from ...tiers.ssd.check_result import CheckResult
+from ..config import ConfigError
+from ..settings import readers
+
+DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."
+
+EXIT_PROBLEMS = 1
+_MOST_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The directory and what to do."""
+    parser.add_argument("path", metavar="PATH", help="the directory of the SSD tier")
+    parser.add_argument(
+        "--fix", action="store_true",
+        help="remove rows that are wrong; make a lost index again from the records",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, show, and say by the exit code whether anything was wrong."""
+    path = readers.path("PATH", args.path)
+    began = time.monotonic()
+    try:
+        result = check_store(path, fix=args.fix, max_problems=_MOST_SHOWN)
+    except TierConfigError as error:
+        raise ConfigError(str(error)) from error
+    if args.json:
+        print(json.dumps(_as_json(result), indent=2))
+    else:
+        _print(result, time.monotonic() - began)
+    return 0 if result.is_clean else EXIT_PROBLEMS
+
+
+def _as_json(result: CheckResult) -> dict[str, Any]:
+    values = asdict(result)
+    del values["max_problems"]
+    return values | {"path": str(result.path), "is_clean": result.is_clean}
+
+
+def _print(result: CheckResult, seconds: float) -> None:
+    rate = result.bytes_read / max(seconds, 1e-9) / 1e9
+    print(
+        f"{result.path}: {result.slots} slots, {result.rows} blocks, {result.whole} of them whole, "
+        f"{result.orphans} orphans; {result.bytes_read} bytes read in {seconds:.1f} s "
+        f"({rate:.2f} GB/s)"
+    )
+    for note in result.notes:
+        print(f"note: {note}")
+    for problem in result.problems:
+        print(f"problem ({problem.kind}): {problem.text}")
+    total = sum(result.counts.values())
+    if total > len(result.problems):
+        print(f"... and {total - len(result.problems)} more")
+    if result.removed_rows:
+        print(f"mended: {result.removed_rows} rows removed")
+    if result.rebuilt_rows:
+        print(f"mended: an index of {result.rebuilt_rows} blocks was made from the records")
+    print("clean" if result.is_clean else _summary(result))
+
+
+def _summary(result: CheckResult) -> str:
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(result.counts.items()))
+    return f"{sum(result.counts.values())} problems: {kinds}"

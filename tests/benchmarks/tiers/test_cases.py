@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of `stratakv bench tiers`: each does what its figure claims, or says it did not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stratakv.benchmarks.report import Report
+from stratakv.benchmarks.tiers import checksum_case, codec_case, disk_limit
+from stratakv.benchmarks.tiers.contest import Contest, Outcome, WrongWork, take_rounds
+from stratakv.benchmarks.tiers.gates import Gate
+from stratakv.benchmarks.tiers.index_case import IndexCase
+from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
+from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
+from stratakv.benchmarks.tiers.store_case import StoreCase
+from stratakv.tiers import record
+from stratakv.tiers.ssd import SsdStore, reader
+
+
+def test_both_sides_take_turns() -> None:
+    seen: list[str] = []
+
+    def noting(name: str, rates: list[float]) -> float:
+        seen.append(name)
+        return rates.pop()
+
+    ours, limits = [4.0, 1.0, 3.0], [2.0, 1.0, 2.0]
+    contest = Contest(
+        "one", "bytes/s", "other", lambda: noting("a", ours), lambda: noting("b", limits)
+    )
+    outcome = take_rounds(contest, 3)
+    assert "".join(seen) == "ab" + "ba" + "ab"
+    assert outcome.ratio == 1.5, "the median of 3/2, 1/1 and 4/2"
+    assert outcome.figures()["median"] == 3.0
+
+
+def test_a_cost_is_the_time_that_is_added() -> None:
+    contest = Contest("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
+    assert checksum_case.cost(Outcome(contest, [4.0], [5.0])) == 0.25
+
+
+def test_gates() -> None:
+    least, most = Gate(least=0.8), Gate(most=1.5)
+    assert (least.wanted, most.wanted) == (">= 0.8", "<= 1.5")
+    assert [least.is_met(0.79), least.is_met(0.8), most.is_met(1.5), most.is_met(1.6)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_footprint_is_four_caches(tmp_path: Path) -> None:
+    for index, text in enumerate(("32K", "1024K", "48M", "512")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{text}\n")
+    assert footprint_bytes(64 * MIB, tmp_path) == 192 * MIB
+    assert footprint_bytes(256 * MIB, tmp_path) == 256 * MIB
+    assert footprint_bytes(64 * MIB, tmp_path / "nothing") == 64 * MIB
+
+
+def test_layouts_and_keys_are_what_they_say() -> None:
+    assert [layout_of(size).page_bytes for size in SIZES.values()] == list(SIZES.values())
+    assert len({key_of(number) for number in range(1000)}) == 1000
+    assert {len(key_of(number)) for number in range(10)} == {40}
+
+
+@pytest.mark.parametrize("choice", ["fio", "loop"])
+def test_the_limit_of_a_disk(tmp_path: Path, choice: str) -> None:
+    if choice == "fio" and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    path = tmp_path / "limit"
+    limit = disk_limit.make_limit(choice, path, 2**18, 8 * MIB)
+    assert limit.name == choice
+    assert path.stat().st_blocks * 512 >= 8 * MIB, "laid out"
+    before = path.read_bytes()
+    assert limit.read(8 * MIB) > 0
+    assert path.read_bytes() == before
+    assert limit.write(8 * MIB) > 0
+    assert path.read_bytes() != before
+    assert path.stat().st_size == 8 * MIB
+    limit.close()
+    assert not path.exists()
+
+
+def test_without_fio_the_loop_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB)
+    assert limit.name == "loop"
+    limit.close()
+
+
+def test_a_failing_fio_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fio = tmp_path / "fio"
+    fio.write_text("#!/bin/sh\necho no such engine >&2\nexit 3\n")
+    fio.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB)
+    with pytest.raises(WrongWork, match="status 3: no such engine"):
+        limit.write(MIB)
+
+
+def test_the_slab_case_moves_every_block() -> None:
+    case = SlabCase(SIZES["5MiB"], 64 * MIB)
+    before = case.slab.stats()
+    assert case.put() > 0 and case.get() > 0 and case.copy() > 0
+    after = case.slab.stats()
+    assert after.stored_blocks - before.stored_blocks == case.num_blocks == 12
+    assert after.loaded_blocks - before.loaded_blocks == case.num_blocks
+    assert after.evicted_blocks == 0
+    assert after.pinned_blocks == after.reserved_blocks == 0
+    case.close()
+
+
+def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
+    limit = disk_limit.make_limit("loop", tmp_path / "limit", SIZES["256KiB"], MIB)
+    case = StoreCase(tmp_path / "store", SIZES["256KiB"], QUICK, limit)
+    assert case.write() > 0 and case.churn() > 0
+    assert case.store.stats().blocks == case.num_live
+    assert case.read() > 0
+    assert case.look_ups_while_churning() > 0
+    assert case.store.stats().blocks == case.num_live
+    case.store.drop(case.store._state.index.keys())
+    with pytest.raises(WrongWork, match="did not have a block"):
+        case.read()
+    case.close()
+
+
+def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
+    limit = disk_limit.make_limit("loop", tmp_path / "limit", SIZES["2MiB"], 2 * MIB)
+    case = StoreCase(tmp_path / "store", SIZES["2MiB"], QUICK, limit)
+    real = record._checksum, reader.check_record
+    reads, writes = checksum_case.contests(case)
+    assert reads.limit() > 0 and writes.limit() > 0
+    assert (record._checksum, reader.check_record) == real
+    with pytest.raises(WrongWork, match="did not have a block"):
+        reads.ours()  # what was written without a checksum is refused
+    case.store.close(10)
+    case.slab.close()
+
+
+def test_codecs_are_measured_with_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("tiers", "stratakv bench tiers")
+    report.figures["codecs"] = found = codec_case.measure_codecs(1)
+    assert len(found) == 2 * 3
+    assert {name.split("_")[0] for name in found} == {"lossless", "fp8"}
+    assert all(0.2 < each["ratio"] < 0.9 for each in found.values())
+    assert all(min(each["encode"] + each["decode"]) > 0 for each in found.values())
+    codec_case.print_codecs(report)
+    assert "lossless bfloat16" in capsys.readouterr().out
+
+
+def test_the_index_case_opens_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = IndexCase(tmp_path / "index", 5000)
+    contest = case.contest()
+    assert contest.ours() > 0 and contest.limit() > 0
+    assert 50 < case.bytes_per_entry() < 5000
+    assert min(case.look_ups(2)) > 0
+    blocks = tmp_path / "index" / "blocks"
+    assert blocks.stat().st_size >= 5000 * 8192 > 100 * blocks.stat().st_blocks * 512
+    monkeypatch.setattr(SsdStore, "lookup", lambda _self, _keys: [])
+    with pytest.raises(WrongWork, match="0 keys were found"):
+        case.look_ups(1)
+    case.entries += 1
+    with pytest.raises(WrongWork, match="5000 rows, not 5001"):
+        case.pass_over()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench tiers`: the whole of it in its quick form, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from stratakv.benchmarks.tiers import command, place
+from stratakv.benchmarks.tiers.contest import WrongWork
+from stratakv.benchmarks.tiers.gates import GATES
+from stratakv.benchmarks.tiers.place import file_system_of, working_folder
+from stratakv.benchmarks.tiers.scale import SIZES
+from stratakv.engine.cli.main import main
+from stratakv.engine.config import ConfigError
+
+IN_MEMORY = Path("/dev/shm")
+
+
+@pytest.mark.slow
+def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "disk"
+    options = ["--quick", "--out", str(tmp_path), "--path", str(disk), "--limit", "loop"]
+    assert main(["bench", "tiers", *options]) == 0
+    written = json.loads((tmp_path / "tiers.json").read_text())
+    assert list(written["ratios"]) == list(GATES)
+    assert all(math.isfinite(ratio) for ratio in written["ratios"].values())
+    for name, contest in written["figures"]["contests"].items():
+        assert contest["median"] > 0 and contest["limit_median"] > 0
+        assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 2
+        assert contest["limit"] == ("loop" if name.startswith("ssd") else contest["limit"])
+        assert written["limits"][f"{name}_limit"] == contest["limit_median"]
+    plan = written["figures"]["plan"]
+    assert (plan["disk_limit"], plan["huge_pages"]) == ("loop", False)
+    assert written["figures"]["first_writes"].keys() == SIZES.keys()
+    assert (tmp_path / "tiers.png").read_bytes().startswith(b"\x89PNG")
+    assert list(disk.iterdir()) == []
+    assert "reopen over sequential read" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_path_in_memory_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if file_system_of(IN_MEMORY) != "tmpfs":
+        pytest.skip(f"{IN_MEMORY} is no tmpfs here")
+    path = IN_MEMORY / f"stratakv-{tmp_path.name}"
+    try:
+        assert main(["bench", "tiers", "--path", str(path), "--out", str(tmp_path)]) == 2
+    finally:
+        path.rmdir()
+    assert "is memory and says nothing of a disk" in capsys.readouterr().err
+
+
+def test_a_path_without_room_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="make room or choose another folder"),
+        working_folder(tmp_path, 2**60),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_a_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert main(["bench", "tiers", "--path", str(path), "--out", str(tmp_path)]) == 2
+    assert f"--path {path} cannot be written to" in capsys.readouterr().err
+
+
+def test_an_unknown_limit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tiers", "--limit", "dd", "--out", str(tmp_path)]) == 2
+    assert "--limit takes fio or loop, not dd" in capsys.readouterr().err
+
+
+def test_huge_pages_that_are_not_there_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1 kB\nHugePages_Free:       7\n")
+    monkeypatch.setattr(place.check_huge_pages, "__defaults__", (meminfo,))
+    assert main(["bench", "tiers", "--huge-pages", "--out", str(tmp_path)]) == 2
+    assert "takes 100 free pages of the host's pool, which has 7" in capsys.readouterr().err
+    place.check_huge_pages(7 * 2**21)
+
+
+def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
+    assert file_system_of(Path("/proc")) == "proc"
+    assert file_system_of(tmp_path, tmp_path / "nothing") is None
+    mounts = tmp_path / "mounts"
+    mounts.write_text("22 1 0:999 / /elsewhere rw - tmpfs tmpfs rw\n")
+    assert file_system_of(tmp_path, mounts) is None
+
+
+def test_work_that_went_wrong_is_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise WrongWork("the store did not keep a new block")
+
+    monkeypatch.setattr(command, "measure", fail)
+    disk = tmp_path / "disk"
+    assert main(["bench", "tiers", "--quick", "--path", str(disk), "--out", str(tmp_path)]) == 1
+    assert "did not keep a new block" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["disk"]

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated life of an engine with its tiers, drawn from a seed and lived in virtual time.
+
+Requests that share beginnings come, are aborted, preempted and parked; copies are refused, break
+and get stuck; stores are slow, hang, fail and forget, each for a while, and now and then all at
+once, to come back one by one. Steps fail in the worker, caches are forgotten. After every step the
+books must balance; in the end everybody has been answered rightly and nothing is left.
+
+    World(seed).live()  →  the hash of all that happened, the same for the same seed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from stratakv.connector.economics import Choice
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.transfer import CopySignal
+from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.scheduler.output import SchedulerOutput
+from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
+from stratakv.tiers.admission import FILTERS, make_filter
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.policies.choice import POLICIES, policy_factory
+from stratakv.tiers.write_back import BATCHES_IN_FLIGHT
+
+from ..engine.scheduler.conftest import SIZE, reference
+from ..engine.scheduler.test_random_lives import check_invariants
+from .clock import VirtualClock, virtual_time
+from .device import SimDevice
+from .small_slab import small_slab
+from .store import MODES, SimStore
+from .tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left
+
+MAX_MODEL_LEN = 48
+# Of virtual time, for a request that meets every deadline there is.
+LIFE_SECONDS = 600.0
+IDLE_SECONDS = 5.0
+MAX_STEPS = 20_000
+# An engine that steps so often in a row without a token or a sleep is spinning.
+MAX_EMPTY_STEPS = 100
+
+
+class World:
+    """Drawn from `seed`; `live` raises AssertionError for what must not happen. `show` is given
+    every line of the trace."""
+
+    def __init__(self, seed: int, show: Callable[[str], None] | None = None) -> None:
+        self.rng = rng = random.Random(seed)
+        self.clock = VirtualClock()
+        self.seen: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._trace = hashlib.sha256()
+        self._show = show
+        self._faulty = rng.random() < 0.8
+        self._pass_seconds = rng.choice([0.0005, 0.003])
+        self._token_seconds = rng.choice([1e-6, 1e-4, 1e-2])  # what the engine says of its prefill
+        self._prompts: dict[str, tuple[list[int], int]] = {}
+        self._spoilt: set[str] = set()
+        self._woken = False
+        self._empty_steps = 0
+        size = MAX_MODEL_LEN - 1
+        self._documents = [
+            [rng.randint(1, 49) for _ in range(size)] for _ in range(rng.randint(2, 6))
+        ]
+
+    def live(self) -> str:
+        """From start to shutdown; the hash of the trace."""
+        with virtual_time(self.clock, self.rng):
+            self._build()
+            try:
+                self._live()
+                self._end()
+            finally:
+                self.slab.close()
+        return self._trace.hexdigest()
+
+    def note(self, *what: object) -> None:
+        """One line of the trace."""
+        line = f"{self.clock.now:.6f} {what}"
+        self._trace.update(line.encode())
+        if self._show:
+            self._show(line)
+
+    def _build(self) -> None:
+        rng, clock = self.rng, self.clock
+        blocks = 1 + MAX_MODEL_LEN // SIZE + rng.choice([0, 1, 4, 20])
+        slots = Slots(blocks)
+        num_slots = rng.choice([2, 8, 16, 40, 100])
+        policy = rng.choice(sorted(POLICIES))
+        self.slab = small_slab(LAYOUT, num_slots, policy_factory(policy)(num_slots))
+        self.stores = [
+            SimStore(
+                name, LAYOUT, rng.choice([4, 500]), clock, rng,
+                self._content, self.wrong, is_shared=name == "net",
+            )
+            for name in ["ssd", "net"][: rng.choice([0, 1, 1, 2])]
+        ]  # fmt: skip
+        admission = rng.choice(sorted(FILTERS))
+        signal = CopySignal()
+        hierarchy = Hierarchy(
+            self.slab,
+            self.stores,
+            wakeup=signal.wake,
+            watermark=rng.choice([0.25, 1.0]),
+            read_seconds=rng.choice([0.05, 5.0]),
+            inclusive=rng.random() < 0.6,
+            admission=make_filter(admission, 100),
+        )
+        fault_rate = rng.choice([0.0, 0.02, 0.2]) if self._faulty else 0.0
+        self.device = SimDevice(clock, rng, fault_rate)
+        self.device.register_slab(self.slab)
+        choice = rng.choice([Choice.AUTO, *Choice])
+        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
+        side.set_wakeup(self._wake)
+        patience = rng.choice([0.02, 30.0])
+        worker = OffloadWorker(self.device, signal, store_wait_seconds=patience)
+        worker.register_pool(slots.pool)  # type: ignore[arg-type]
+        self.engine = TinyEngine(
+            Parts(side, worker),
+            slots,
+            self._config(),
+            max_model_len=MAX_MODEL_LEN,
+            watermark=rng.choice([0.0, 0.2]),
+            targets=lambda: self.device.targets,
+            pass_time=lambda: clock.advance(self._pass_seconds),
+        )
+        self.note(
+            "built",
+            blocks,
+            num_slots,
+            policy,
+            admission,
+            choice,
+            [store.name for store in self.stores],
+        )
+
+    def _content(self, key: bytes) -> bytes:
+        return self.engine.content(key)
+
+    def _config(self) -> SchedulerConfig:
+        rng = self.rng
+        num_seqs = rng.randint(1, 6)
+        chunked = rng.random() < 0.8
+        return SchedulerConfig(
+            max_num_batched_tokens=num_seqs + rng.choice([1, 9, 40]) if chunked else MAX_MODEL_LEN,
+            max_num_seqs=num_seqs,
+            enable_chunked_prefill=chunked,
+            admit_below=rng.choice([0.3, 0.8, 1.0]),
+            preempt_above=1.0,
+        )
+
+    def _wake(self) -> None:
+        self._woken = True
+
+    def _live(self) -> None:
+        rng = self.rng
+        pace = rng.choice([0.1, 0.3, 1.0])
+        to_ask = rng.randint(3, 40)
+        while to_ask or self.engine.scheduler.requests:
+            if to_ask and (rng.random() < pace or not self.engine.scheduler.requests):
+                self._ask()
+                to_ask -= 1
+            if self._faulty:
+                self._trouble()
+            self._turn()
+
+    def _ask(self) -> None:
+        rng = self.rng
+        text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 2)]
+        text = (text + [rng.randint(1, 49) for _ in range(rng.randint(0, 5))])[: MAX_MODEL_LEN - 1]
+        name = f"r{len(self._prompts)}"
+        self._prompts[name] = (text, rng.randint(1, 12))
+        self.engine.add(name, text, max_tokens=self._prompts[name][1])
+        self.note("asked", name, len(text))
+
+    def _trouble(self) -> None:
+        """What the world does to an engine."""
+        rng, scheduler = self.rng, self.engine.scheduler
+        luck = rng.random()
+        if luck < 0.04 and self.stores:
+            store = rng.choice(self.stores)
+            self._set_mode(store, rng.choice(MODES))
+        elif luck < 0.05:
+            self._swizzle()
+        elif luck < 0.07 and scheduler.requests:
+            victim = rng.choice(list(scheduler.requests))
+            self._spoilt.add(victim)
+            self.engine.take(scheduler.finish_requests([victim]))
+            self.note("aborted", victim)
+        elif luck < 0.09:
+            self.note("forgets", scheduler.reset_prefix_cache(rng.random() < 0.5))
+        elif luck < 0.12:
+            self.clock.advance(rng.choice([0.001, 0.3, 3.0]))
+
+    def _swizzle(self) -> None:
+        """All tiers go away one after the other, and come back one by one."""
+        moment = self.clock.now
+        for mode in (self.rng.choice(["down", "hung"]), "up"):
+            for store in self.rng.sample(self.stores, len(self.stores)):
+                moment += self.rng.uniform(0.0, 0.5)
+                self.clock.at(moment, lambda s=store, m=mode: self._set_mode(s, m))  # type: ignore[misc]
+
+    def _set_mode(self, store: SimStore, mode: str) -> None:
+        store.set_mode(mode)
+        self.seen[mode] += 1
+        self.note(store.name, mode)
+
+    def _turn(self) -> None:
+        """What the loop around an engine core does: step while there is work, else sleep."""
+        assert self.clock.now < 1000.0 + LIFE_SECONDS, f"stuck with {self._open()}"
+        if self.engine.scheduler.has_runnable_work():
+            self._step()
+        else:
+            self._empty_steps = 0
+            self._sleep()
+
+    def _step(self) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        self._woken = False
+        before = scheduler.counts["scheduled_tokens"]
+        output = scheduler.schedule()
+        self._note_step(output)
+        if self._faulty and output.num_scheduled_tokens and self.rng.random() < 0.005:
+            self._fail(output)
+        else:
+            engine.take(scheduler.update_from_output(output, engine.run(output)))
+            self._note_costs(output)
+        self._check_books()
+        got_tokens = scheduler.counts["scheduled_tokens"] > before
+        self._empty_steps = 0 if got_tokens else self._empty_steps + 1
+        assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
+
+    def _fail(self, output: SchedulerOutput) -> None:
+        """The worker raises, before or after its pass."""
+        self.engine.begin(output)
+        if self.rng.random() < 0.5:
+            self.engine.compute(output)
+        self._spoilt |= output.num_scheduled_tokens.keys()
+        self.engine.take(self.engine.scheduler.fail_step(output, "the worker raised"))
+        self.note("failed", sorted(output.num_scheduled_tokens))
+
+    def _note_costs(self, output: SchedulerOutput) -> None:
+        """As the engine core does it, which measures."""
+        counts = [count for count in output.num_scheduled_tokens.values() if count > 1]
+        if counts:
+            context = sum(count * count // 2 for count in counts)
+            seconds = sum(counts) * self._token_seconds
+            self.engine.parts.side.note_step(sum(counts), context, seconds)
+
+    def _sleep(self) -> None:
+        """Until somebody wakes the engine, or for as long as it lets itself sleep."""
+        scheduler = self.engine.scheduler
+        longest = RETRY_SECONDS if scheduler.num_waiting else IDLE_SECONDS
+        self.clock.wait_for(lambda: self._woken, longest)
+        woken, self._woken = self._woken, False
+        if not woken and scheduler.has_runnable_work():
+            retry_at = scheduler._retry_at
+            assert retry_at is not None and retry_at <= self.clock.now, "nobody woke the engine"
+
+    def _check_books(self) -> None:
+        assert not self.wrong, self.wrong
+        check_invariants(self.engine)
+        slab = self.slab
+        assert len(slab._free) + len(slab._slots) == slab.num_slots
+        hierarchy = self.engine.parts.side._hierarchy
+        assert hierarchy._write_backs.in_flight <= BATCHES_IN_FLIGHT * len(self.stores)
+
+    def _open(self) -> list[str]:
+        return sorted(self.engine.scheduler.requests)
+
+    def _end(self) -> None:
+        """All is well again; what is under way ends, everybody is answered, the tiers close."""
+        for store in self.stores:
+            self._set_mode(store, "up")
+        hierarchy = self.engine.parts.side._hierarchy
+        self._step()  # tells the worker who is gone
+        while self.engine.scheduler.has_runnable_work() or self._is_busy():  # asking may start some
+            self._turn()
+        check_nothing_left(self.engine)
+        self._check_answers()
+        assert self.engine.states == {}
+        for name, count in self.engine.parts.side.stats()["failures"].items():  # type: ignore[attr-defined]
+            self.seen[name] += count
+        for name, count in self.engine.scheduler.counts.items():
+            self.seen[name] += count
+        self._shut_down(hierarchy)
+
+    def _is_busy(self) -> bool:
+        side = self.engine.parts.side
+        hierarchy = side._hierarchy
+        return bool(
+            self.engine.scheduler._places.parked
+            or len(side._outgoing)
+            or len(side._incoming)
+            or len(side._back_loads)
+            or hierarchy._is_used()
+        )
+
+    def _shut_down(self, hierarchy: Hierarchy) -> None:
+        """As the engine core does it."""
+        parts = self.engine.parts
+        resident = self.engine.manager.pool.resident()
+        parts.worker.start_step(parts.side.build_final_meta(resident))
+        parts.worker.shutdown()
+        parts.side.update_from_worker(parts.worker.poll())
+        before = self.clock.now
+        parts.side.shutdown(30.0)
+        assert self.clock.now - before <= 40.0, "the shutdown took longer than it may"
+        assert not hierarchy._is_used()
+        assert not self.wrong, self.wrong
+
+    def _check_answers(self) -> None:
+        for name, (text, count) in self._prompts.items():
+            told = self.engine.outputs[name]
+            assert [output.finish_reason is not None for output in told].count(True) == 1
+            expected = reference(text, count, MAX_MODEL_LEN)
+            said = self.engine.said(name)
+            if name in self._spoilt:
+                assert said == expected[: len(said)], name
+            else:
+                assert said == expected, name
+                assert told[-1].finish_reason in ("stop", "length")
+        self.seen["requests"] += len(self._prompts)
+
+    def _note_step(self, output: SchedulerOutput) -> None:
+        meta = output.connector_meta
+        moved: Sequence[object] = ()
+        if meta:
+            moved = [
+                [(job.job_id, job.block_ids) for job in jobs]
+                for jobs in (meta.stores, meta.loads, meta.ahead)
+            ]
+            self.seen["ahead"] += len(meta.ahead)
+            self.seen["overtaken"] += len(meta.overtaken)
+        self.note(sorted(output.num_scheduled_tokens.items()), moved)
+        for store in self.stores:
+            self.note(store.name, store.log)
+            store.log.clear()

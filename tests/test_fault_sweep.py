@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Nth call to a store fails, for every N and in every way, under a whole engine.
+
+Once only, or from the Nth call on until the breaker opens. Whatever the call and the way: answers
+are right, no request fails, nothing hangs, nothing stays behind, and soon after the store works
+again it is asked again. In memory this runs in virtual time; over an SSD store, in real time.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratakv.connector.device.base import CopyDevice
+from stratakv.connector.device.cpu import CpuCopyDevice
+from stratakv.connector.economics import Choice
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.transfer import CopySignal
+from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
+from stratakv.tiers.base import Answer, StoreTier
+from stratakv.tiers.breaker import BreakerState
+from stratakv.tiers.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.faulty import FaultyStore
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.ssd.store import SsdStore
+
+from .engine.scheduler.conftest import SIZE, reference
+from .random_life import SSD_BASE_BYTES
+from .simulation.clock import VirtualClock, virtual_time
+from .simulation.device import SimDevice
+from .simulation.small_slab import small_slab
+from .simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left
+
+LARGEST_N = {"ci": 40, "long": 200}
+FAULTS = ["lookup:error=1", "drop:error=1"] + [
+    f"{call}:{way}" for call in ("load", "store")
+    for way in ("error=1", "busy=1", "partial=1", "delay=0.2", "hang=1")
+]  # fmt: skip
+# Those that a store shows only when it is broken. A write has no deadline, so none is late.
+BREAKING = {"lookup:error=1", "load:error=1", "load:delay=0.2", "load:hang=1", "store:error=1"}
+READ_SECONDS = 0.03  # less than the delay, which therefore is a missed deadline
+RECOVERY_SECONDS = 2.0
+SETTLE_SECONDS = 0.02
+# A breaker opens after five failures, or three late answers.
+MANY = 12
+DOCUMENTS, DOCUMENT_TOKENS = 4, 36
+DEADLINE_SECONDS = 60.0
+
+
+class NthFaultyStore(FaultyStore):
+    """`fault` befalls the calls `first` to `first + count - 1` of the kind that it is for."""
+
+    def __init__(self, inner: StoreTier, fault: str, first: int, count: int) -> None:
+        super().__init__(inner, FaultPlan())
+        self._fault = parse_faults(fault)
+        self._call = self._fault.rules[0].call
+        self.befallen = range(first, first + count)
+        self.calls = 0
+
+    def heal(self) -> None:
+        """No more faults."""
+        self.befallen = range(0)
+        self.plan = FaultPlan()
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        self._arm("lookup")
+        return super().lookup(keys)
+
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+        self._arm("load")
+        return super().load(keys, buffers)
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        self._arm("store")
+        return super().store(keys, buffers)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        self._arm("drop")
+        return super().drop(keys)
+
+    def _arm(self, call: str) -> None:
+        if call == self._call:
+            self.calls += 1
+            self.plan = self._fault if self.calls in self.befallen else FaultPlan()
+
+
+class Sweep:
+    """One engine over one store, asked one prompt after the other. Without a `clock` time is
+    real."""
+
+    def __init__(self, store: NthFaultyStore, clock: VirtualClock | None) -> None:
+        self.store = store
+        self.clock = clock
+        self._woken = threading.Event()
+        slots = Slots(1 + 2 * DOCUMENT_TOKENS // SIZE)
+        slab = small_slab(LAYOUT, 2 * DOCUMENT_TOKENS // SIZE)
+        signal = CopySignal()
+        signal.set_wakeup(self._woken.set)
+        self.hierarchy = Hierarchy(
+            slab, [store], wakeup=signal.wake, watermark=1.0, read_seconds=READ_SECONDS,
+            inclusive=False,
+        )  # fmt: skip
+        device: CopyDevice
+        if clock:
+            device = SimDevice(clock, random.Random(0), 0.0)
+        else:
+            device = CpuCopyDevice()
+        device.register_slab(slab)
+        worker = OffloadWorker(device, signal)
+        worker.register_pool(slots.pool if clock else torch.from_numpy(slots.pool))  # type: ignore[arg-type]
+        self._side = OffloadScheduler(self.hierarchy, SIZE, signal, choice=Choice.LOAD)
+        self.engine = TinyEngine(
+            Parts(self._side, worker),
+            slots,
+            SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
+            max_model_len=64,
+            pass_time=lambda: clock.advance(0.0002) if clock else None,
+        )
+        rng = random.Random(5)
+        self._documents = [
+            [rng.randint(1, 49) for _ in range(DOCUMENT_TOKENS)] for _ in range(DOCUMENTS)
+        ]
+        self._num_asked = 0
+
+    @property
+    def now(self) -> float:
+        return self.clock.now if self.clock else time.monotonic()
+
+    @property
+    def breaker(self) -> BreakerState:
+        return self.hierarchy._faults.breakers[self.store.name].state
+
+    def ask(self, count: int = 1) -> None:
+        """Some prompts at once, and their answers."""
+        scheduler = self.engine.scheduler
+        asked = {}
+        for _ in range(count):
+            name = f"r{self._num_asked}"
+            text = self._documents[self._num_asked % DOCUMENTS] + [1 + self._num_asked % 40]
+            self._num_asked += 1
+            self.engine.add(name, text, max_tokens=2)
+            asked[name] = reference(text, 2)
+        self._run(lambda: not scheduler.requests)
+        for name, expected in asked.items():
+            assert self.engine.finish_reason(name) in ("length", "stop")
+            assert self.engine.said(name) == expected
+        # A disk takes its time; without it blocks would be gone before they are written.
+        soon = self.now + SETTLE_SECONDS
+        self._run(lambda: self.now > soon or not self._is_busy())
+
+    def calm_down(self) -> None:
+        """Let what is under way end, and look for what is left."""
+        self.engine.step()
+        self._run(lambda: not (self.engine.scheduler.has_runnable_work() or self._is_busy()))
+        check_nothing_left(self.engine)
+
+    def close(self) -> None:
+        self.engine.parts.worker.shutdown()
+        self._side.shutdown(0.0)
+
+    def sleep(self, seconds: float) -> None:
+        if self.clock:
+            self.clock.wait_for(self._woken.is_set, seconds)
+        else:
+            self._woken.wait(seconds)
+        self._woken.clear()
+
+    def _run(self, is_done: Callable[[], bool]) -> None:
+        deadline = self.now + DEADLINE_SECONDS
+        while not is_done():
+            assert self.now < deadline, "the engine hangs"
+            if self.engine.scheduler.has_runnable_work():
+                self.engine.step()
+            else:
+                self.sleep(RETRY_SECONDS)
+
+    def _is_busy(self) -> bool:
+        side: Any = self._side
+        return bool(
+            len(side._outgoing)
+            or len(side._incoming)
+            or len(side._back_loads)
+            or self.hierarchy._is_used()
+        )
+
+
+def run(store: NthFaultyStore, clock: VirtualClock | None, fault: str) -> None:
+    """One engine until its fault is over, and some way beyond."""
+    sweep = Sweep(store, clock)
+    first, count = store.befallen[0], len(store.befallen)
+    try:
+        for _ in range(50 + 3 * first):
+            if store.calls >= first + count or sweep.breaker is not BreakerState.CLOSED:
+                break
+            sweep.ask()
+        assert store.calls >= first, "the call that was to fail was not made"
+        if fault in BREAKING and count == MANY:
+            assert sweep.breaker is not BreakerState.CLOSED, "a broken store is asked as ever"
+        store.heal()
+        healed = sweep.now
+        while sweep.breaker is not BreakerState.CLOSED:
+            assert sweep.now - healed <= RECOVERY_SECONDS, "the breaker stays open"
+            sweep.sleep(0.02)
+            sweep.ask()
+        sweep.ask(2 * DOCUMENTS)
+        if "hang" in fault:
+            store.close(5.0)  # what hangs keeps its slots until then, as it must
+        sweep.calm_down()
+    finally:
+        sweep.close()
+
+
+def sweep_memory(fault: str, first: int, count: int) -> None:
+    clock = VirtualClock()
+    with virtual_time(clock, random.Random(first)):
+        inner = MemoryStore(LAYOUT, 500 * LAYOUT.page_bytes)
+        run(NthFaultyStore(inner, fault, first, count), clock, fault)
+
+
+def sweep_ssd(fault: str, first: int, count: int, path: Path) -> None:
+    capacity = SSD_BASE_BYTES + 200 * (LAYOUT.slot_bytes + 4096)
+    inner = SsdStore(path, LAYOUT, capacity, namespace=b"sweep", durability="async")
+    run(NthFaultyStore(inner, fault, first, count), None, fault)
+
+
+def sweep_all(fault: str, ns: range, sweep: Callable[[str, int, int], None]) -> None:
+    """Each N once, and every sixteenth also from there on."""
+    for first in ns:
+        for count in (1, MANY) if first % 16 == 1 else (1,):
+            try:
+                sweep(fault, first, count)
+            except BaseException as error:
+                error.add_note(f"{fault} for {count} calls from number {first} on")
+                raise
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_nth_call_in_memory(fault: str, scale: str) -> None:
+    sweep_all(fault, range(1, LARGEST_N[scale] + 1), sweep_memory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_nth_call_over_an_ssd(fault: str, scale: str, tmp_path: Path) -> None:
+    # In real time what hangs or is late costs its deadline each time.
+    step = 1 if scale == "long" else 16
+
+    def sweep(fault: str, first: int, count: int) -> None:
+        sweep_ssd(fault, first, count, tmp_path / f"{first}-{count}")
+
+    sweep_all(fault, range(1, LARGEST_N[scale] + 1, step), sweep)

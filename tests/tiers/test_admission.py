@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission filters: what is written pays, and a wrong "no" is made good."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from stratakv.tiers.admission import DEFAULT_FILTER, FILTERS, AdmitAll, make_filter
+from stratakv.tiers.admission.reuse import MIN_BLOCKS, ReuseFilter
+from stratakv.tiers.admission.second_sight import MIN_NAMES, SecondSight
+from stratakv.tiers.errors import TierConfigError
+
+
+def chain_of(name: str, length: int) -> list[bytes]:
+    return [f"{name}/{depth}".encode() for depth in range(length)]
+
+
+def learned(blocks_below: int = 10_000) -> ReuseFilter:
+    """A filter that has seen chats which go on twice, and single questions four times as long."""
+    admission = ReuseFilter(blocks_below)
+    for now in range(0, 4000, 10):
+        admission.observe(chain_of(f"question {now}", 40), now)
+        for turn in range(3):
+            if now >= 100 * turn:
+                admission.observe(chain_of(f"chat {now - 100 * turn}", 10 + turn), now + 1)
+    return admission
+
+
+def test_filters_have_names() -> None:
+    assert isinstance(make_filter(DEFAULT_FILTER, 100), AdmitAll)
+    assert set(FILTERS) == {"all", "second-sight", "reuse"}
+    with pytest.raises(TierConfigError, match="no admission filter 'some'; there are: all"):
+        make_filter("some", 100)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_answers_stand_in_the_order_of_the_keys(name: str) -> None:
+    admission = make_filter(name, 100)
+    chain = chain_of("a", 5)
+    assert admission.admit([], 0.0) == []
+    admission.observe(chain, 1.0)
+    assert len(admission.admit(chain, 2.0)) == 5
+    admission.observe(chain, 3.0)
+    admission.observe([], 3.0)
+    assert admission.admit(chain, 4.0) == [True] * 5, "asked for twice"
+
+
+def test_second_sight_admits_what_two_prompts_asked_for() -> None:
+    admission = SecondSight(100)
+    admission.observe([b"a", b"b"], 0.0)
+    admission.observe([b"a", b"c"], 0.0)
+    assert admission.admit([b"c", b"a", b"d", b"b"], 0.0) == [False, True, False, False]
+
+
+def test_reuse_admits_what_goes_on_and_refuses_what_does_not() -> None:
+    admission = learned()
+    admission.observe(chain_of("a question", 40), 4000.0)
+    admission.observe(chain_of("a chat", 10), 4000.0)
+    assert not any(admission.admit(chain_of("a question", 40), 4010.0))
+    assert all(admission.admit(chain_of("a chat", 10), 4010.0))
+    # So long after the last use a chat is over.
+    assert not any(admission.admit(chain_of("a chat", 10), 5000.0))
+
+
+def test_a_wrong_no_is_made_good_when_the_block_is_asked_for_again() -> None:
+    admission = learned()
+    question = chain_of("a question", 40)
+    admission.observe(question, 4000.0)
+    assert not any(admission.admit(question, 4010.0))
+    assert not any(admission.admit(question, 4020.0)), "not asked for since"
+    admission.observe(question, 4030.0)
+    assert all(admission.admit(question, 4040.0))
+
+
+def test_what_a_chat_left_behind_is_refused() -> None:
+    admission = learned()
+    admission.observe(chain_of("a chat", 10), 4000.0)
+    admission.observe([*chain_of("a chat", 8), *chain_of("edited", 3)], 4050.0)
+    verdicts = admission.admit([*chain_of("a chat", 10), *chain_of("edited", 3)], 4060.0)
+    assert verdicts == [True] * 8 + [False] * 2 + [True] * 3
+
+
+def test_a_tier_that_is_soon_overwritten_is_not_worth_a_slow_use() -> None:
+    """Chats go on after 100 seconds. A large tier keeps them so long, a small one does not."""
+    for blocks_below, least, most in ((100_000, 600, 600), (60, 200, 500)):
+        admission = learned(blocks_below)
+        admitted = 0
+        for now in range(4000, 4600, 10):
+            chain = chain_of(f"chat at {now}", 10)
+            admission.observe(chain, now)
+            admitted += sum(admission.admit(chain, now + 5.0))
+        assert least <= admitted <= most
+
+
+def test_what_no_prompt_told_of_is_admitted() -> None:
+    assert learned().admit([b"unknown"], 4000.0) == [True]
+
+
+@pytest.mark.parametrize(("name", "limit"), [("reuse", MIN_BLOCKS), ("second-sight", MIN_NAMES)])
+def test_memory_is_bounded(name: str, limit: int) -> None:
+    admission = make_filter(name, 100)
+    chains = [chain_of(str(i), 20) for i in range(2000)]
+    before = [sys.getrefcount(key) for chain in chains for key in chain]
+    for now, chain in enumerate(chains):
+        admission.observe(chain, float(now))
+        admission.admit(chain, float(now))
+    del chain
+    after = [sys.getrefcount(key) for chain in chains for key in chain]
+    known = sum(new > old for old, new in zip(before, after, strict=True))
+    assert 100 < known <= (2 if name == "reuse" else 1) * limit

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The breaker: when it opens, what it lets pass, and how soon it closes again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from stratakv.tiers.breaker import (
+    FAILURES,
+    LATE_ANSWERS,
+    LONGEST_PAUSE_SECONDS,
+    WINDOW_SECONDS,
+    Breaker,
+    BreakerState,
+)
+
+from .rig import Rig, key, with_rig
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock=clock, jitter=lambda: 1.0)
+
+
+def test_it_opens_after_a_few_failures_in_a_second(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(FAILURES - 1):
+        breaker.failed()
+    assert breaker.allows
+    breaker.failed()
+    assert not breaker.allows
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.times_opened == 1
+
+
+def test_fewer_late_answers_open_it(breaker: Breaker) -> None:
+    for _ in range(LATE_ANSWERS):
+        assert breaker.allows
+        breaker.was_late()
+    assert not breaker.allows
+
+
+def test_failures_that_are_far_apart_do_not(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(10 * FAILURES):
+        breaker.failed()
+        clock.now += WINDOW_SECONDS / (FAILURES - 2)
+    assert breaker.allows
+
+
+def test_one_call_probes_and_its_answer_closes_it(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(FAILURES):
+        breaker.failed()
+    assert breaker.probes_at is not None
+    clock.now = breaker.probes_at - 0.001
+    assert not breaker.allows
+    clock.now = breaker.probes_at
+    assert breaker.allows
+    breaker.began()
+    assert not breaker.allows, "one call probes, the others wait for what becomes of it"
+    breaker.succeeded()
+    assert breaker.state is BreakerState.CLOSED and breaker.allows
+    breaker.began()
+    assert breaker.allows
+
+
+def test_pauses_grow_to_a_bound_and_start_anew(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(FAILURES):
+        breaker.failed()
+    pauses = []
+    for _ in range(6):
+        assert breaker.probes_at is not None
+        pauses.append(breaker.probes_at - clock.now)
+        clock.now = breaker.probes_at
+        assert breaker.allows
+        breaker.began()
+        breaker.was_late()
+    assert pauses == sorted(pauses)
+    assert pauses[0] < pauses[1] and pauses[-1] == 1.25 * LONGEST_PAUSE_SECONDS < 2.0
+    clock.now += 10.0
+    assert breaker.allows
+    breaker.succeeded()
+    for _ in range(FAILURES):
+        breaker.failed()
+    assert breaker.probes_at == clock.now + pauses[0]
+    assert breaker.times_opened == 8
+
+
+@with_rig(num_slots=16)
+def test_a_broken_store_is_left_alone_and_found_again(rig: Rig) -> None:
+    rig.put_below(*range(20))
+    asked = []
+
+    def broken(op: str, keys: Sequence[bytes]) -> None:
+        asked.append(op)
+        if op == "load":
+            raise OSError("the cable is out")
+
+    rig.store.fault = broken
+    for number in range(10):
+        assert rig.get(number) == []
+    assert asked.count("load") == FAILURES
+    assert rig.traffic().breaker == "open"
+    assert rig.tiers(1) == [], "an open breaker offers nothing"
+    rig.store.fault = None
+    deadline = time.monotonic() + 2.0
+    while rig.get(11) != [0]:
+        assert time.monotonic() < deadline, "not found again within 2 s"
+        time.sleep(0.01)
+    assert rig.traffic().breaker == "closed"
+    assert rig.traffic().breaker_opened == 1
+    assert rig.tiers(12) == ["ssd"]
+
+
+@pytest.mark.parametrize("rig", [{"num_slots": 16, "read_seconds": 0.02}], indirect=True)
+def test_a_store_that_hangs_costs_a_few_deadlines_only(rig: Rig) -> None:
+    rig.put_below(*range(20))
+    rig.store.hold_loads = True
+    began = time.monotonic()
+    for number in range(20):
+        assert rig.get(number) == []
+    assert time.monotonic() - began < 20 * 0.02
+    assert sum(op == "load" for op, _ in rig.store.batches) == LATE_ANSWERS
+    rig.store.hold_loads = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert rig.slab.lookup([key(0)])[0].value == "hit", "what came late is kept for the next"
+
+
+@with_rig(num_slots=16)
+def test_a_broken_store_is_not_written_to(rig: Rig) -> None:
+    def broken(op: str, keys: Sequence[bytes]) -> None:
+        if op == "store":
+            raise OSError("read-only file system")
+
+    rig.store.fault = broken
+    for number in range(100):
+        rig.put(number)
+    failed = sum(op == "store" for op, _ in rig.store.batches)
+    assert FAILURES <= failed <= FAILURES + 2
+    assert rig.traffic().lost_blocks > 50
+    rig.store.fault = None

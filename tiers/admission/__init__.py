@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what decides whether a block is worth writing; never imports torch or the engine.
+
+base    the promise of a filter, and the one that admits everything
+choice  filters by name        reuse, second_sight    the others
+"""
+
+from .base import AdmissionFilter, AdmitAll
+from .choice import DEFAULT_FILTER, FILTERS, make_filter
+
+__all__ = ["DEFAULT_FILTER", "FILTERS", "AdmissionFilter", "AdmitAll", "make_filter"]

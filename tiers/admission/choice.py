@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission filters by name: what a flag may say, and who makes the filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..errors import TierConfigError
+from .base import AdmissionFilter, AdmitAll
+from .reuse import ReuseFilter
+from .second_sight import SecondSight
+
+# Takes the number of blocks that the tier below can hold.
+FILTERS: Mapping[str, Callable[[int], AdmissionFilter]] = {
+    "all": lambda _blocks: AdmitAll(),
+    "second-sight": SecondSight,
+    "reuse": ReuseFilter,
+}
+DEFAULT_FILTER = "all"
+
+
+def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
+    """A filter by name. Raises TierConfigError for an unknown one."""
+    if name not in FILTERS:
+        raise TierConfigError(
+            f"there is no admission filter {name!r}; there are: {', '.join(FILTERS)}"
+        )
+    return FILTERS[name](blocks_below)

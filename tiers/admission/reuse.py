@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reuse: a block is written if it will probably be asked for while the tier below still has it.
+
+From the prompts it is told of it learns, by turn, length and gap, how soon blocks are used again. A
+write pays if the chance of a use outweighs it, before the block would be displaced below: what is
+written now stays for as long as it takes to write the whole tier anew, so the more is written, the
+shorter that is and the less is worth writing. Where almost everything will be used again, the tenth
+with the least chance is still left out.
+
+What was refused and is asked for again is admitted when it is lost next, whatever the model says of
+it, unless its conversation has gone on without it. Knows nothing of budgets (`../write_budget.py`),
+disks or threads. Blocks are remembered for four times the tier below, at least `MIN_BLOCKS` and no
+more than `MAX_BLOCKS`; one takes about 400 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..policies.history import History
+from ..policies.reuse_model import ReuseModel
+from ..policies.run_queues import RunQueues
+from ..policies.runs import LEFT_BEHIND, Run, class_by_length
+from .base import AdmissionFilter
+
+# A write is worth as much of a use as this.
+MIN_CHANCE = 0.28
+# Uses later than this are not counted on, however long the tier below keeps a block.
+HORIZON_SECONDS = 3600.0
+CAPACITIES = 4
+MIN_BLOCKS = 16_384
+MAX_BLOCKS = 262_144
+# This share of what is offered is left out in any case; its limit is found in steps of the chance.
+WORST = 0.1
+STEP = 0.02
+# What was written so long ago counts 1/e of what is written now.
+RATE_SECONDS = 600.0
+
+
+class ReuseFilter(AdmissionFilter):
+    """For a tier of `blocks_below` blocks."""
+
+    def __init__(self, blocks_below: int, min_chance: float = MIN_CHANCE) -> None:
+        self._blocks_below = blocks_below
+        self._min_chance = min_chance
+        self._model = ReuseModel()
+        self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
+        self._refused: OrderedDict[bytes, int] = OrderedDict()  # with its uses until then
+        self._history = History(
+            self._limit,
+            self._model,
+            RunQueues(self._model),  # empty: nothing is held here
+            classify=class_by_length,
+        )
+        self._low = 0.0
+        self._written = 0.0
+        self._seconds = 0.0
+        self._now: float | None = None
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        self._history.observe(chain, now)
+
+    def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
+        self._pass_time(now)
+        stays = HORIZON_SECONDS
+        if self._written:
+            stays = min(stays, self._blocks_below * self._seconds / self._written)
+        by_run: dict[Run, bool] = {}
+        verdicts = []
+        for key in keys:
+            block = self._history.blocks.get(key)
+            if block is None:  # no prompt told of it, so nothing speaks against it
+                verdicts.append(True)
+                continue
+            run = block.run
+            worth = by_run.get(run)
+            if worth is None:
+                age = now - run.time
+                chance = self._model.chance(run.name, age, age + stays)
+                worth = by_run[run] = chance >= max(self._min_chance, self._low)
+                self._low += STEP * (WORST - (chance < self._low))
+            # A "no" that was wrong: asked for again.
+            recalled = self._refused.pop(key, block.uses) < block.uses
+            admitted = worth or (recalled and run.name != LEFT_BEHIND)
+            verdicts.append(admitted)
+            if not admitted:
+                self._refused[key] = block.uses
+        while len(self._refused) > self._limit:
+            self._refused.popitem(last=False)
+        self._written += sum(verdicts)
+        return verdicts
+
+    def _pass_time(self, now: float) -> None:
+        if self._now is not None:
+            passed = max(0.0, now - self._now)
+            keep = math.exp(-passed / RATE_SECONDS)
+            self._written *= keep
+            self._seconds = self._seconds * keep + passed
+        self._now = now

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks an SSD store that is not open: its index against its records, and back.
+
+Every row must name a slot of its own that holds the whole record it speaks of. A whole record that
+no row names is an *orphan*: what an evicted block leaves behind until its slot is used again. With
+`fix`, rows that are wrong are removed, and an index that is lost is made again from the records,
+whose headers say key, layout and generation; of two records for one key the higher generation, the
+later write, is taken. A block that was dropped comes back by that, which is right as far as the
+identity file says whose records these are; without that file nothing is made. No payload is ever
+changed.
+
+Knows nothing of how the result is shown. Takes memory for each row, as the store does, and none
+for payloads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import lmdb
+
+from .errors import TierConfigError
+from .ssd import guard
+from .ssd.check_result import IDENTITY, INDEX, SIZE, CheckResult
+from .ssd.directory import StoreDirectory
+from .ssd.identity_file import read_note
+from .ssd.index_file import (
+    DATA_FILE,
+    FORMAT_VERSION,
+    Identity,
+    IndexDamaged,
+    IndexFile,
+    Row,
+    RowBatch,
+    finish_rebuild,
+    fresh_folder,
+    rebuild,
+)
+from .ssd.opening import read_identity
+from .ssd.reconcile import Reconciler
+from .ssd.record_walk import Found, RecordFile, record_bytes_of
+from .ssd.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
+
+
+def check_store(
+    path: str | os.PathLike[str],
+    *,
+    fix: bool = False,
+    max_problems: int = 100,
+    scan_timeout_seconds: float = 600.0,
+) -> CheckResult:
+    """Read everything in the store at `path`, and with `fix` mend what can be mended.
+
+    Takes the store's lock. Raises TierConfigError where there is no store, it is in use, or it
+    cannot be read or written.
+    """
+    directory = StoreDirectory(Path(path), create=False)
+    with closing(directory):
+        check = _Check(directory, CheckResult(directory.path, max_problems), scan_timeout_seconds)
+        try:
+            check.look()
+            if fix:
+                check.mend()
+        except (OSError, lmdb.Error) as error:
+            raise TierConfigError(
+                f"{directory.path} cannot be checked ({error}); mend that and check again"
+            ) from error
+    return check.result
+
+
+class _Check:
+    """One check of one store, whose lock is held."""
+
+    def __init__(
+        self, directory: StoreDirectory, result: CheckResult, scan_timeout_seconds: float
+    ) -> None:
+        self.result = result
+        self._directory = directory
+        self._scan_timeout_seconds = scan_timeout_seconds
+        self._note = read_note(directory.path)
+        self._identity = self._note.identity if self._note else None
+        self._plan: SpacePlan | None = None  # None where nobody knows how large a record is
+        self._damage: IndexDamaged | None = None
+
+    def look(self) -> None:
+        """Read everything; changes nothing."""
+        if self._note is not None:
+            self._refuse_other_format(self._note.identity)
+        self._note_leftovers()
+        batches = self._read_index()
+        layout_id = self._identity.layout_id if self._identity else None
+        self._reconciler = Reconciler(self.result, layout_id, has_index=batches is not None)
+        slot_file = self._directory.slot_file
+        if slot_file.exists():
+            with closing(RecordFile(slot_file)) as file:
+                self._reconciler.run(_rows(batches), self._records(file))
+        else:
+            self._reconciler.run(_rows(batches), iter(()))
+            if self.result.rows:
+                self.result.add(SIZE, f"{slot_file} is missing")
+        if self._damage is not None:
+            self.result.add(INDEX, f"the index is damaged: {self._damage}")
+        elif batches is None and self.result.orphans:
+            self.result.add(INDEX, "the index is lost")
+
+    def mend(self) -> None:
+        """Remove rows that are wrong, or make a lost index again."""
+        finish_rebuild(self._directory.index)
+        if INDEX in self.result.counts:
+            self._make_index()
+            return
+        bad_slots = self._reconciler.bad_slots
+        if bad_slots:
+            with closing(IndexFile(self._directory.index, 0)) as index:
+                index.delete(bad_slots)
+            self.result.removed_rows = len(bad_slots)
+
+    def _make_index(self) -> None:
+        index = self._directory.index
+        if (index / DATA_FILE).exists():
+            aside = guard.move_aside(index)
+            self.result.notes.append(f"the index was moved to {aside}")
+        if self._note is None or self._plan is None:
+            self.result.notes.append(
+                "no index was made, because nothing says whose records these are; the next start "
+                "begins empty"
+            )
+            return
+        rows = list(self._reconciler.rows_of_records())
+        rebuild(index, self._plan.index_bytes, self._note.identity, rows)
+        self.result.rebuilt_rows = len(rows)
+
+    def _note_leftovers(self) -> None:
+        index, notes = self._directory.index, self.result.notes
+        if self._note is None:
+            notes.append("the identity file is missing or damaged; the next start writes it")
+        if fresh_folder(index).exists():
+            notes.append("an index was about to be replaced; the next start ends that")
+        notes += [f"{aside} is an index that was damaged" for aside in guard.set_aside(index)]
+
+    def _read_index(self) -> list[RowBatch] | None:
+        """All rows; None where the index is lost."""
+        folder = self._directory.index
+        if not (folder / DATA_FILE).exists():
+            folder = fresh_folder(folder)  # a crash came between removing the old and renaming
+        if not (folder / DATA_FILE).exists():
+            return None
+        try:
+            batches = list(guard.read_rows(folder, self._scan_timeout_seconds))
+            found = read_identity(folder)
+            if found is None and batches:
+                raise IndexDamaged("it does not say what it is for")
+        except IndexDamaged as damage:
+            self._damage = damage
+            return None
+        if found is None:
+            return None
+        self._compare(found)
+        return batches
+
+    def _compare(self, found: Identity) -> None:
+        self._refuse_other_format(found)
+        if self._identity is not None and not self._identity.is_same(found):
+            self.result.add(IDENTITY, "the index and the identity file name different stores")
+        self._identity = found
+
+    def _refuse_other_format(self, found: Identity) -> None:
+        if found.format_version != FORMAT_VERSION:
+            raise TierConfigError(
+                f"{self._directory.path} has format {found.format_version} and this version "
+                f"checks format {FORMAT_VERSION}; use the version that made it"
+            )
+
+    def _records(self, file: RecordFile) -> Iterator[Found]:
+        """What lies in every slot, once it is known how large they are."""
+        self.result.bytes_read = file.size
+        block_bytes = self._note.page_bytes if self._note else file.block_bytes()
+        if block_bytes is None:
+            return
+        size = record_bytes_of(block_bytes)
+        self._plan = plan = plan_slots(size - HEADER_PAGE_BYTES, file.size // size)
+        self.result.slots = plan.num_slots
+        self._check_sizes(plan, file.size)
+        yield from file.records(block_bytes)
+
+    def _check_sizes(self, plan: SpacePlan, slot_file_bytes: int) -> None:
+        if slot_file_bytes != plan.slot_file_bytes:
+            self.result.add(
+                SIZE,
+                f"the slot file has {slot_file_bytes} bytes, which is not a number of records of "
+                f"{plan.record_bytes}",
+            )
+        used = self._directory.used_bytes()
+        if used > plan.total_bytes:
+            self.result.add(
+                SIZE, f"everything takes {used} bytes on the disk, where {plan.total_bytes} may be"
+            )
+        index = self._directory.index / DATA_FILE
+        if index.exists() and index.stat().st_size != plan.index_bytes:
+            self.result.notes.append(
+                f"the index file has {index.stat().st_size} bytes and should have "
+                f"{plan.index_bytes}; the next start sees to that"
+            )
+
+
+def _rows(batches: Iterable[RowBatch] | None) -> Iterator[Row]:
+    return (row for batch in batches or () for row in batch.rows())

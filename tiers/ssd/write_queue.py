@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks on their way to the disk: waiting, or being written, each with all who asked for it.
+
+Everything here is called under the state's lock. Knows nothing of slots, files or threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .state import Job
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One block on its way to the disk, and all who asked for it."""
+
+    key: bytes
+    payload: memoryview  # `page_bytes` long
+    waiters: list[tuple[Job[bool], int]] = field(default_factory=list)
+    dropped: bool = False  # forgotten meanwhile: not to be kept
+
+
+class WriteQueue:
+    """First in, first out; a block that is on its way already is not queued twice."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Write] = deque()
+        self._pending: dict[bytes, Write] = {}  # waiting or being written
+        self.num_blocks = 0  # waiting or being written; the owner bounds it
+
+    def __len__(self) -> int:
+        """Blocks that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block is on its way, and to be kept."""
+        write = self._pending.get(key)  # type: ignore[call-overload]
+        return write is not None and not write.dropped
+
+    def keys(self) -> list[bytes]:
+        """What is on its way."""
+        return list(self._pending)
+
+    def add(self, key: bytes, payload: memoryview, job: Job[bool], position: int) -> None:
+        """Queue a block, or wait for the write of it that is on its way."""
+        write = self._pending.get(key)
+        if write is None or write.dropped:
+            write = self._pending[key] = Write(key, payload)
+            self._waiting.append(write)
+            self.num_blocks += 1
+        write.waiters.append((job, position))
+
+    def cancel(self, key: bytes) -> bool:
+        """Forget a block on its way; False if it is not."""
+        if key not in self:
+            return False
+        self._pending[key].dropped = True
+        return True
+
+    def take(self, count: int) -> list[Write]:
+        """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def settle(self, write: Write, is_kept: bool) -> list[Job[bool]]:
+        """A block has been written, or will not be; the calls that are done by that."""
+        for job, position in write.waiters:
+            job.settle(position, is_kept)
+        return self._leave(write)
+
+    def abandon(self, write: Write) -> list[Job[bool]]:
+        """A block gets no answer; the calls that are done by that."""
+        for job, _position in write.waiters:
+            job.abandon()
+        return self._leave(write)
+
+    def _leave(self, write: Write) -> list[Job[bool]]:
+        self.num_blocks -= 1
+        # A block that was dropped and stored again has a second write, which is the pending one.
+        if self._pending.get(write.key) is write:
+            del self._pending[write.key]
+        return list({id(job): job for job, _ in write.waiters if not job.waiting_for}.values())
