@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ from .random_life import SSD_BASE_BYTES
 from .simulation.clock import VirtualClock, virtual_time
 from .simulation.device import SimDevice
 from .simulation.small_slab import small_slab
-from .simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left
+from .simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left, is_busy
 
 LARGEST_N = {"ci": 40, "long": 200}
 FAULTS = ["lookup:error=1", "drop:error=1"] + [
@@ -158,12 +157,12 @@ class Sweep:
             assert self.engine.said(name) == expected
         # A disk takes its time; without it blocks would be gone before they are written.
         soon = self.now + SETTLE_SECONDS
-        self._run(lambda: self.now > soon or not self._is_busy())
+        self._run(lambda: self.now > soon or not is_busy(self.engine))
 
     def calm_down(self) -> None:
         """Let what is under way end, and look for what is left."""
         self.engine.step()
-        self._run(lambda: not (self.engine.scheduler.has_runnable_work() or self._is_busy()))
+        self._run(lambda: not (self.engine.scheduler.has_runnable_work() or is_busy(self.engine)))
         check_nothing_left(self.engine)
 
     def close(self) -> None:
@@ -185,15 +184,6 @@ class Sweep:
                 self.engine.step()
             else:
                 self.sleep(RETRY_SECONDS)
-
-    def _is_busy(self) -> bool:
-        side: Any = self._side
-        return bool(
-            len(side._outgoing)
-            or len(side._incoming)
-            or len(side._back_loads)
-            or self.hierarchy._is_used()
-        )
 
 
 def run(store: NthFaultyStore, clock: VirtualClock | None, fault: str) -> None:

@@ -158,7 +158,7 @@ def test_random_orders_with_faults(scale: str, seed: int) -> None:
         except AssertionError as error:
             error.add_note(f"this was walk_at_random of seed {seed + number}")
             raise
-    assert min(seen.values()) > SCHEDULES[scale] // 20, seen
+    assert min(seen.values()) > SCHEDULES[scale] // 100, seen
 
 
 def walk_at_random(rng: random.Random, seen: dict[str, int]) -> None:

@@ -120,6 +120,28 @@ class TinyEngine(Engine):
         super()._write(request_id, start, end)
 
 
+def is_busy(engine: TinyEngine) -> bool:
+    """Whether something is under way that will end by itself."""
+    side: Any = engine.parts.side
+    return bool(
+        engine.scheduler._places.parked
+        or len(side._outgoing)
+        or len(side._incoming)
+        or len(side._back_loads)
+        or side._hierarchy._is_used()
+    )
+
+
+def shut_down(engine: TinyEngine, timeout_seconds: float) -> None:
+    """As the engine core does it."""
+    parts = engine.parts
+    parts.worker.start_step(parts.side.build_final_meta(engine.manager.pool.resident()))
+    parts.worker.shutdown()
+    parts.side.update_from_worker(parts.worker.poll())
+    parts.side.shutdown(timeout_seconds)
+    assert not parts.side._hierarchy._is_used()
+
+
 def check_nothing_left(engine: TinyEngine) -> None:
     """All requests have ended, and nothing is under way."""
     side: Any = engine.parts.side

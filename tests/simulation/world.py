@@ -34,12 +34,12 @@ from .clock import VirtualClock, virtual_time
 from .device import SimDevice
 from .small_slab import small_slab
 from .store import MODES, SimStore
-from .tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left
+from .tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left, is_busy, shut_down
 
 MAX_MODEL_LEN = 48
 # Of virtual time, for a request that meets every deadline there is.
 LIFE_SECONDS = 600.0
-IDLE_SECONDS = 5.0
+IDLE_SECONDS, SHUTDOWN_SECONDS = 5.0, 30.0
 MAX_STEPS = 20_000
 # An engine that steps so often in a row without a token or a sleep is spinning.
 MAX_EMPTY_STEPS = 100
@@ -129,15 +129,8 @@ class World:
             targets=lambda: self.device.targets,
             pass_time=lambda: clock.advance(self._pass_seconds),
         )
-        self.note(
-            "built",
-            blocks,
-            num_slots,
-            policy,
-            admission,
-            choice,
-            [store.name for store in self.stores],
-        )
+        names = [store.name for store in self.stores]
+        self.note("built", blocks, num_slots, policy, admission, choice, names)
 
     def _content(self, key: bytes) -> bytes:
         return self.engine.content(key)
@@ -277,9 +270,10 @@ class World:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""
         for store in self.stores:
             self._set_mode(store, "up")
-        hierarchy = self.engine.parts.side._hierarchy
         self._step()  # tells the worker who is gone
-        while self.engine.scheduler.has_runnable_work() or self._is_busy():  # asking may start some
+        while self.engine.scheduler.has_runnable_work() or is_busy(
+            self.engine
+        ):  # asking may start some
             self._turn()
         check_nothing_left(self.engine)
         self._check_answers()
@@ -288,30 +282,9 @@ class World:
             self.seen[name] += count
         for name, count in self.engine.scheduler.counts.items():
             self.seen[name] += count
-        self._shut_down(hierarchy)
-
-    def _is_busy(self) -> bool:
-        side = self.engine.parts.side
-        hierarchy = side._hierarchy
-        return bool(
-            self.engine.scheduler._places.parked
-            or len(side._outgoing)
-            or len(side._incoming)
-            or len(side._back_loads)
-            or hierarchy._is_used()
-        )
-
-    def _shut_down(self, hierarchy: Hierarchy) -> None:
-        """As the engine core does it."""
-        parts = self.engine.parts
-        resident = self.engine.manager.pool.resident()
-        parts.worker.start_step(parts.side.build_final_meta(resident))
-        parts.worker.shutdown()
-        parts.side.update_from_worker(parts.worker.poll())
-        before = self.clock.now
-        parts.side.shutdown(30.0)
-        assert self.clock.now - before <= 40.0, "the shutdown took longer than it may"
-        assert not hierarchy._is_used()
+        began = self.clock.now
+        shut_down(self.engine, SHUTDOWN_SECONDS)
+        assert self.clock.now - began <= SHUTDOWN_SECONDS + 10.0
         assert not self.wrong, self.wrong
 
     def _check_answers(self) -> None:

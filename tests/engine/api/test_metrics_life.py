@@ -277,7 +277,8 @@ def test_warm_on_the_ssd_then_damaged_there(tiny_model: Path, tmp_path: Path) ->
         )
     }  # fmt: skip
     of_cpu = {name for name in LOADED if "tier=cpu" in name or "chunk_hits" in name}
-    assert set(grown) == ALWAYS | (LOADED - of_cpu) | of_ssd | from_source("ssd")
+    # Where reading ahead was quicker than the request, the cpu tier has the blocks by then.
+    assert set(grown) - of_cpu == ALWAYS | (LOADED - of_cpu) | of_ssd | from_source("ssd")
     assert grown["vllm:prompt_tokens_cached_by_source_total{source=ssd}"] == FOUND
     assert grown[f"vllm:kv_offload_tiering_read_bytes_total{{{SSD}}}"] == 9 * BLOCK_BYTES
     assert grown[f"vllm:kv_offload_tiering_chunk_hits_total{{{SSD}}}"] == 9
