@@ -21,6 +21,7 @@ Knows nothing of files or threads: its owner calls it under one lock.
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
@@ -216,11 +217,18 @@ class SlotIndex:
     def _take_in(self, rows: Iterable[RowBatch]) -> None:
         """Fill an empty index. In C wherever that can be, for a million rows."""
         uses = array("Q", bytes(8 * self.num_slots))
-        for batch in rows:
-            self._take_batch(batch, uses)
-        self._leave_older_rows(uses)
-        order = _by_use(self._slots, uses)
-        self._recency.extend(order)
+        # Millions of keys and numbers, and not a cycle among them for the collector to look for.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for batch in rows:
+                self._take_batch(batch, uses)
+            self._leave_older_rows(uses)
+            order = _by_use(self._slots, uses)
+            self._recency.extend(order)
+        finally:
+            if collects:
+                gc.enable()
         self._next_use = uses[order[-1]] if order else 0
 
     def _take_batch(self, batch: RowBatch, uses: array[int]) -> None:
@@ -264,19 +272,28 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
     Last uses are small different numbers, so they are laid out by number instead of compared; what
     a damaged row says may be neither, and then they are compared.
     """
-    first, last = min(filter(None, uses), default=0), max(uses, default=0)
+    last, nobody = max(uses, default=0), len(uses)
     if last > _LARGEST_USE:
         for slot in slots.values():
             uses[slot] %= _LARGEST_USE
-    elif first and last - first < _MOST_NUMBERS_PER_BLOCK * len(slots):
-        nobody = len(uses)
-        places = array("I", [nobody]) * (last - first + 1)
+        return sorted(slots.values(), key=uses.__getitem__)
+    most = _MOST_NUMBERS_PER_BLOCK * len(slots)
+    first = 0
+    if last >= most:
+        first = min(filter(None, uses), default=0)
+        if last - first >= most:
+            return sorted(slots.values(), key=uses.__getitem__)
+    places = array("I", [nobody]) * (last - first + 1)
+    if first:
         for slot, use in enumerate(uses):
             if use:
                 places[use - first] = slot
-        order = [slot for slot in places if slot != nobody]
-        if len(order) == len(slots):
-            return order
+    else:
+        _scatter(places, uses, range(len(uses)))
+        places[0] = nobody  # where all that are not in use went
+    order = [slot for slot in places if slot != nobody]
+    if len(order) == len(slots):
+        return order
     return sorted(slots.values(), key=uses.__getitem__)
 
 
