@@ -20,6 +20,30 @@ from hypothesis import HealthCheck, settings
 LONG_TIMEOUT_SECONDS = 7200
 DEFAULT_SEED = 20260
 
+TESTS = Path(__file__).resolve().parent
+# Whole folders and modules that `make check` leaves out: rehearsals of benchmarks, those that try
+# everything at every place, and the one that starts every command.
+SLOW_PLACES = (
+    "benchmarks/gpu/",
+    "benchmarks/tiers/",
+    "benchmarks/trace/",
+    "benchmarks/transfer/",
+    "connector/test_offload_model.py",
+    "connector/test_order.py",
+    "engine/client/test_process.py",
+    "regressions/",
+    "simulation/",
+    "test_docs_rows.py",
+    "test_random_lives.py",
+    "test_fault_sweep.py",
+    "tiers/policies/",
+    "tiers/ssd/test_crash.py",
+    "tiers/ssd/test_every_call_fails.py",
+    "tiers/ssd/test_index_damage.py",
+    "tiers/ssd/test_reopen.py",
+    "tiers/test_stateful.py",
+)
+
 # Triton looks at it when it is imported, and some test modules import what imports triton; so it is
 # set before any of them is read. With an NVIDIA device the kernels run there unless told otherwise.
 if not Path("/dev/nvidiactl").exists():
@@ -63,7 +87,12 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"stratakv: --scale {config.getoption('--scale')} --seed {config.getoption('--seed')}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        place = item.path.relative_to(TESTS).as_posix()
+        if place.startswith(SLOW_PLACES):
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("--net"):
         _skip(items, "net", "needs a network beyond this host; run with --net")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
