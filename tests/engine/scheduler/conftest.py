@@ -10,23 +10,13 @@ next token follows from the fingerprint, so what a request says can be computed 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from stratakv.connector.base import (
-    ConnectorMetadata,
-    ConnectorWorkerOutput,
-    CopyJob,
     EvictedBlock,
-    FrontState,
-    KVConnectorScheduler,
-    LoadReport,
-    Match,
-    MatchKind,
-    RequestView,
 )
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
@@ -37,7 +27,8 @@ from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.engine.wire import TokenOutput
 
-SIZE = 4
+from .dict_tiers import SIZE, DictTiers
+
 VOCAB = 50
 EOS = 0
 HASHER = make_block_hasher(b"r" * 32, SIZE)
@@ -78,233 +69,6 @@ class WorkerState:
     tokens: list[int]
     table: list[int]
     in_batch: bool = True
-
-
-@dataclass
-class Load:
-    """A load under way."""
-
-    request_id: str
-    block_ids: list[int]
-    keys: list[bytes]
-    ticks: int
-
-
-@dataclass
-class Copy:
-    """Blocks `start` to `end` of a load from the back, being written to."""
-
-    start: int
-    end: int
-    ticks: int
-    fails: bool
-
-
-@dataclass
-class BackLoad:
-    """A load from the back. All are indices of its blocks."""
-
-    first_token: int
-    block_ids: list[int]
-    keys: list[bytes]
-    loaded_from: int
-    next_end: int  # from here on blocks were copied, or have failed
-    front: int = 0
-    copies: list[Copy] = field(default_factory=list)
-    is_over: bool = False
-    has_failed: bool = False
-
-    @property
-    def lowest(self) -> int:
-        return min([copy.start for copy in self.copies], default=self.loaded_from)
-
-
-class DictTiers(KVConnectorScheduler):
-    """Tiers in a dict, with loads that take some ticks, fail, or come in part; some from the back.
-
-    `evicted` of the present step lies in `stores` until the worker has read those blocks, what is
-    to be stored ahead in `ahead` until the forward pass is over.
-    """
-
-    def __init__(self, rng: random.Random | None = None) -> None:
-        self.rng = rng
-        self.kept: dict[bytes, list[int]] = {}
-        self.loads: list[Load] = []
-        self.back_loads: dict[str, BackLoad] = {}
-        self.from_back = False
-        self.piece_fails: Callable[[Copy], bool] = lambda copy: False
-        self.has_news = False
-        self.stores: list[EvictedBlock] = []
-        self.ahead: list[EvictedBlock] = []
-        self.asked_again: dict[str, int] = {}
-        self.slots: dict[tuple[int, int], int] = {}
-        self.load_ticks = 2
-        self.outcome: Callable[[Load], int] = lambda load: len(load.keys)
-        self.wakeup: Callable[[], None] | None = None
-        self.num_metas = 0
-
-    @property
-    def busy_blocks(self) -> set[int]:
-        return {block for load in self.loads for block in load.block_ids} | {
-            block
-            for load in self.back_loads.values()
-            for copy in load.copies
-            for block in load.block_ids[copy.start : copy.end]
-        }
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything writes to the pool."""
-        return bool(self.busy_blocks)
-
-    def tick(self) -> bool:
-        """Time passes on the disk; whether anything is under way there."""
-        for load in (*self.loads, *[c for b in self.back_loads.values() for c in b.copies]):
-            load.ticks -= 1
-        return self.is_busy
-
-    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        assert num_computed_tokens % SIZE == 0
-        first = num_computed_tokens // SIZE
-        end = first
-        for digest in request.block_hashes[first : (request.num_tokens - 1) // SIZE]:
-            if digest + b"\0\0" not in self.kept:
-                break
-            end += 1
-        if end == first:
-            return Match(0, MatchKind.NONE)
-        if self.rng is not None and self.rng.random() < 0.2:
-            return Match(0, MatchKind.RETRY)
-        from_back = self.from_back if self.rng is None else self.rng.random() < 0.5
-        return Match((end - first) * SIZE, MatchKind.BOTH if from_back else MatchKind.LOAD)
-
-    def update_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        assert len(block_ids) * SIZE == num_external_tokens > 0
-        assert request.request_id not in {load.request_id for load in self.loads}
-        first = request.num_computed_tokens // SIZE  # type: ignore[attr-defined]
-        digests = request.block_hashes[first : first + len(block_ids)]
-        ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
-        keys = [digest + b"\0\0" for digest in digests]
-        self.loads.append(Load(request.request_id, list(block_ids), keys, ticks))
-
-    def begin_back_load(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        assert len(block_ids) * SIZE == num_external_tokens > 0
-        first_token = request.num_computed_tokens  # type: ignore[attr-defined]
-        digests = request.block_hashes[first_token // SIZE :][: len(block_ids)]
-        keys = [digest + b"\0\0" for digest in digests]
-        count = len(keys)
-        load = BackLoad(first_token, list(block_ids), keys, count, count)
-        assert self.back_loads.setdefault(request.request_id, load) is load
-
-    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
-        load = self.back_loads[request_id]
-        chunk = SIZE if self.rng is None else self.rng.randint(1, 3 * SIZE)
-        bound = load.first_token + SIZE * load.lowest
-        assert num_computed_tokens <= bound
-        limit = min(bound, num_computed_tokens + chunk)
-        load.front = max(load.front, -(-(limit - load.first_token) // SIZE))
-        return FrontState(limit, load.first_token + SIZE * load.loaded_from, bool(load.copies))
-
-    def end_back_load(self, request_id: str) -> LoadReport | None:
-        load = self.back_loads[request_id]
-        load.is_over = True
-        if load.copies:
-            return None
-        del self.back_loads[request_id]
-        tokens = SIZE * (len(load.keys) - load.loaded_from)
-        return LoadReport(request_id, tokens, {"cpu": tokens} if tokens else {})
-
-    def num_wanted_ahead(self) -> int:
-        return 0 if self.rng is None else self.rng.choice([0, 0, 2])
-
-    def build_meta(
-        self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
-    ) -> ConnectorMetadata:
-        self.num_metas += 1
-        self.stores = list(evicted)
-        self.ahead = list(cold)
-        self.has_news = False
-        for load in self.back_loads.values():
-            self._copy_more(load)
-        jobs = [CopyJob(1, [block.block_id for block in evicted], [])] if evicted else []
-        return ConnectorMetadata(stores=jobs)
-
-    def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        reports = []
-        for load in [load for load in self.loads if load.ticks <= 0]:
-            self.loads.remove(load)
-            count = self.outcome(load) if self.rng is None else self._luck(load)
-            for block, key in list(zip(load.block_ids, load.keys, strict=True))[:count]:
-                for offset, state in enumerate(self.kept[key]):
-                    self.slots[block, offset] = state
-            by_tier = {"cpu": count * SIZE} if count else {}
-            reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5))
-        for request_id, back_load in list(self.back_loads.items()):
-            self._land(back_load)
-            if back_load.is_over and not back_load.copies:
-                del self.back_loads[request_id]
-                reports.append(LoadReport(request_id, 0))
-        return reports
-
-    def has_pending_work(self) -> bool:
-        copies = [load.copies[0] for load in self.back_loads.values() if load.copies]
-        return self.has_news or any(load.ticks <= 0 for load in (*self.loads, *copies))
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        self.wakeup = wakeup
-
-    def reset(self) -> None:
-        self.kept.clear()
-
-    def stats(self) -> dict[str, object]:
-        return {}
-
-    def shutdown(self, timeout_seconds: float) -> None:
-        self.loads.clear()
-
-    def _copy_more(self, load: BackLoad) -> None:
-        """Begin to write to blocks that the front has not claimed."""
-        most = load.next_end - load.front
-        if most <= 0 or load.is_over or load.has_failed or len(load.copies) == 2:
-            return
-        if self.rng is not None and self.rng.random() < 0.4:
-            return
-        size = 1 if self.rng is None else self.rng.randint(1, most)
-        ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 3)
-        copy = Copy(load.next_end - size, load.next_end, ticks, fails=False)
-        copy.fails = self.piece_fails(copy) if self.rng is None else self.rng.random() < 0.15
-        load.next_end = copy.start
-        load.copies.append(copy)
-
-    def begin_copies(self) -> None:
-        """Nothing is left of what was in these blocks, once those of the step are stored."""
-        for block in self.busy_blocks:
-            for offset in range(SIZE):
-                self.slots[block, offset] = -1
-
-    def _land(self, load: BackLoad) -> None:
-        while load.copies and load.copies[0].ticks <= 0:
-            copy = load.copies.pop(0)
-            self.has_news = True
-            if copy.fails:
-                load.has_failed = True
-                continue
-            # It writes when it ends, whoever has the blocks by then.
-            for index in range(copy.start, copy.end):
-                for offset, state in enumerate(self.kept[load.keys[index]]):
-                    self.slots[load.block_ids[index], offset] = state
-            if copy.end == load.loaded_from:
-                load.loaded_from = copy.start
-
-    def _luck(self, load: Load) -> int:
-        assert self.rng is not None
-        if self.rng.random() < 0.6:
-            return len(load.keys)
-        return self.rng.randint(0, len(load.keys))
 
 
 @dataclass
