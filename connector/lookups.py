@@ -71,7 +71,7 @@ class Lookups:
         """A request has come: the tiers learn of its prompt, and what only a store has of it is
         read while the request waits, if it is worth loading."""
         request_id = request.request_id
-        if request_id not in self._observed:
+        if self._hierarchy.learns and request_id not in self._observed:
             self._observed.put(request_id, None)
             self._hierarchy.observe([digest + self._suffix for digest in request.block_hashes])
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead

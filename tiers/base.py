@@ -121,6 +121,7 @@ class SlabTier(ABC):
     name: str
     layout: BlockLayout
     num_slots: int
+    learns: bool = False  # whether `observe` does anything
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds. For

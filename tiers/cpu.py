@@ -77,6 +77,7 @@ class CpuSlab(SlabTier):
         self._slots: dict[bytes, _Slot] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))  # popped in ascending order
         self._policy = LruPolicy() if policy is None else policy  # holds the committed keys
+        self.learns = self._policy.learns
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
         self._closed = False
 

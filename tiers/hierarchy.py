@@ -118,6 +118,11 @@ class Hierarchy:
         """Changes whenever a ticket, or the answer of `find`, may have changed."""
         return self._version + self._reads.version
 
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` is of use to anybody."""
+        return self._slab.learns or (self.has_stores and self._admission.learns)
+
     def observe(self, chain: Sequence[bytes]) -> None:
         """A prompt arrived whose blocks are `chain`, head first, wherever they are. What it says
         of the future is for the slab's policy and the admission filter to learn."""

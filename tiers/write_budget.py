@@ -26,6 +26,7 @@ class WriteBudget(AdmissionFilter):
                 f"a daily bound must let one block pass, not {blocks_per_day:g} of them; raise it"
             )
         self._inner = inner
+        self.learns = inner.learns
         self._per_second = blocks_per_day / SECONDS_PER_DAY
         self._most = max(1.0, self._per_second * BURST_SECONDS)
         self._left = self._most

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
-from stratakv.tiers.admission import DEFAULT_FILTER, FILTERS, AdmitAll, make_filter
+from stratakv.tiers.admission import DEFAULT_FILTER, FILTERS, AdmissionFilter, AdmitAll, make_filter
 from stratakv.tiers.admission.reuse import MIN_BLOCKS, ReuseFilter
 from stratakv.tiers.admission.second_sight import MIN_NAMES, SecondSight
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.policies.base import EvictionPolicy
+from stratakv.tiers.policies.choice import POLICIES
 
 
 def chain_of(name: str, length: int) -> list[bytes]:
@@ -110,3 +112,11 @@ def test_memory_is_bounded(name: str, limit: int) -> None:
     after = [sys.getrefcount(key) for chain in chains for key in chain]
     known = sum(new > old for old, new in zip(before, after, strict=True))
     assert 100 < known <= (2 if name == "reuse" else 1) * limit
+
+
+def test_who_listens_to_prompts_says_so() -> None:
+    """Nobody lists the keys of a prompt for those that do not."""
+    for names, base in ((POLICIES, EvictionPolicy), (FILTERS, AdmissionFilter)):
+        for name, make in names.items():
+            made = make(64)
+            assert made.learns == (type(made).observe is not base.observe), name

@@ -20,6 +20,8 @@ from .rig import LAYOUT, Rig, key, keys, with_rig
 class Refusing(AdmissionFilter):
     """Refuses every block until its second asking, and notes what it is told."""
 
+    learns = True
+
     def __init__(self) -> None:
         self.seen: list[bytes] = []
         self.chains: list[list[bytes]] = []
@@ -35,6 +37,8 @@ class Refusing(AdmissionFilter):
 
 class Watching(LruPolicy):
     """Notes the prompts it is told of."""
+
+    learns = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +115,7 @@ def test_policy_and_filter_are_told_of_prompts() -> None:
     rig = Rig(8, policy=policy, admission=admission)
     rig.hierarchy.observe(keys(1, 2, 3))
     assert policy.chains == admission.chains == [[key(1), key(2), key(3)]]
+    assert rig.hierarchy.learns and not Rig(8).hierarchy.learns
     assert rig.hierarchy.close(1.0)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 class AdmissionFilter(ABC):
     """Says which blocks may go down a tier."""
 
+    learns = False  # whether `observe` does anything; to list a prompt's keys has its price
+
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds."""
 

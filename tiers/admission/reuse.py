@@ -42,6 +42,8 @@ RATE_SECONDS = 600.0
 class ReuseFilter(AdmissionFilter):
     """For a tier of `blocks_below` blocks."""
 
+    learns = True
+
     def __init__(self, blocks_below: int, min_chance: float = MIN_CHANCE) -> None:
         self._blocks_below = blocks_below
         self._min_chance = min_chance

@@ -20,6 +20,8 @@ MAX_NAMES = 262_144
 class SecondSight(AdmissionFilter):
     """For a tier of `blocks_below` blocks."""
 
+    learns = True
+
     def __init__(self, blocks_below: int) -> None:
         self._limit = min(MAX_NAMES, max(MIN_NAMES, CAPACITIES * blocks_below))
         self._seen_again: OrderedDict[bytes, bool] = OrderedDict()

@@ -33,6 +33,8 @@ class AdaptivePolicy(EvictionPolicy):
     """For an owner of `capacity` blocks. A key costs O(1) on average; `victims` is linear in what
     it looks at, and in the number of classes."""
 
+    learns = True
+
     def __init__(self, capacity: int, cost: MissCost = ALL_THE_SAME) -> None:
         model = ReuseModel()
         self._queues = RunQueues(model)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 class EvictionPolicy(ABC):
     """An order of keys."""
 
+    learns = False  # whether `observe` does anything; to list a prompt's keys has its price
+
     @abstractmethod
     def __len__(self) -> int:
         """How many keys it holds."""
