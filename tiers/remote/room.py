@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tenant's room: its own slab, its own store below it, its own names for blocks.
+
+A hierarchy belongs to one thread at a time; a room may be called from any, one after the other.
+Nobody holds the room while bytes are read, moved or hashed.
+
+    begin_load → wait → (bytes go out) → end_load        blocks stay pinned in between
+    begin_store → (bytes come in, checked) → end_store   seen by the next look-up from anyone
+
+Blocks move in and out of `buffer(slot)`. Takes the tenant's own keys and keeps blocks under salted
+ones. Knows nothing of sockets, calls or who the tenant is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..admission import AdmissionFilter
+from ..base import Answer, SlabTier, StoreTier, TierStats
+from ..errors import TierClosed
+from ..hierarchy import Hierarchy
+from ..leases import Lease, Leases
+from ..read_up import LoadTicket
+from ..tickets import StoreTicket
+from .key_salt import KeySalt
+from .wire import State, block_tag
+
+_STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
+
+
+class Listener(Protocol):
+    """Who wants to know of blocks that come and go, by the tenant's own keys. Called while the
+    room is held, so it must return at once."""
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """Blocks can be found from now on."""
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Blocks cannot be found any more."""
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """Blocks on their way out. After `Room.wait`, `slots[i]` is where `keys[i]` lies, None for a
+    miss, until `Room.end_load`."""
+
+    keys: list[bytes]
+    slots: list[int | None]
+    ticket: LoadTicket
+
+
+@dataclass(slots=True, eq=False)
+class Intake:
+    """Blocks on their way in. `slots[i]` is to be filled where `states[i]` is WANTED, else None."""
+
+    keys: list[bytes]
+    states: list[State]
+    slots: list[int | None]
+    stored: list[bytes]
+    ticket: StoreTicket
+
+
+class Room:
+    """One slab and the stores below it, for one tenant. Takes them over: `close` closes them."""
+
+    def __init__(
+        self,
+        slab: SlabTier,
+        stores: Sequence[StoreTier],
+        salt: KeySalt,
+        *,
+        admission: AdmissionFilter | None = None,
+    ) -> None:
+        self.layout = slab.layout
+        self.num_slots = slab.num_slots
+        self._slab = slab
+        self._stores = list(stores)
+        self._salt = salt
+        self._layout_id = slab.layout.layout_id()
+        self._changed = threading.Condition()
+        self._woken = threading.Event()
+        self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
+        self._leases = Leases(slab)
+        # Of each slot: under which stored key its bytes had which tag.
+        self._tags: list[tuple[bytes, bytes] | None] = [None] * slab.num_slots
+        self._listeners: list[Listener] = []
+        self._corrupt_blocks = 0
+        self._closed = False
+        self._keeper = threading.Thread(target=self._keep, name="stratakv-room", daemon=True)
+        self._keeper.start()
+
+    @property
+    def page_bytes(self) -> int:
+        """The payload of one block."""
+        return self.layout.page_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that all tiers together hold."""
+        return sum(stats.capacity_bytes for stats in self.stats().values())
+
+    @property
+    def corrupt_blocks(self) -> int:
+        """Blocks refused since the start because their bytes did not match their tag."""
+        return self._corrupt_blocks
+
+    def buffer(self, slot: int) -> memoryview:
+        """The payload bytes of a slot that a loan or an intake names."""
+        return self._slab.buffer(slot)[: self.page_bytes]
+
+    def lookup(self, keys: Sequence[bytes]) -> list[State]:
+        """HIT, MISS or PENDING for each key."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            answers = self._hierarchy.lookup(stored)
+        return [_STATES[answer] for answer in answers]
+
+    def begin_load(self, keys: Sequence[bytes]) -> Loan:
+        """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            known = [
+                key
+                for key, answer in zip(stored, self._hierarchy.lookup(stored), strict=True)
+                if answer is Answer.HIT
+            ]
+            # A key given twice is read once.
+            ticket = self._hierarchy.begin_load(list(dict.fromkeys(known)))
+            self._hierarchy.poll()
+        return Loan(list(keys), [None] * len(keys), ticket)
+
+    def wait(self, loan: Loan, deadline: float) -> None:
+        """Wait until the blocks of a loan are in their slots, until `deadline` (monotonic) at the
+        most. Those that are not are misses."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: loan.ticket.done() or self._closed, deadline - time.monotonic()
+            )
+            if not loan.ticket.done():
+                return
+            places = dict(zip(loan.ticket.keys, loan.ticket.slots, strict=True))
+            loan.slots = [places.get(key) for key in self._salt.stored(loan.keys)]
+
+    def end_load(self, loan: Loan) -> None:
+        """Let go of the blocks. Idempotent."""
+        with self._changed:
+            if not self._closed:
+                self._hierarchy.end_load(loan.ticket)
+                self._hierarchy.poll()
+
+    def tag(self, key: bytes, slot: int) -> bytes:
+        """The tag of a block that a loan holds. Hashes the block where no tag came with it."""
+        (stored,) = self._salt.stored((key,))
+        known = self._tags[slot]
+        if known is None or known[0] != stored:
+            known = stored, block_tag(key, self._layout_id, self.buffer(slot))
+            self._tags[slot] = known
+        return known[1]
+
+    def begin_store(self, keys: Sequence[bytes]) -> Intake:
+        """Slots for those blocks that are not here. PENDING: another is storing it now."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            answers = dict(zip(stored, self._hierarchy.lookup(stored), strict=True))
+            missing = [key for key, answer in answers.items() if answer is Answer.MISS]
+            ticket = self._hierarchy.begin_store(missing)
+            self._hierarchy.poll()
+        slot_of = dict(zip(ticket.keys, ticket.slots, strict=True))
+        states, slots = [], []
+        for key in stored:
+            slot = slot_of.pop(key, None)
+            slots.append(slot)
+            if slot is not None:
+                states.append(State.WANTED)
+                answers[key] = Answer.PENDING  # should it be given twice
+            elif answers[key] is Answer.HIT:
+                states.append(State.KEPT)
+            else:
+                pending = answers[key] is Answer.PENDING
+                states.append(State.PENDING if pending else State.NO_ROOM)
+        return Intake(list(keys), states, slots, stored, ticket)
+
+    def end_store(self, intake: Intake, tags: Sequence[bytes | None]) -> list[State]:
+        """End an intake: `tags[i]` is the tag that the bytes of the i-th block have, None where
+        they never came or differ from theirs. The state of each block: KEPT, NO_ROOM, CORRUPT, or
+        MISS for one that another did not store after all."""
+        by_key: dict[bytes, bytes] = {}
+        for key, slot, tag in zip(intake.stored, intake.slots, tags, strict=True):
+            if slot is not None and tag is not None:
+                by_key[key] = tag
+                self._tags[slot] = key, tag
+        verdicts = [key in by_key for key in intake.ticket.keys]
+        with self._changed:
+            if self._closed:
+                return [State.NO_ROOM] * len(intake.keys)
+            self._hierarchy.end_store(intake.ticket, verdicts)
+            self._hierarchy.poll()
+            answers = self._hierarchy.lookup(intake.stored)
+            states = []
+            for state, answer in zip(intake.states, answers, strict=True):
+                if answer is Answer.HIT:
+                    states.append(State.KEPT)
+                elif state is State.WANTED:
+                    states.append(State.CORRUPT)
+                else:
+                    states.append(State.NO_ROOM if state is State.NO_ROOM else State.MISS)
+            kept = [
+                key
+                for key, stored, slot in zip(intake.keys, intake.stored, intake.slots, strict=True)
+                if slot is not None and stored in by_key
+            ]
+            self._corrupt_blocks += states.count(State.CORRUPT)
+            for listener in self._listeners:
+                listener.stored(kept)
+            self._changed.notify_all()
+        return states
+
+    def check(self, intake: Intake, tags: Sequence[bytes | None]) -> list[bytes | None]:
+        """`tags`, but None where the bytes in the slot are not those that the tag belongs to. For
+        bytes that came without being hashed on the way."""
+        result = []
+        for key, slot, tag in zip(intake.keys, intake.slots, tags, strict=True):
+            good = slot is not None and tag == block_tag(key, self._layout_id, self.buffer(slot))
+            result.append(tag if good else None)
+        return result
+
+    def pin(self, keys: Sequence[bytes], seconds: float, deadline: float) -> Lease:
+        """Lease the leading run of blocks that are here, reading up what is on the disk. Raises
+        InvalidBlock for a duration out of range, TierBusy where there are too many leases."""
+        loan = self.begin_load(keys)
+        try:
+            self.wait(loan, deadline)
+            with self._changed:
+                self._check_open()
+                lease = self._leases.grant(self._salt.stored(keys), seconds)
+                self._woken.set()  # the keeper must know of the new deadline
+                return lease
+        finally:
+            self.end_load(loan)
+
+    def unpin(self, lease: int) -> bool:
+        """End a lease; False if it has ended."""
+        with self._changed:
+            return not self._closed and self._leases.release(lease)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that run."""
+        return len(self._leases)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The blocks, head first, are as good as used."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            pinned = self._slab.pin(stored)
+            there = [key for key, slot in zip(stored, pinned, strict=True) if slot is not None]
+            self._slab.unpin(there)
+            for store in self._stores:
+                store.touch(stored)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget blocks, except those that are pinned; the number that was known."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            before = self._hierarchy.lookup(stored)
+            self._slab.drop(stored)
+            for store in self._stores:
+                store.drop(stored)
+            after = self._hierarchy.lookup(stored)
+            gone = [
+                key
+                for key, was, now in zip(keys, before, after, strict=True)
+                if was is Answer.HIT and now is Answer.MISS
+            ]
+            for listener in self._listeners:
+                listener.removed(gone)
+        return len(set(gone))
+
+    def clear(self) -> None:
+        """Forget every block."""
+        with self._changed:
+            self._check_open()
+            self._hierarchy.clear()
+            for listener in self._listeners:
+                listener.cleared()
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell `listener` of what happens from now on."""
+        with self._changed:
+            self._listeners = [*self._listeners, listener]
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it no more."""
+        with self._changed:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+    def stats(self) -> dict[str, TierStats]:
+        """By tier, the slab first."""
+        with self._changed:
+            return self._hierarchy.stats()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Write down what the stores lack and close everything, within the time. False if a store
+        still uses the memory, which then stays. Idempotent."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            if self._closed:
+                return True
+            self._hierarchy.flush(max(0.0, timeout_seconds / 2))
+            self._closed = True
+            self._changed.notify_all()
+        self._woken.set()
+        self._keeper.join(max(0.0, deadline - time.monotonic()))
+        return self._hierarchy.close(max(0.0, deadline - time.monotonic()))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosed("the room was closed")
+
+    def _keep(self) -> None:
+        """The keeper: takes in what stores have finished and ends leases whose time is over."""
+        while True:
+            next_deadline = self._leases.next_deadline()
+            wait = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
+            self._woken.wait(wait)
+            self._woken.clear()
+            with self._changed:
+                if self._closed:
+                    return
+                self._leases.expire()
+                self._hierarchy.poll()
+                self._changed.notify_all()

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of the data connection, where blocks move without gRPC.
+
+A connection is opened with a ticket from `OpenData`, over TCP (with TLS where the service has it)
+or over a Unix socket, where the server hands out the tenant's memory and only slot numbers move.
+
+    client  greeting                          server  welcome (on a Unix socket: and the memory)
+    client  request: keys                     server  one reply or more
+
+    LOAD     n keys                           replies until n states came: states, then a block
+                                              for each HIT, in order
+    STORE    n keys                           reply: WANTED, KEPT or NO_ROOM for each
+             a block for each WANTED          reply: KEPT, NO_ROOM or CORRUPT for each
+    PIN      n keys, milliseconds             reply: lease, states, a slot and a tag for each HIT
+    UNPIN    lease                            no reply
+    RESERVE  n keys, milliseconds             reply: lease, states, a slot for each WANTED
+    COMMIT   lease, n tags                    reply: a state for each; ends the lease. n is the
+                                              number of WANTED; a tag of zeros gives the slot back
+
+    block    payload of page_bytes, then its tag (`block_tag`)
+
+All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
+send a request before the reply to the last; replies come in the order of requests. Whatever does
+not fit these words ends the connection. Knows nothing of sockets, rooms or tenants.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import xxhash
+
+from ..block import KEY_BYTES
+from ..record import RecordHeader, encode_header
+
+MAGIC = b"STRKVDAT"
+VERSION = 1
+TICKET_BYTES = 32
+BOOT_ID_BYTES = 16
+TAG_BYTES = 16
+SLOT_BYTES = 4
+MAX_KEYS = 4096  # of one look-up
+MAX_BLOCKS = 256  # of one request that moves or holds blocks
+MAX_LEASE_SECONDS = 60.0
+NO_TAG = bytes(TAG_BYTES)
+
+GREETING = struct.Struct("<8sHHI32s")  # magic, version, zero, zero, ticket
+WELCOME = struct.Struct("<8sHHI16sQQQ")  # magic, version, status, zero, boot id, see Welcome
+REQUEST = struct.Struct("<BBHIQQ")  # verb, zero, zero, count, number, argument
+REPLY = struct.Struct("<BBHIQQ")  # verb, status, zero, blocks, number, argument
+
+
+class WireError(Exception):
+    """The other side sent something that is no word of this protocol."""
+
+
+class Verb(IntEnum):
+    """What a request asks for."""
+
+    LOAD = 1
+    STORE = 2
+    PIN = 3
+    UNPIN = 4
+    RESERVE = 5
+    COMMIT = 6
+
+
+class State(IntEnum):
+    """What is said of one block; the numbers are those of `BlockState` in cache_service.proto."""
+
+    MISS = 0
+    HIT = 1
+    PENDING = 2
+    WANTED = 3
+    KEPT = 4
+    NO_ROOM = 5
+    CORRUPT = 6
+
+
+class Status(IntEnum):
+    """How a request or a greeting ended. Anything but OK comes without states."""
+
+    OK = 0
+    BAD_TICKET = 1  # unknown, used or expired; the connection ends
+    BAD_VERSION = 2  # of this protocol; the connection ends
+    BAD_REQUEST = 3  # no word of this protocol; the connection ends
+    BUSY = 4  # too much at once; ask again later
+    DRAINING = 5  # the server is going down; the connection ends
+    NO_LEASE = 6  # it has ended, or never was
+    INTERNAL = 7
+
+
+class Welcome(NamedTuple):
+    """The first words of the server. `num_slots` is zero where no memory is handed out."""
+
+    status: Status
+    boot_id: bytes
+    page_bytes: int
+    slot_bytes: int
+    num_slots: int
+
+
+class Request(NamedTuple):
+    """The head of a request; `argument` is a lease or milliseconds."""
+
+    verb: Verb
+    blocks: int
+    number: int
+    argument: int
+
+
+class Reply(NamedTuple):
+    """The head of a reply; `number` is that of the request."""
+
+    verb: Verb
+    status: Status
+    blocks: int
+    number: int
+    argument: int
+
+
+def encode_greeting(ticket: bytes) -> bytes:
+    """The client's first words."""
+    return GREETING.pack(MAGIC, VERSION, 0, 0, ticket)
+
+
+def decode_greeting(raw: bytes) -> tuple[int, bytes]:
+    """The version and the ticket. Raises WireError for anything else than a greeting."""
+    magic, version, _, _, ticket = GREETING.unpack(raw)
+    if magic != MAGIC:
+        raise WireError("expected a greeting of the data connection")
+    return version, ticket
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    """The server's first words."""
+    status, boot_id, page_bytes, slot_bytes, num_slots = welcome
+    return WELCOME.pack(MAGIC, VERSION, status, 0, boot_id, page_bytes, slot_bytes, num_slots)
+
+
+def decode_welcome(raw: bytes) -> Welcome:
+    """Raises WireError for anything that this version cannot go on with, a status too."""
+    magic, version, status, _, boot_id, page_bytes, slot_bytes, num_slots = WELCOME.unpack(raw)
+    if magic != MAGIC:
+        raise WireError("expected the welcome of a data connection")
+    if version != VERSION:
+        raise WireError(
+            f"the server speaks version {version} of the data connection, not {VERSION}"
+        )
+    return Welcome(_status(status), boot_id, page_bytes, slot_bytes, num_slots)
+
+
+def encode_request(request: Request) -> bytes:
+    """The head; keys or tags follow."""
+    return REQUEST.pack(request.verb, 0, 0, request.blocks, request.number, request.argument)
+
+
+def decode_request(raw: bytes) -> Request:
+    """Raises WireError for an unknown verb or a count out of range."""
+    verb, zero, none, blocks, number, argument = REQUEST.unpack(raw)
+    if zero or none or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
+        raise WireError(f"no request of the data connection: verb {verb}, {blocks} blocks")
+    return Request(Verb(verb), blocks, number, argument)
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """The head; states and what belongs to them follow."""
+    verb, status, blocks, number, argument = reply
+    return REPLY.pack(verb, status, 0, blocks, number, argument)
+
+
+def decode_reply(raw: bytes) -> Reply:
+    """Raises WireError for anything that no server of this version says."""
+    verb, status, zero, blocks, number, argument = REPLY.unpack(raw)
+    if zero or blocks > MAX_BLOCKS or verb not in Verb.__members__.values():
+        raise WireError(f"no reply of the data connection: verb {verb}, {blocks} blocks")
+    return Reply(Verb(verb), _status(status), blocks, number, argument)
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """Keys one after the other."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
+    """The keys of a packed field. Raises WireError for a length that cannot be right."""
+    if len(packed) % KEY_BYTES or len(packed) > most * KEY_BYTES:
+        raise WireError(
+            f"expected up to {most} keys of {KEY_BYTES} bytes each, got {len(packed)} bytes"
+        )
+    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+
+
+def block_tag(key: bytes, layout_id: bytes, payload: memoryview) -> bytes:
+    """The 16 bytes that follow a block: the checksum of the record header that names key, layout
+    and length (generation 0), and of the payload. Who expects another key finds another tag."""
+    header = RecordHeader(key, layout_id, payload.nbytes, 0)
+    return encode_header(header, payload)[-TAG_BYTES:]
+
+
+class TagHasher:
+    """`block_tag` of a payload that comes in parts, so that each is hashed while it is warm."""
+
+    def __init__(self, key: bytes, layout_id: bytes, payload_bytes: int) -> None:
+        header = RecordHeader(key, layout_id, payload_bytes, 0)
+        self._hasher = xxhash.xxh3_128(encode_header(header, b"")[:-TAG_BYTES])
+
+    def update(self, part: memoryview) -> None:
+        """The next bytes of the payload."""
+        self._hasher.update(part)
+
+    def tag(self) -> bytes:
+        """The tag of all parts so far."""
+        return self._hasher.digest()
+
+
+def _status(status: int) -> Status:
+    if status not in Status.__members__.values():
+        raise WireError(f"unknown status {status}")
+    return Status(status)
