@@ -29,7 +29,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..engine.config import CacheConfig, ConfigError
+from ..engine.config import CacheConfig, ConfigError, check_device
 from ..engine.models.spec import load_model_spec
 from ..engine.options import EMBEDDED_MODEL
 from ..engine.text.tokenizer import Tokenizer
@@ -78,6 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", type=int, default=16, help="tokens generated (16)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
     parser.add_argument(
+        "--device", default="cpu",
+        help=f"where the server computes: cpu, cuda, cuda:1 (cpu); a GPU: {PHASES_SECTION} only",
+    )  # fmt: skip
+    parser.add_argument(
         "--sections", metavar="NAMES",
         help=f"only these, by commas: {', '.join(SECTIONS)} (all of them, quick: {PHASES_SECTION})",
     )  # fmt: skip
@@ -85,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen sections; 0, or 1 with the reason on the terminal. Raises ConfigError."""
-    sections = chosen_sections(arguments.sections, arguments.quick)
+    sections = sections_for(arguments)
     plan = make_plan(arguments)
     scale = QUICK_COSTS if arguments.quick else FULL_COSTS
     check_context(plan.model, [name for name in sections if name in COSTS], scale)
@@ -104,6 +108,20 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     show(report, path)
     return 0
+
+
+def sections_for(arguments: argparse.Namespace) -> list[str]:
+    """The sections named, or those of this form and device. Raises ConfigError."""
+    if check_device("--device", arguments.device) == "cpu":
+        return list(chosen_sections(arguments.sections, arguments.quick))
+    named = chosen_sections(arguments.sections or PHASES_SECTION, arguments.quick)
+    costs = [name for name in named if name in COSTS]
+    if costs:
+        raise ConfigError(
+            f"--sections {','.join(costs)} count processor seconds of a CPU that computes; leave "
+            f"--device {arguments.device} out, or ask for {PHASES_SECTION}"
+        )
+    return list(named)
 
 
 def show(report: Report, path: Path) -> None:
@@ -159,6 +177,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         suffix_tokens=suffix,
         output_tokens=output,
         block_size=arguments.block_size,
+        device=arguments.device,
         cpu_bytes=max(MIN_TIER_BYTES, tier_bytes),
         ssd_bytes=max(MIN_TIER_BYTES, 2 * tier_bytes),
     )
@@ -230,7 +249,8 @@ def measure_costs(
     report.figures["costs"] = {
         "measured": "engine cores without HTTP in one process, one thread computes; processor "
         "seconds are those of all threads of the engine, its disk and copy threads among them",
-        "pairs": "alternating; a ratio is the median of the ratios of pairs; wall time beside it",
+        "pairs": "alternating; a ratio is the median of the ratios of pairs, or of windows of "
+        "neighbouring pairs; wall time beside it",
         "scale": asdict(scale),
     }
     report.figures |= found["figures"]

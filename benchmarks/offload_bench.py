@@ -60,12 +60,13 @@ class Bench:
         plain: MeasuredEngine,
         prompts_of: Callable[[int], Prompts],
         ask: Callable[[MeasuredEngine, Prompts], Run],
+        window: int = 1,
     ) -> Pairs:
-        """As many as the scale wants."""
+        """As many as the scale wants, or as give so many windows."""
         scale = self.scale
         return take_pairs(
-            engine, plain, prompts_of, ask,
-            pairs=scale.pairs, warm_up=scale.warm_up, told=lambda: self._told(what),
+            engine, plain, prompts_of, ask, window=window,
+            pairs=scale.pairs + window - 1, warm_up=scale.warm_up, told=lambda: self._told(what),
         )  # fmt: skip
 
     def slab_for(self, request_blocks: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.core import engine_core
+from ..engine.core import offload
 from ..engine.core.engine_core import EngineCore
 from ..engine.options import engine_config
 from ..engine.sampling_params import SamplingParams
@@ -211,14 +211,14 @@ class MeasuredEngine:
 @contextmanager
 def _wrapping(wrap_store: WrapStore | None) -> Iterator[None]:
     """Have an engine that is built meanwhile put this around its stores."""
-    names = vars(engine_core)
+    names = vars(offload)
     real = names["build_offload"]
     if wrap_store is None:
         yield
         return
 
     def build(*args: Any, **options: Any) -> Any:
-        return real(*args, wrap_store=wrap_store, **options)
+        return real(*args, **options | {"wrap_store": wrap_store})
 
     names["build_offload"] = build
     try:

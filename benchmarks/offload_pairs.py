@@ -28,16 +28,23 @@ class OtherTokens(RuntimeError):
 
 @dataclass(slots=True)
 class Pairs:
-    """The runs of all pairs."""
+    """The runs of all pairs. `window`: so many neighbours together hold what is to be compared."""
 
     with_tiers: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)
     ties: int = 0
+    window: int = 1
 
     def ratio(self, cost: Callable[[Run], float]) -> float:
-        """The median over the pairs of what it costs without tiers over what it costs with."""
-        pairs = zip(self.without, self.with_tiers, strict=True)
-        return median([cost(without) / cost(run) for without, run in pairs])
+        """The median over all windows of what it costs without tiers over what it costs with."""
+        sides = [[cost(run) for run in runs] for runs in (self.without, self.with_tiers)]
+        windows = range(len(self.without) - self.window + 1)
+        return median(
+            [
+                sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
+                for i in windows
+            ]
+        )
 
     @property
     def cpu_ratio(self) -> float:
@@ -57,6 +64,7 @@ class Pairs:
         sides = {"with_tiers": self.with_tiers, "without": self.without}
         return {
             "pairs": len(self.without),
+            "window": self.window,
             "ties": self.ties,
             "tokens": tokens,
             "cached_tokens": found,
@@ -82,9 +90,10 @@ def take_pairs(
     pairs: int,
     warm_up: int,
     told: Callable[[], None],
+    window: int = 1,
 ) -> Pairs:
     """Who comes first changes from pair to pair. Raises OtherTokens and RunFailed."""
-    taken = Pairs()
+    taken = Pairs(window=window)
     for number in range(warm_up + pairs):
         prompts = prompts_of(number)
         if number % 2:

@@ -31,6 +31,7 @@ class Plan:
     block_size: int
     cpu_bytes: int
     ssd_bytes: int
+    device: str = "cpu"
 
     @property
     def pool_blocks(self) -> int:
@@ -47,7 +48,11 @@ class Plan:
             "--kv-offload-cpu-bytes", str(self.cpu_bytes),
             "--kv-offload-ssd-path", str(ssd_path),
             "--kv-offload-ssd-bytes", str(self.ssd_bytes),
+            "--kv-offload-load", "always",  # a phase is to be answered from its tier
             "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
+            # In the type of the CPU: all phases must give the same tokens, and bfloat16 sums in
+            # another order where less is computed.
+            "--device", self.device, "--dtype", "float32",
         ]  # fmt: skip
 
 

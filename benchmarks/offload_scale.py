@@ -30,7 +30,7 @@ GATES: Mapping[str, Gate] = {
     "step_time_while_streaming": Gate(most=1.05),
     "step_cpu_while_streaming": Gate(most=1.05),
 }
-# Percentage of hits → hits and requests of one round.
+# Percentage of hits → the pairs that hit, of so many neighbours.
 MIXES: Mapping[int, tuple[int, int]] = {0: (0, 2), 20: (1, 5), 50: (1, 2), 80: (4, 5)}
 NORMAL, SLOW = "normal", "slow"
 SPEEDS = (NORMAL, SLOW)
@@ -53,8 +53,8 @@ class CostScale:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    # worst_case: one by one. By prefix: how many times a mix stands in a round, so that rounds
-    # are long enough to be timed.
+    # worst_case: one by one. By prefix: the requests of a pair, so that it is long enough to be
+    # timed.
     prefixes: Mapping[int, int]
     mixes: tuple[int, ...]
     # convoy: that many requests at once behind one prefix.
@@ -85,9 +85,17 @@ QUICK_COSTS = CostScale(
 
 def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
     """Pairs in all, those that warm up among them."""
-    cells = len(scale.prefixes) * len(SPEEDS) * len(scale.mixes)
-    runs = {NO_HIT: 1, WORST_CASE: cells, CONVOY: 2, STREAMING: 1}
-    return sum(runs[name] for name in sections) * (scale.pairs + scale.warm_up)
+    usual = scale.warm_up + scale.pairs
+    mixes = sum(scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes)
+    worst_case = len(scale.prefixes) * len(SPEEDS) * mixes
+    runs = {NO_HIT: usual, WORST_CASE: worst_case, CONVOY: 2 * usual, STREAMING: usual}
+    return sum(runs[name] for name in sections)
+
+
+def pairs_of(mix: int, scale: CostScale) -> int:
+    """Pairs of a mix of hits: as many windows over them as other sections have pairs."""
+    _, window = MIXES[mix]
+    return scale.pairs + window - 1
 
 
 def context_of(sections: Sequence[str], scale: CostScale) -> int:

@@ -3,7 +3,8 @@
 
     no_hit      unique prompts at once, a pool and tiers that are full all the time
     worst_case  one request after the other, some of their prefixes on the SSD, also on one that
-                is a hundred times slower; by length of prefix and share of hits
+                is a hundred times slower; by length of prefix and share of hits. A pair has hits
+                alone or none; compared are as many neighbouring pairs as have the share
     convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
     streaming   the time of steps while blocks leave the pool ahead of need
 
@@ -36,6 +37,7 @@ from .offload_scale import (
     TIMES_SLOWER,
     WORST_CASE,
     WORST_CASE_OUTPUT,
+    pairs_of,
 )
 from .report import median
 
@@ -99,8 +101,10 @@ def _cells(bench: Bench, prefix: int, speed: str, delay_seconds: float) -> Figur
     request = blocks_of(request_tokens)
     options = {"num_blocks": 1 + request + request // 4, "max_model_len": request_tokens}
     slab, num_known = bench.slab_for(request)
-    asked = scale.prefixes[prefix] * sum(MIXES[mix][1] for mix in scale.mixes)
-    ssd = (num_known + FILLERS + asked * (scale.pairs + scale.warm_up)) * request
+    asked = scale.prefixes[prefix] * sum(
+        scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes
+    )
+    ssd = (num_known + FILLERS + asked) * request
     stores: list[FaultyStore] = []
 
     def wrap(store: StoreTier) -> StoreTier:
@@ -132,23 +136,20 @@ def _cell(
     prefix: int,
     known: Iterator[list[int]],
 ) -> Figures:
-    hits, requests = (bench.scale.prefixes[prefix] * count for count in MIXES[mix])
+    hits, window = MIXES[mix]
+    requests = bench.scale.prefixes[prefix]
     params = greedy(WORST_CASE_OUTPUT)
 
-    def prompts_of(_: int) -> Prompts:
-        # Spread evenly: a hit wherever the running share of hits passes a whole number.
-        heads = [
-            next(known)
-            if (i + 1) * hits // requests > i * hits // requests
-            else bench.tokens(prefix)
-            for i in range(requests)
-        ]
+    def prompts_of(number: int) -> Prompts:
+        # Spread evenly: hits wherever their running share passes a whole number.
+        is_hit = (number + 1) * hits // window > number * hits // window
+        heads = [next(known) if is_hit else bench.tokens(prefix) for _ in range(requests)]
         return [head + bench.tokens(SUFFIX_TOKENS) for head in heads]
 
     before = _num_found(engine)
     pairs = bench.pairs(
         name, engine, plain, prompts_of,
-        lambda engine, prompts: engine.run(prompts, params, one_by_one=True),
+        lambda engine, prompts: engine.run(prompts, params, one_by_one=True), window,
     )  # fmt: skip
     expect_nothing_cached(pairs, name)
     found = _num_found(engine) - before

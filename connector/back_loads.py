@@ -21,6 +21,7 @@ from ..tiers.read_up import LoadTicket
 from .base import ConnectorMetadata, CopyJob, FrontState, LoadReport
 from .counters import OffloadCounters
 from .economics import MEETING_PARTS, PIECES_AT_ONCE
+from .incoming import COPY_FAULT, fault_of
 from .jobs import JobIds
 from .read_times import ReadTimes
 
@@ -49,6 +50,7 @@ class _BackLoad:
     reading: deque[_Piece] = field(default_factory=deque)
     copying: dict[int, _Piece] = field(default_factory=dict)  # by job, in their order
     failure: str | None = None
+    fault: str | None = None  # see `LoadReport.failure`
     is_over: bool = False  # only the copies under way are waited for
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
 
@@ -83,6 +85,8 @@ class BackLoads:
     @property
     def has_due(self) -> bool:
         """Whether a step would have something to copy, to compute or to report."""
+        if not self._loads:
+            return self._has_news or bool(self._reports)
         return bool(
             self._has_news
             or self._reports
@@ -162,9 +166,19 @@ class BackLoads:
             return None
         del self._loads[request_id]
         tokens = {t: n * self._block_size for t, n in load.blocks_by_tier.items()}
-        report = LoadReport(request_id, sum(tokens.values()), tokens, is_whole=load.failure is None)
+        report = LoadReport(
+            request_id,
+            sum(tokens.values()),
+            tokens,
+            is_whole=load.failure is None,
+            failure=load.fault,
+        )
         self._counters.count_load(report)
         return report
+
+    def failure_of(self, request_id: str) -> str | None:
+        """See `KVConnectorScheduler.back_load_failure`."""
+        return self._loads[request_id].fault
 
     def take_reports(self) -> list[LoadReport]:
         """Those that were ended while blocks were being written to."""
@@ -200,25 +214,26 @@ class BackLoads:
             load.copying[job.job_id] = piece
             self._load_of[job.job_id] = load
             meta.loads.append(job)
-        else:
-            self._read_times.let_go(piece.ticket)
         if len(slots) < len(wanted):
-            self._fail(load, "partial")
+            self._fail(load, "partial", fault_of(piece.ticket))
+        if not slots:
+            self._read_times.let_go(piece.ticket)
 
     def _land(self, load: _BackLoad, piece: _Piece) -> None:
         """The copy of the next piece has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
-            self._fail(load, "load_copy")
+            self._fail(load, "load_copy", COPY_FAULT)
         elif piece.end == load.loaded_from:
             load.loaded_from = piece.start
             num_blocks = piece.end - piece.start
             load.blocks_by_tier.update(piece.ticket.tiers[-num_blocks:])
             self._counters.count_load_copy(num_blocks * self._hierarchy.block_bytes)
 
-    def _fail(self, load: _BackLoad, reason: str) -> None:
+    def _fail(self, load: _BackLoad, reason: str, fault: str | None) -> None:
         """What is not on its way to the pool by now will be computed."""
         load.failure = reason
+        load.fault = load.fault or fault
         self._counters.count_failure(reason)
         self._stop_reading(load)
 

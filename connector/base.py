@@ -39,6 +39,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
+# Copies take milliseconds; one that has not ended by then is stuck.
+CLOSE_SECONDS = 30.0
+
 
 class RequestView(Protocol):
     """What a connector sees of a request."""
@@ -130,6 +133,9 @@ class LoadReport:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
     is_whole: bool = field(default=True, compare=False)  # all that was asked for came
+    # What kept blocks from coming that a tier had, in words; None where nothing did, also where the
+    # load was given up because computing was quicker by then.
+    failure: str | None = field(default=None, compare=False)
 
 
 class FrontState(NamedTuple):
@@ -154,20 +160,33 @@ class KVConnectorScheduler(ABC):
         """Blocks for the external tokens exist: `block_ids` are exactly those blocks, in order.
         From here on the request counts as parked until a LoadReport names it."""
 
+    def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+        """Before the first request, as often as anything is returned: a load by which the
+        connector learns what loads take, to `block_ids`, which are nobody's. Run it like the
+        metadata of a step, without a forward pass. The only call that waits, `seconds` at most.
+        Optional: by default nothing is tried."""
+        return ConnectorMetadata()
+
+    def describe_estimates(self) -> str:
+        """What loading and computing are taken to cost and where loading pays: one line for a
+        person; empty where nothing is estimated."""
+        return ""
+
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: blocks
-        that this step leaves alone and that will be evicted next, the first one first, each of
-        them given once; at most as many as `num_wanted_ahead` has just said."""
+        that this step leaves alone and that will be evicted next, the first one first, or (see
+        `wants_all`) were computed of late, the tail of a sequence before its head. Each is given
+        once; at most as many as `num_wanted_ahead` has just said."""
 
     def begin_back_load(
         self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
         """As `update_after_alloc`, after BOTH: the request is not parked but computes these tokens
         from the front, while their blocks are loaded from the back. Only connectors that answer
-        BOTH need this and the next two."""
+        BOTH need this and the next three."""
         raise NotImplementedError
 
     def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
@@ -181,11 +200,21 @@ class KVConnectorScheduler(ABC):
         request, and the blocks must not be reused before."""
         raise NotImplementedError
 
+    def back_load_failure(self, request_id: str) -> str | None:
+        """What has kept blocks of such a load from coming until now; see `LoadReport.failure`."""
+        raise NotImplementedError
+
     def note_step(  # noqa: B027 - a hint, not a duty
         self, num_tokens: int, num_context_tokens: int, seconds: float
     ) -> None:
         """Computing `num_tokens` of prompts took `seconds`, whatever else was in the step taken
         off; `num_context_tokens` are the positions before them, summed over these tokens."""
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether blocks are wanted as soon as they are computed, because others wait for them, and
+        not only when they are about to be evicted. Optional; the same from the start to the end."""
+        return False
 
     def num_wanted_ahead(self) -> int:
         """How many cold blocks the connector would store ahead of need in this step. Optional: by
@@ -256,5 +285,5 @@ class KVConnectorWorker(ABC):
         """What finished since the last call. Never waits."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Wait for copies in flight, let go of the pool. Idempotent."""
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for copies in flight, at most so long, and let go of the pool. Idempotent."""

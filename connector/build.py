@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..tiers.admission import DEFAULT_FILTER, AdmissionFilter, make_filter
@@ -18,9 +19,12 @@ from ..tiers.cpu import CpuSlab
 from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.policies.choice import DEFAULT_POLICY, policy_factory
 from ..tiers.registry import TierRequest, open_tier
+from ..tiers.remote.address import ServerAddress
+from ..tiers.remote.credentials import Credentials
 from ..tiers.ssd.store import SsdStore
+from ..tiers.standby import open_or_wait
 from ..tiers.write_budget import WriteBudget
-from .device.cpu import CpuCopyDevice
+from .device.choice import make_device
 from .economics import Choice
 from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
@@ -47,15 +51,25 @@ class SsdSettings:
     io_threads: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteTier:
+    """Cache servers, which are one tier together, and what is shown to them."""
+
+    addresses: Sequence[ServerAddress]
+    credentials: Credentials = field(default_factory=Credentials)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSettings:
     """The tiers from the slab down. `others` are names of tiers that other packages bring."""
 
     cpu_bytes: int
+    device: str = "cpu"  # where the KV pool is: cpu, cuda, or one of several GPUs, cuda:1
     huge_pages: bool = False
     policy: str = DEFAULT_POLICY
     load: Choice = Choice.AUTO
     ssd: SsdSettings | None = None
+    remote: RemoteTier | None = None
     others: Sequence[str] = ()
     other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     populate_threads: int = 2
@@ -71,21 +85,26 @@ def build_offload(
     progress: Callable[[int, int], None] | None = None,
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
-    """The two sides of a connector for the CPU device, sharing one process.
+    """The two sides of a connector, sharing one process.
 
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
-    `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
+    `progress` is called with bytes done and bytes in all while memory is faulted in, and on CUDA
+    again, from another thread, while it is page-locked. `wrap_store`
     may put something around each store below the slab, such as `tiers/faulty.py` for a drill.
-    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then.
+    Raises TierConfigError for sizes, paths and names that cannot work, and for a device that is not
+    there; nothing stays open then. A store that is down is waited for behind the scenes.
     """
     # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores: list[StoreTier] = []
     try:
         if settings.ssd is not None:
-            stores.append(_open_ssd(layout, settings.ssd, namespace))
+            opener = partial(_open_ssd, layout, settings.ssd, namespace)
+            stores.append(open_or_wait("ssd", layout, opener))
         for name in settings.others:
-            options = settings.other_options.get(name, {})
-            stores.append(open_tier(TierRequest(name, layout, namespace, options)))
+            request = TierRequest(name, layout, namespace, settings.other_options.get(name, {}))
+            stores.append(open_or_wait(name, layout, partial(open_tier, request)))
+        if settings.remote is not None:
+            stores.append(_open_remote(layout, settings.remote))
         if wrap_store is not None:
             stores = [wrap_store(store) for store in stores]
         slab = CpuSlab(
@@ -97,7 +116,7 @@ def build_offload(
             policy=policy_factory(settings.policy)(settings.cpu_bytes // layout.slot_bytes),
         )
         try:
-            return _connect(slab, stores, settings)
+            return _connect(slab, stores, settings, progress)
         except BaseException:
             slab.close()
             raise
@@ -120,9 +139,21 @@ def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdSto
     )
 
 
+def _open_remote(layout: BlockLayout, remote: RemoteTier) -> StoreTier:
+    # Here, so that engines without cache servers do not load grpc.
+    from ..tiers.remote.remote_settings import RemoteSettings
+    from ..tiers.remote.remote_store import open_remote
+
+    return open_remote(remote.addresses, layout, RemoteSettings(credentials=remote.credentials))
+
+
 def _connect(
-    slab: CpuSlab, stores: list[StoreTier], settings: OffloadSettings
+    slab: CpuSlab,
+    stores: list[StoreTier],
+    settings: OffloadSettings,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
+    device = make_device(settings.device, progress)
     signal = CopySignal()
     ssd = settings.ssd
     hierarchy = Hierarchy(
@@ -134,7 +165,6 @@ def _connect(
         inclusive=ssd is None or not ssd.exclusive,
         admission=None if ssd is None else _admission(ssd, slab.layout),
     )
-    device = CpuCopyDevice()
     device.register_slab(slab)
     scheduler_side = OffloadScheduler(
         hierarchy, slab.layout.block_size, signal, choice=settings.load

@@ -17,15 +17,12 @@ known here of requests, keys or tickets.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from .rates import LinkRate, PrefillRate
-
-log = logging.getLogger(__name__)
 
 # Assumed until measured: seconds of a transfer, however small, and bytes a second.
 SLAB_PRIOR = (1e-3, 4e9)  # a parked request also pays for a step or two
@@ -95,16 +92,12 @@ class Economics:
         self._block_bytes = block_bytes
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
-        self._told = False
         self.probes = 0
         self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
 
     def note_step(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """See `KVConnectorScheduler.note_step`."""
         self.prefill.note(num_tokens, num_context_tokens, seconds)
-        if not self._told:
-            self._told = True
-            log.info("%s", self._in_words())
 
     def plan(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
         """What to do about blocks, the first one at `first_token`, that lie in `tiers`. Changes
@@ -226,13 +219,6 @@ class Economics:
         if tier != self._slab:
             load += self.links[tier].seconds(num_bytes)
         return compute is not None and load < compute
-
-    def _in_words(self) -> str:
-        parts = []
-        for name in self.links:
-            tokens = self.break_even_tokens(name)
-            parts.append(f"from {name} " + ("never" if tokens is None else f"from {tokens} on"))
-        return "loading beats computing a prompt, in tokens: " + ", ".join(parts)
 
 
 def _runs(tiers: Sequence[str]) -> list[Run]:

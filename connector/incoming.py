@@ -22,6 +22,8 @@ from .counters import OffloadCounters
 from .jobs import JobIds
 from .read_times import ReadTimes
 
+COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
+
 
 @dataclass(slots=True)
 class Load:
@@ -33,6 +35,15 @@ class Load:
     started: float
     give_up_at: float | None = None  # on the monotonic clock
     num_whole: int = 0  # leading blocks that are there to be copied
+
+
+def fault_of(ticket: LoadTicket) -> str | None:
+    """What befell a load that has ended, in words; None where all came that had been begun."""
+    if ticket.fault is None:
+        return None
+    missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]
+    tiers = " and ".join(sorted({ticket.tiers[i] for i in missing}))
+    return f"{len(missing)} of {ticket.begun} blocks did not come from {tiers} ({ticket.fault})"
 
 
 class Incoming:
@@ -143,11 +154,12 @@ class Incoming:
 
     def _end(self, load: Load, failure: str | None) -> None:
         """Give back the pins and report the request. `failure`: nothing of it was loaded."""
-        is_late = not load.ticket.done()
-        self._read_times.let_go(load.ticket)
+        ticket = load.ticket
+        is_late = not ticket.done()
+        self._read_times.let_go(ticket)
         del self._parked[load.request_id]
         self.num_ended += 1
-        for key in load.ticket.keys:
+        for key in ticket.keys:
             self._coming[key] -= 1
             if not self._coming[key]:
                 del self._coming[key]
@@ -158,7 +170,7 @@ class Incoming:
             self._counters.count_failure(failure or ("slow" if is_late else "partial"))
         by_tier = {
             tier: count * self._block_size
-            for tier, count in Counter(load.ticket.tiers[:num_blocks]).items()
+            for tier, count in Counter(ticket.tiers[:num_blocks]).items()
         }
         report = LoadReport(
             load.request_id,
@@ -166,6 +178,8 @@ class Incoming:
             by_tier,
             time.monotonic() - load.started,
             is_whole=num_blocks == len(load.block_ids),
+            # Given up while it was late, it has not failed.
+            failure=COPY_FAULT if failure == "load_copy" else None if is_late else fault_of(ticket),
         )
         self._counters.count_load(report)
         self._reports.append(report)

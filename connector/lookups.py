@@ -61,32 +61,59 @@ class Lookups:
         self._read_times = read_times
         self._lookups: Remembered[Lookup] = Remembered(REMEMBERED_LOOKUPS)
         self._observed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
+        self._asked: dict[str, RequestView] = {}  # requests of whose blocks stores were asked
         self._read_ahead: dict[str, LoadTicket] = {}
         self._blocks_ahead = 0
 
     def __len__(self) -> int:
         return len(self._lookups)
 
+    @property
+    def num_asked(self) -> int:
+        """Requests that wait for what stores were asked."""
+        return len(self._asked)
+
     def queued(self, request: RequestView, alone: bool) -> None:
-        """A request has come: the tiers learn of its prompt, and what only a store has of it is
-        read while the request waits, if it is worth loading."""
+        """A request has come: the tiers learn of its prompt, stores that are far away are asked
+        about it, and what only a store has of it is read while the request waits, if it is worth
+        loading."""
         request_id = request.request_id
         if self._hierarchy.learns and request_id not in self._observed:
             self._observed.put(request_id, None)
             self._hierarchy.observe([digest + self._suffix for digest in request.block_hashes])
-        room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
-        if room <= 0 or not self._hierarchy.has_stores or request_id in self._read_ahead:
+        if not self._hierarchy.has_stores or request_id in self._read_ahead:
             return
         lookup = self.of(request, 0, self.end_of(request))
         if lookup is None:
             return
+        unknown = lookup.keys[len(lookup.prefix.tiers) :]
+        if unknown and self._hierarchy.ask(unknown):
+            self._asked[request_id] = request
+            return
+        self._begin_ahead(request_id, lookup, alone)
+
+    def answered(self, alone: bool) -> None:
+        """Something in the tiers changed: what was waited for may be known by now."""
+        for request_id, request in list(self._asked.items()):
+            lookup = self.of(request, 0, self.end_of(request))
+            if lookup is None or not lookup.prefix.asked:
+                del self._asked[request_id]
+                if lookup is not None:
+                    self._begin_ahead(request_id, lookup, alone)
+
+    def _begin_ahead(self, request_id: str, lookup: Lookup, alone: bool) -> None:
+        room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
+        if room <= 0:
+            return
         tiers = lookup.prefix.tiers[:room]
+        if not tiers:
+            return
         plan = self._economics.plan(0, tiers, alone=alone)
         if plan.front_blocks:
             return  # it will be read from the back
         tiers = tiers[: plan.num_blocks]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
-            return  # all of it is in the slab, or nowhere
+            return  # all of it is in the slab, or not worth loading
         self.count(lookup)
         ticket = self._hierarchy.begin_load(lookup.keys[: len(tiers)])
         self._read_times.watch(ticket)
@@ -96,6 +123,7 @@ class Lookups:
     def forget(self, request_id: str) -> None:
         """The request loads by itself now, or is gone: what was read ahead is let go."""
         self._lookups.pop(request_id, None)
+        self._asked.pop(request_id, None)
         self.let_go(request_id)
 
     def let_go(self, request_id: str) -> None:
@@ -108,6 +136,7 @@ class Lookups:
     def clear(self) -> None:
         """Forget every answer, and let go of what was read ahead."""
         self._lookups.clear()
+        self._asked.clear()
         for request_id in list(self._read_ahead):
             self.forget(request_id)
 

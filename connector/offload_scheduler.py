@@ -33,6 +33,7 @@ from .base import (
     MatchKind,
     RequestView,
 )
+from .break_even import StartTrial, in_words
 from .counters import OffloadCounters
 from .economics import NOTHING, Choice, Economics
 from .incoming import Incoming
@@ -92,11 +93,11 @@ class OffloadScheduler(KVConnectorScheduler):
         self._back_loads = BackLoads(
             hierarchy, block_size, self._counters, job_ids, self._read_times
         )
+        self._trial = StartTrial(self._economics, hierarchy, signal, job_ids)
         self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
         self._retry_due = False
-        self._seen_version = self._version
         self._closed = False
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -121,6 +122,9 @@ class OffloadScheduler(KVConnectorScheduler):
         lookup = self._lookups.of(request, first, self._lookups.end_of(request))
         if lookup is None:
             return _NO_MATCH
+        if lookup.prefix.asked:  # a store that is far away will soon say what it has
+            self._retry_version = self._version
+            return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
@@ -180,11 +184,24 @@ class OffloadScheduler(KVConnectorScheduler):
             self._failed.put(request_id, None)
         return report
 
+    def back_load_failure(self, request_id: str) -> str | None:
+        return self._back_loads.failure_of(request_id)
+
+    @property
+    def wants_all(self) -> bool:
+        return self._hierarchy.is_shared
+
     def num_wanted_ahead(self) -> int:
         return self._outgoing.num_wanted_ahead()
 
     def names_dropped(self) -> None:
         self._outgoing.names_dropped()
+
+    def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+        return self._trial.build_meta(block_ids, seconds)
+
+    def describe_estimates(self) -> str:
+        return in_words(self._economics)
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
@@ -207,6 +224,7 @@ class OffloadScheduler(KVConnectorScheduler):
         return self.build_meta(resident)
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        self._jobs_reported += self._trial.take(output)
         self._counters.count_costs(output)
         if output.finished_loads or output.failed_loads:
             self._note_copies(output)
@@ -260,12 +278,17 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._lookups.clear()
-        deadline = time.monotonic() + timeout_seconds
-        if not self._signal.wait_idle(timeout_seconds):
-            log.error("copies are still running %s s after the shutdown began", timeout_seconds)
-        if not self._hierarchy.flush(deadline - time.monotonic()):
-            log.warning("the time was too short to write every block down; those are lost")
-        if not self._hierarchy.close(max(CLOSE_SECONDS, deadline - time.monotonic())):
+        # What is written must be closed, which has time of its own, within the limit if it can be.
+        deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
+        flush_seconds = timeout_seconds - CLOSE_SECONDS
+        if not self._signal.wait_idle(flush_seconds):
+            log.error("copies are still running %.1f s after the shutdown began", flush_seconds)
+        is_flushed = self._hierarchy.flush(deadline - CLOSE_SECONDS - time.monotonic())
+        if not is_flushed:
+            log.warning("not every block could be written down in time; those are lost")
+        left = deadline - time.monotonic()
+        # A store that takes nothing does not close any faster for being waited for.
+        if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
             log.error("a tier still uses memory that it should have given back")
 
     @property
@@ -283,11 +306,9 @@ class OffloadScheduler(KVConnectorScheduler):
         self._hierarchy.poll()
         self._read_times.collect()
         self._incoming.collect()
-        version = self._version
-        if version == self._seen_version:
-            return
-        self._seen_version = version
-        if self._retry_version not in (None, version):
+        if self._lookups.num_asked:
+            self._lookups.answered(self._is_alone)
+        if self._retry_version is not None and self._retry_version != self._version:
             self._retry_version = None
             self._retry_due = True
 

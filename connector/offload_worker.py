@@ -16,7 +16,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob, KVConnectorWorker
+from .base import (
+    CLOSE_SECONDS,
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    CopyJob,
+    KVConnectorWorker,
+)
 from .device.base import CopyDevice, Event, Stream
 from .transfer import CopySignal
 
@@ -27,7 +33,6 @@ log = logging.getLogger(__name__)
 
 # Copies take milliseconds; more than this means a stuck stream.
 STORE_WAIT_SECONDS = 30.0
-CLOSE_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
@@ -56,27 +61,35 @@ class OffloadWorker(KVConnectorWorker):
     def start_step(self, meta: ConnectorMetadata) -> None:
         if not meta:
             return
-        self._ahead.difference_update(meta.overtaken)
-        written = self._device.writer_event()
+        if meta.overtaken:
+            self._ahead.difference_update(meta.overtaken)
+        after = [self._device.writer_event()]
         for job in meta.stores:
-            self._start(Stream.STORE, job, [written])
-        # One stream runs in order, so the newest store stands for all of them.
-        stored = list(self._stores.values())[-1:]
-        for job in meta.loads:
-            self._start(Stream.LOAD, job, [written, *stored])
+            self._start(Stream.STORE, job, after)
+        if meta.loads:
+            # One stream runs in order, so the newest store stands for all of them.
+            newest = [next(reversed(self._stores.values()))] if self._stores else []
+            for job in meta.loads:
+                self._start(Stream.LOAD, job, after + newest)
         for job in meta.ahead:
-            self._start(Stream.STORE, job, [written])
+            self._start(Stream.STORE, job, after)
             if job.job_id in self._stores:  # it has begun
                 self._ahead.add(job.job_id)
 
     def wait_before_forward(self) -> None:
-        due = [(i, event) for i, event in self._stores.items() if i not in self._ahead]
+        if len(self._stores) == len(self._ahead):
+            return  # nothing is in flight, or nothing that this pass overwrites
+        due = {
+            job_id: event
+            for job_id, event in self._stores.items()
+            if job_id not in self._ahead and job_id not in self._torn
+        }
         if not due:
             return
         began = time.monotonic()
-        deadline = began + self._store_wait_seconds
-        for job_id, event in due:
-            if job_id not in self._torn and not event.wait(max(0.0, deadline - time.monotonic())):
+        late = self._device.hold_compute(list(due.values()), self._store_wait_seconds)
+        for job_id, event in due.items():
+            if event in late:
                 # The pass must go on, so the block is overwritten under the copy: what arrives
                 # in the slab is no block, and it is reported so once the copy has ended.
                 self._torn.add(job_id)
@@ -95,9 +108,9 @@ class OffloadWorker(KVConnectorWorker):
             output.load_copy_seconds = _seconds_of(ended)
         return output
 
-    def shutdown(self) -> None:
-        if not self._device.close(CLOSE_SECONDS):
-            log.error("copies are still running %s s after the shutdown began", CLOSE_SECONDS)
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        if not self._device.close(timeout_seconds):
+            log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
     def _start(self, stream: Stream, job: CopyJob, after: list[Event]) -> None:
         running = self._stores if stream is Stream.STORE else self._loads

@@ -58,6 +58,8 @@ class Outgoing:
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
     ) -> None:
         """Find slots and add the jobs to the step's metadata."""
+        if not (evicted or cold or self._overtaken):
+            return
         blocks = self._named(evicted)
         self._overtaken.update(
             [self._ahead_job_of[key] for key in blocks if key in self._ahead_job_of]

@@ -87,13 +87,21 @@ class LinkRate:
     def __init__(self, fixed_seconds: float, bytes_per_second: float) -> None:
         self.fixed_seconds = fixed_seconds
         self.seconds_per_byte = 1.0 / bytes_per_second
+        self.is_measured = False  # until then it is what was assumed
 
     def seconds(self, num_bytes: float) -> float:
         """To move so much."""
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
+    def believe(self, num_bytes: float, seconds: float) -> None:
+        """Moving so much, many times over what the fixed part pays for, took so long in a trial.
+        Believed at once; the fixed part stays, since a trial waits for no step of an engine."""
+        self.is_measured = True
+        self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
+
     def note(self, num_bytes: float, at_least: float, at_most: float = math.inf) -> None:
         """Moving so much took a time between the two."""
+        self.is_measured = True
         expected = self.seconds(num_bytes)
         seen = max(_LEAST_SECONDS, min(max(expected, at_least), at_most))
         if seen == expected:

@@ -8,14 +8,17 @@ ConfigError with what was expected, what came and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..connector.economics import Choice
 from ..tiers.admission import DEFAULT_FILTER, FILTERS
+from ..tiers.drill import Drill, parse_drill
+from ..tiers.errors import TierConfigError
 from ..tiers.policies.choice import DEFAULT_POLICY, POLICIES
 from ..tiers.registry import installed_tiers
+from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
 from .nearest import did_you_mean
 from .shown import shown
 
@@ -28,13 +31,22 @@ _UNITS: Mapping[str, int] = {
     "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4,
     "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
 }  # fmt: skip
+_DEVICE = re.compile(r"cpu|cuda(?::\d{1,3})?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
+REMOTE = "remote"  # the tier that cache servers are together
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
 DURABILITIES = ("sync", "async")
+LOAD_FAILURES = ("recompute", "fail")
 SSD_CODECS = ("none", "lossless", "fp8")
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+ATTENTION_BACKENDS = ("auto", "gather", "kernels")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+COMPILATIONS = ("none", "elementwise")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
+DEFAULT_POOL_BYTES = 1 * GIB  # on the CPU
+DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
 # Far above what any machine can use, and small enough for every table that is made of them.
 MAX_SIZE_BYTES = 2**60
@@ -83,13 +95,24 @@ class ModelConfig:
     revision: str = ""  # separates the cached blocks of otherwise equal models
     dtype: str = "auto"  # on the CPU, auto is float32
     max_model_len: int | None = None  # None: what the model allows
-    device: str = "cpu"
+    device: str = "cpu"  # or cuda, or one of several GPUs: cuda:1
+    attention_backend: str = "auto"
+    strict_kernels: bool = False  # refuse what is slow on a GPU
+    enforce_eager: bool = False  # record no decode steps
+    compilation: str = "none"
+    load_format: str = "auto"  # dummy: random weights, for benchmarks
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
-        if self.device == "cuda":
-            raise ConfigError("--device cuda is not built yet in this version; use --device cpu")
-        _one_of("--device", self.device, ("cpu",))
+        check_device("--device", self.device)
+        _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _one_of("--compilation", self.compilation, COMPILATIONS)
+        _one_of("--load-format", self.load_format, LOAD_FORMATS)
+        if self.attention_backend == "gather" and self.device != "cpu":
+            raise ConfigError(
+                f"--attention-backend gather computes on the CPU and --device is {self.device}; "
+                "drop it"
+            )
         if self.max_model_len is not None:
             # One token to read and one to answer with.
             _within("--max-model-len", self.max_model_len, 2, MAX_TOKENS)
@@ -97,11 +120,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV pool. `num_blocks` wins over `memory_bytes` where both are given."""
+    """The KV pool. `num_blocks` wins over `memory_bytes` where both are given; with neither it is
+    `DEFAULT_POOL_BYTES` on the CPU, and what the share of its memory leaves on a GPU."""
 
     block_size: int = 16  # tokens
-    memory_bytes: int = 1 * GIB
+    memory_bytes: int | None = None
     num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"  # that of the computation
+    gpu_memory_utilization: float = DEFAULT_GPU_SHARE  # weights, steps and the pool together
     enable_prefix_caching: bool = True
     block_hash: str = "sha256"
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
@@ -114,10 +140,22 @@ class CacheConfig:
             )
         if self.num_blocks is not None:
             _within("--num-blocks", self.num_blocks, 2, MAX_BLOCKS)
-        _size_within("--kv-cache-memory-bytes", self.memory_bytes, 1)
+        if self.memory_bytes is not None:
+            _size_within("--kv-cache-memory-bytes", self.memory_bytes, 1)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                "--gpu-memory-utilization takes a share above 0 and up to 1, not "
+                f"{self.gpu_memory_utilization}"
+            )
         _one_of("--block-hash", self.block_hash, BLOCK_HASHES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
+
+    @property
+    def pool_bytes(self) -> int:
+        """The size of the pool where it is not sized by blocks or by a GPU's memory."""
+        return DEFAULT_POOL_BYTES if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +196,11 @@ class SchedulerConfig:
             )
 
 
+def has_tier(tiers: Iterable[str], tier: str) -> bool:
+    """Whether a tier is among those that `--kv-offload` names."""
+    return any(map(is_address, tiers)) if tier == REMOTE else tier in tiers
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """The tiers below the pool."""
@@ -165,6 +208,8 @@ class OffloadConfig:
     tiers: tuple[str, ...] = ()
     policy: str = DEFAULT_POLICY
     load: str = Choice.AUTO.value
+    load_failure: str = "recompute"
+    faults: str = ""  # of the tiers below cpu, on purpose; see tiers/drill.py
     cpu_bytes: int = 4 * GIB
     cpu_huge_pages: bool = False
     ssd_path: Path | None = None
@@ -174,6 +219,12 @@ class OffloadConfig:
     ssd_admission: str = DEFAULT_FILTER
     ssd_daily_bytes: int | None = None
     ssd_exclusive: bool = False
+    # Of cache servers, whose addresses stand among the tiers.
+    remote_token_file: Path | None = None
+    remote_ca_file: Path | None = None
+    remote_cert_file: Path | None = None
+    remote_key_file: Path | None = None
+    remote_server_name: str | None = None
     # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     io_threads: int = 8
@@ -185,6 +236,8 @@ class OffloadConfig:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
         _one_of("--kv-offload-policy", self.policy, tuple(POLICIES))
         _one_of("--kv-offload-load", self.load, tuple(choice.value for choice in Choice))
+        _one_of("--kv-offload-load-failure", self.load_failure, LOAD_FAILURES)
+        self._check_faults()
         _one_of("--kv-offload-ssd-durability", self.ssd_durability, DURABILITIES)
         _one_of("--kv-offload-ssd-codec", self.ssd_codec, SSD_CODECS)
         _one_of("--kv-offload-ssd-admission", self.ssd_admission, tuple(FILTERS))
@@ -193,10 +246,11 @@ class OffloadConfig:
         if self.ssd_daily_bytes is not None:
             _size_within("--kv-offload-ssd-daily-bytes", self.ssd_daily_bytes, 1 * MIB)
         _within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
-        if self.ssd_codec == "fp8" and self.other_tiers:
+        others = [tier for tier in self.tiers if tier not in OFFLOAD_TIERS]
+        if self.ssd_codec == "fp8" and others:
             raise ConfigError(
                 "--kv-offload-ssd-codec fp8 loses precision, and from the cpu tier such blocks "
-                f"reach {', '.join(self.other_tiers)}; use lossless or none beside other tiers"
+                f"reach {', '.join(others)}; use lossless or none beside other tiers"
             )
         for tier in self.tier_options:
             if tier not in self.other_tiers:
@@ -212,29 +266,66 @@ class OffloadConfig:
     @property
     def other_tiers(self) -> tuple[str, ...]:
         """The tiers that other packages bring."""
-        return tuple(tier for tier in self.tiers if tier not in OFFLOAD_TIERS)
+        return tuple(
+            tier for tier in self.tiers if tier not in OFFLOAD_TIERS and not is_address(tier)
+        )
+
+    @property
+    def cache_servers(self) -> tuple[ServerAddress, ...]:
+        """The cache servers that are one tier together, the last one."""
+        return tuple(parse_address(tier) for tier in self.tiers if is_address(tier))
+
+    @property
+    def store_names(self) -> tuple[str, ...]:
+        """The tiers below the slab, as metrics and drills call them."""
+        named = tuple(tier for tier in self.tiers[1:] if not is_address(tier))
+        return (*named, REMOTE) if self.cache_servers else named
+
+    @property
+    def drill(self) -> Drill | None:
+        """The faults to inject; None where none were asked for."""
+        return parse_drill(self.faults, self.store_names) if self.faults else None
+
+    def _check_faults(self) -> None:
+        try:
+            _ = self.drill
+        except TierConfigError as error:
+            raise ConfigError(f"--kv-offload-faults {shown(self.faults)}: {error}") from error
 
     def _check_tiers(self) -> None:
         given = ",".join(self.tiers)
         known = (*OFFLOAD_TIERS, *(installed_tiers() if self.other_tiers else ()))
         for tier in self.tiers:
-            if tier not in known:
+            if tier not in known and not is_address(tier):
                 near = did_you_mean(tier, known)
                 raise ConfigError(
-                    f"--kv-offload takes cpu or cpu,ssd, not {shown(given)}{near}; "
+                    "--kv-offload takes cpu or cpu,ssd, and addresses of cache servers such as "
+                    f"grpc://host:{DEFAULT_PORT}, not {shown(given)}{near}; "
                     f"installed tiers: {', '.join(known)}"
                 )
+        try:
+            servers = self.cache_servers
+        except TierConfigError as error:
+            raise ConfigError(f"--kv-offload {shown(given)}: {error}") from error
         if len(set(self.tiers)) != len(self.tiers):
             raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
         if self.tiers and "cpu" not in self.tiers:
             raise ConfigError(
                 f"--kv-offload {given} needs the CPU tier that blocks pass through; use cpu,{given}"
             )
-        if self.tiers and (self.tiers[0] != "cpu" or "ssd" in self.tiers[2:]):
-            right = [tier for tier in OFFLOAD_TIERS if tier in self.tiers] + list(self.other_tiers)
+        right = [tier for tier in OFFLOAD_TIERS if tier in self.tiers]
+        right += [*self.other_tiers, *(tier for tier in self.tiers if is_address(tier))]
+        if right[:2] != list(self.tiers[:2]) or right[-len(servers) :] != list(
+            self.tiers[-len(servers) :]
+        ):
             raise ConfigError(
                 f"--kv-offload names the tiers from the pool down; use {','.join(right)}, "
                 f"not {given}"
+            )
+        if len({server.tls for server in servers}) > 1:
+            raise ConfigError(
+                f"--kv-offload {given} names cache servers with and without TLS; use grpcs:// for "
+                "all of them, or grpc:// for all"
             )
 
 
@@ -255,8 +346,35 @@ class EngineConfig:
                 "--kv-offload finds blocks by their prefix hashes, so it cannot work with "
                 "--no-enable-prefix-caching; drop one of them"
             )
+        if self.cache.kv_cache_dtype != "auto":
+            self._check_kv_cache_dtype()
         if self.num_threads is not None:
             _within("--num-threads", self.num_threads, 1, MAX_THREADS)
+
+    def _check_kv_cache_dtype(self) -> None:
+        name = self.cache.kv_cache_dtype
+        if self.model.attention_backend == "gather":
+            raise ConfigError(
+                f"--attention-backend gather cannot read --kv-cache-dtype {name}; use kernels"
+            )
+        if self.offload.ssd_codec == "fp8":
+            raise ConfigError(
+                f"--kv-offload-ssd-codec fp8 halves blocks of 16 bits, and --kv-cache-dtype {name} "
+                "makes them of 8 already; drop one of them"
+            )
+
+
+def check_device(called: str, value: str) -> str:
+    """`cpu`, `cuda` or `cuda:1`; raises ConfigError for anything else, several GPUs among it."""
+    if _DEVICE.fullmatch(value):
+        return value
+    if value.startswith("cuda") and ("," in value or "+" in value):
+        raise ConfigError(
+            f"{called} {shown(value)} names several GPUs, and an engine computes on one; name one, "
+            "as cuda:0, and start an engine for each"
+        )
+    near = did_you_mean(value, ("cpu", "cuda"))
+    raise ConfigError(f"{called} takes cpu or cuda (or cuda:1, …), not {shown(value)}{near}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

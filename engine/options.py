@@ -18,10 +18,14 @@ from ..connector.economics import Choice
 from ..tiers.admission import FILTERS
 from ..tiers.policies.choice import POLICIES
 from .config import (
+    ATTENTION_BACKENDS,
     BLOCK_HASHES,
+    COMPILATIONS,
     DTYPES,
     DURABILITIES,
-    OFFLOAD_TIERS,
+    LOAD_FAILURES,
+    LOAD_FORMATS,
+    REMOTE,
     SSD_CODECS,
     CacheConfig,
     ConfigError,
@@ -29,6 +33,7 @@ from .config import (
     ModelConfig,
     OffloadConfig,
     SchedulerConfig,
+    has_tier,
 )
 from .models.files import check_directory
 from .nearest import did_you_mean
@@ -71,7 +76,29 @@ OPTIONS: Mapping[str, Option] = {
         "text that separates the blocks of otherwise equal models", "TEXT",
     ),
     "dtype": Option("model", "dtype", one_of(*DTYPES), f"{', '.join(DTYPES)}", "TYPE"),
-    "device": Option("model", "device", one_of("cpu", "cuda"), "where to compute", "DEVICE"),
+    "device": Option(
+        "model", "device", readers.device, "where to compute: cpu, cuda or one GPU, cuda:1",
+        "DEVICE",
+    ),
+    "attention_backend": Option(
+        "model", "attention_backend", one_of(*ATTENTION_BACKENDS),
+        "gather (CPU only), kernels, or what suits the device", "NAME",
+    ),
+    "strict_kernels": Option(
+        "model", "strict_kernels", readers.switch,
+        "refuse a kernel's slow twin on a GPU instead of warning",
+    ),
+    "enforce_eager": Option(
+        "model", "enforce_eager", readers.switch, "record no decode steps as CUDA graphs"
+    ),
+    "compilation": Option(
+        "model", "compilation", one_of(*COMPILATIONS),
+        "elementwise: norms, rotations and activations by torch.compile", "NAME",
+    ),
+    "load_format": Option(
+        "model", "load_format", one_of(*LOAD_FORMATS),
+        "dummy: random weights, for which config.json is enough", "NAME",
+    ),
     "max_model_len": Option(
         "model", "max_model_len", readers.integer, "longest prompt and output, in tokens", "N",
         "what the model allows",
@@ -81,7 +108,15 @@ OPTIONS: Mapping[str, Option] = {
         "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the memory"
     ),
     "kv_cache_memory_bytes": Option(
-        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE"
+        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE", "1GiB"
+    ),
+    "gpu_memory_utilization": Option(
+        "cache", "gpu_memory_utilization", readers.number,
+        "share of a GPU's memory that weights, steps and the KV pool take", "SHARE",
+    ),
+    "kv_cache_dtype": Option(
+        "cache", "kv_cache_dtype", readers.kv_cache_dtype,
+        "number type of the KV pool: auto, as --dtype, or fp8_e4m3", "TYPE",
     ),
     "enable_prefix_caching": Option(
         "cache", "enable_prefix_caching", readers.switch, "keep and find blocks by their prefix"
@@ -111,7 +146,8 @@ OPTIONS: Mapping[str, Option] = {
         "send requests back while more than this share of the pool is held", "SHARE",
     ),
     "kv_offload": Option(
-        "offload", "tiers", readers.tiers, "tiers below the KV pool: cpu or cpu,ssd", "TIERS"
+        "offload", "tiers", readers.tiers,
+        "tiers below the KV pool: cpu or cpu,ssd or cpu,ssd,grpc://host:9400", "TIERS",
     ),
     "kv_offload_policy": Option(
         "offload", "policy", one_of(*POLICIES), f"what the cpu tier evicts: {', '.join(POLICIES)}",
@@ -121,6 +157,15 @@ OPTIONS: Mapping[str, Option] = {
         "offload", "load", one_of(*[choice.value for choice in Choice]),
         "load what a tier has where that is quicker than computing (auto), always, or in both ways "
         "at once", "NAME",
+    ),
+    "kv_offload_load_failure": Option(
+        "offload", "load_failure", one_of(*LOAD_FAILURES),
+        "what a request does whose blocks a tier had and could not bring: recompute them, or fail",
+        "NAME",
+    ),
+    "kv_offload_faults": Option(
+        "offload", "faults", readers.text,
+        "a drill: faults of the tiers below cpu, on purpose: [TIER:]CALL:KIND=VALUE,…", "LIST",
     ),
     "kv_offload_cpu_bytes": Option(
         "offload", "cpu_bytes", readers.size, "size of the cpu tier", "SIZE"
@@ -154,6 +199,25 @@ OPTIONS: Mapping[str, Option] = {
     "kv_offload_ssd_exclusive": Option(
         "offload", "ssd_exclusive", readers.switch,
         "keep a block either in the cpu tier or in the ssd tier",
+    ),
+    "kv_offload_remote_token_file": Option(
+        "offload", "remote_token_file", readers.path, "file with the token for cache servers",
+        "FILE",
+    ),
+    "kv_offload_remote_ca_file": Option(
+        "offload", "remote_ca_file", readers.path,
+        "who signed the certificates of cache servers, as PEM", "FILE", "the system's authorities",
+    ),
+    "kv_offload_remote_cert_file": Option(
+        "offload", "remote_cert_file", readers.path,
+        "the engine's certificate for cache servers, as PEM", "FILE",
+    ),
+    "kv_offload_remote_key_file": Option(
+        "offload", "remote_key_file", readers.path, "the key of that certificate, as PEM", "FILE"
+    ),
+    "kv_offload_remote_server_name": Option(
+        "offload", "remote_server_name", readers.text,
+        "what the certificates of cache servers say", "NAME", "the host in the address",
     ),
     "kv_offload_tier_options": Option(
         "offload", "tier_options", readers.tier_options,
@@ -226,12 +290,12 @@ def _refuse_contradictions(
     given: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
 ) -> None:
     tiers = sections["offload"].get("tiers", ())
-    for tier in OFFLOAD_TIERS:
+    for tier, wanted in (("cpu", "cpu"), ("ssd", "cpu,ssd"), (REMOTE, "cpu,grpc://host:9400")):
         for name in given:
-            if name.startswith(f"kv_offload_{tier}_") and tier not in tiers:
-                wanted = "cpu" if tier == "cpu" else "cpu,ssd"
+            if name.startswith(f"kv_offload_{tier}_") and not has_tier(tiers, tier):
+                what = "no cache server is" if tier == REMOTE else f"{tier} is not"
                 raise ConfigError(
-                    f"{flag_of(name)} is given but {tier} is not in --kv-offload; add "
+                    f"{flag_of(name)} is given but {what} in --kv-offload; add "
                     f"--kv-offload {wanted} or drop it"
                 )
     if "num_blocks" in given and "kv_cache_memory_bytes" in given:

@@ -10,6 +10,7 @@ for pieces too small for it.
         copy_blocks     pool[targets[i]] = pool[sources[i]]
         gather_blocks        out[i]      = pool[block_ids[i]]
         scatter_blocks  pool[block_ids[i]] = data[i]
+        transfer_blocks target[target_ids[i]] = source[source_ids[i]], of two tensors
 
 Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
 so that a list of a fixed length can be partly used. The order of the moves is not defined: no block
@@ -77,6 +78,22 @@ def scatter_blocks(
 ) -> None:
     """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` lies where `out` may lie above."""
     _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
+
+
+def transfer_blocks(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`.
+
+    The two share no memory. Either lies where `out` may lie above; the ids are on the device."""
+    _move(source, target, source_ids, target_ids, source_ids.device, max_programs, kernel, strict)
 
 
 def _move(

@@ -32,7 +32,7 @@ def move_blocks_plain(
     moves = [pair for pair in zip(from_ids, to_ids, strict=True) if -1 not in pair]
     _check_range("source", [source_id for source_id, _ in moves], source.shape[0])
     _check_range("target", [target_id for _, target_id in moves], target.shape[0])
-    _check_order(moves, within_one=source_ids is not None and target_ids is not None)
+    _check_order(moves, within_one=source.data_ptr() == target.data_ptr())
     step = max(1, BYTES_AT_ONCE // (source.shape[1] * source.element_size()))
     for first in range(0, len(moves), step):
         from_rows, to_rows = zip(*moves[first : first + step], strict=True)

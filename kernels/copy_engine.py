@@ -17,7 +17,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +42,19 @@ VERSION_WITHOUT_FAIL_INDEX = 13000
 
 class CudaError(RuntimeError):
     """A call of the CUDA runtime failed; says which, and what CUDA calls the failure."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @classmethod
+    def of(cls, library: Any, code: int, what: str) -> CudaError:
+        """The failure `code` of `library`, which forgets it: torch would find it after its next
+        kernel and blame that."""
+        name = library.cudaGetErrorName(code).decode()
+        text = library.cudaGetErrorString(code).decode()
+        library.cudaGetLastError()
+        return cls(f"{what} failed: {text} ({name}, {code})", code)
 
 
 class _Location(ctypes.Structure):
@@ -113,24 +126,22 @@ class CudaRuntime:
     """The functions of one CUDA runtime library. Any thread may call them.
 
     They work on the calling thread's current device, which must be that of the stream.
+    `refusal` says why there are no batched copies, if there are none; the rest is always there.
     """
 
     def __init__(self, library: Any) -> None:
-        """Raises KernelRefused for a library without batched copies."""
         self._library = library
-        number = ctypes.c_int(0)
-        library.cudaRuntimeGetVersion(ctypes.byref(number))
-        self.version = number.value
-        if self.version < FIRST_VERSION:
-            raise KernelRefused(
-                f"batched copies need CUDA runtime 12.8 or newer, and torch has loaded "
-                f"{self.version // 1000}.{self.version % 1000 // 10}; install a newer build of it"
-            )
         library.cudaGetErrorName.restype = ctypes.c_char_p
         library.cudaGetErrorString.restype = ctypes.c_char_p
+        self.version = _version(library.cudaRuntimeGetVersion)
+        self.refusal = _reason_against_batches(self.version, _version(library.cudaDriverGetVersion))
         library.cudaHostRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         library.cudaHostUnregister.argtypes = (ctypes.c_void_p,)
         self._has_fail_index = self.version < VERSION_WITHOUT_FAIL_INDEX
+        if self.refusal is None:
+            self._bind_batches(library)
+
+    def _bind_batches(self, library: Any) -> None:
         pointers, size = [ctypes.c_void_p] * 3, ctypes.c_size_t
         library.cudaMemcpyBatchAsync.argtypes = (
             *(*pointers, size),
@@ -152,8 +163,11 @@ class CudaRuntime:
 
         Returns before anything is copied. Sources are read after everything that was queued in
         the stream before. Raises KernelRefused for the default stream, which the runtime does not
-        take, and CudaError; some of the copies may then have been queued.
+        take, and where `refusal` says so; and CudaError, and some of the copies may then have been
+        queued.
         """
+        if self.refusal is not None:
+            raise KernelRefused(self.refusal)
         if stream in LEGACY_STREAMS:
             raise KernelRefused(
                 "batched copies cannot be queued in CUDA's default stream; make one with "
@@ -174,7 +188,7 @@ class CudaRuntime:
             stream,
         )
         if code:
-            self._fail(code, f"cudaMemcpyBatchAsync of {batch.count} copies")
+            raise CudaError.of(self._library, code, f"cudaMemcpyBatchAsync of {batch.count} copies")
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that exists, so that the device can reach it.
@@ -187,20 +201,40 @@ class CudaRuntime:
             )
         code = self._library.cudaHostRegister(address, num_bytes, 0)
         if code:
-            self._fail(code, f"cudaHostRegister of {num_bytes} bytes at {address:#x}")
+            raise CudaError.of(
+                self._library, code, f"cudaHostRegister of {num_bytes} bytes at {address:#x}"
+            )
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`; no copy may use the memory any more. Raises CudaError."""
         code = self._library.cudaHostUnregister(address)
         if code:
-            self._fail(code, f"cudaHostUnregister of {address:#x}")
+            raise CudaError.of(self._library, code, f"cudaHostUnregister of {address:#x}")
 
-    def _fail(self, code: int, what: str) -> None:
-        name = self._library.cudaGetErrorName(code).decode()
-        text = self._library.cudaGetErrorString(code).decode()
-        # Else torch finds the failure after its next kernel and blames that.
-        self._library.cudaGetLastError()
-        raise CudaError(f"{what} failed: {text} ({name}, {code})")
+
+def _version(ask: Callable[[Any], int]) -> int:
+    number = ctypes.c_int(0)
+    ask(ctypes.byref(number))
+    return number.value
+
+
+def _reason_against_batches(runtime: int, driver: int) -> str | None:
+    """Why these versions have no batched copies, or None."""
+    if runtime < FIRST_VERSION:
+        return (
+            f"batched copies need CUDA runtime {_shown(FIRST_VERSION)} or newer, and torch has "
+            f"loaded {_shown(runtime)}; install a newer build of it"
+        )
+    if driver < FIRST_VERSION:
+        return (
+            f"batched copies need a driver for CUDA {_shown(FIRST_VERSION)} or newer, and this one "
+            f"is for {_shown(driver)}; install a newer driver"
+        )
+    return None
+
+
+def _shown(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @functools.cache
@@ -209,7 +243,13 @@ def cuda_runtime() -> CudaRuntime:
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise KernelRefused("batched copies need a CUDA device, and torch sees none")
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    return CudaRuntime(load_library(f"libcudart.so.{torch.version.cuda.split('.')[0]}"))
+    return CudaRuntime(cuda_library())
+
+
+def cuda_library() -> ctypes.CDLL:
+    """The library of torch's runtime. Raises KernelRefused where it cannot be found."""
+    version = (torch.version.cuda or "").split(".")[0]
+    return load_library(f"libcudart.so.{version}")
 
 
 def load_library(name: str) -> ctypes.CDLL:

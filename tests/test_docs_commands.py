@@ -24,15 +24,17 @@ from stratakv.engine.api.protocol import (
     SamplingFields,
 )
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.cli import bench, config, generate, serve
+from stratakv.engine.cli import bench, cache_server, config, generate, serve
 from stratakv.engine.cli.args import Parser, log_level
 from stratakv.engine.config import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
+from stratakv.engine.settings import readers
 from stratakv.engine.settings.aliases import ALIASES
 from stratakv.engine.settings.environment import OTHER_VARIABLES
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.settings.server import SERVER_OPTIONS
+from stratakv.tiers.remote.tenants import read_tenants
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}
@@ -101,6 +103,22 @@ def test_flags_of_generate() -> None:
             assert _tables()["stratakv generate"][flag][0] == _shown(flags[flag]), flag
     level = log_level(_parser_of(generate).parse_all([]))
     assert _tables()["stratakv generate"]["--log-level"][0] == f"`{level}`"
+
+
+def test_flags_of_the_cache_server() -> None:
+    table = _tables()["stratakv cache-server"]
+    own = [*(flag_of(name) for name in cache_server.OPTIONS), "--config", "--new-token"]
+    assert list(table) == own, "in the order of the options"
+    assert _flags(_parser_of(cache_server)).keys() == set(own)
+    for name in cache_server.OPTIONS:
+        text = cache_server.default_text(name)
+        assert table[flag_of(name)][0] in (text, f"`{text}`"), name
+
+
+def test_the_example_of_tenants() -> None:
+    [example] = re.findall(r"```toml\n(.*?)```", FILE.read_text(), re.DOTALL)
+    [tenant] = read_tenants(example, "the example", readers.size)
+    assert tenant.pool == "everyone"
 
 
 def test_flags_of_config() -> None:

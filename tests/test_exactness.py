@@ -50,10 +50,17 @@ def running_core(
     cache: dict[str, Any] | None = None,
     scheduler: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
 ) -> Iterator[EngineCore]:
     """A core on `model` in float64, shut down in an orderly way at the end."""
     config = EngineConfig(
-        model=ModelConfig(path=model, served_name="tiny", dtype="float64", max_model_len=256),
+        model=ModelConfig(
+            path=model,
+            served_name="tiny",
+            dtype="float64",
+            max_model_len=256,
+            **(model_options or {}),
+        ),
         cache=CacheConfig(**({"block_size": 8, "num_blocks": 200} | (cache or {}))),
         scheduler=SchedulerConfig(
             **({"max_num_batched_tokens": 64, "max_num_seqs": 8} | (scheduler or {}))

@@ -47,9 +47,12 @@ FAULTS = ["lookup:error=1", "drop:error=1"] + [
     f"{call}:{way}" for call in ("load", "store")
     for way in ("error=1", "busy=1", "partial=1", "delay=0.2", "hang=1")
 ]  # fmt: skip
-# Those that a store shows only when it is broken. A write has no deadline, so none is late.
-BREAKING = {"lookup:error=1", "load:error=1", "load:delay=0.2", "load:hang=1", "store:error=1"}
-READ_SECONDS = 0.03  # less than the delay, which therefore is a missed deadline
+# Those that a store shows only when it is broken.
+BREAKING = {
+    f"{call}:{way}" for call in ("load", "store") for way in ("error=1", "delay=0.2", "hang=1")
+} | {"lookup:error=1"}
+# Less than the delay, which therefore is a missed deadline.
+READ_SECONDS = WRITE_SECONDS = 0.03
 RECOVERY_SECONDS = 2.0
 SETTLE_SECONDS = 0.02
 # A breaker opens after five failures, or three late answers.
@@ -109,7 +112,7 @@ class Sweep:
         signal.set_wakeup(self._woken.set)
         self.hierarchy = Hierarchy(
             slab, [store], wakeup=signal.wake, watermark=1.0, read_seconds=READ_SECONDS,
-            inclusive=False,
+            write_seconds=WRITE_SECONDS, inclusive=False,
         )  # fmt: skip
         device: CopyDevice
         if clock:
@@ -139,7 +142,10 @@ class Sweep:
 
     @property
     def breaker(self) -> BreakerState:
-        return self.hierarchy._faults.breakers[self.store.name].state
+        """That of the store's two that is not closed, if one is."""
+        faults, name = self.hierarchy._faults, self.store.name
+        states = faults.breakers[name].state, faults.write_breakers[name].state
+        return next((state for state in states if state is not BreakerState.CLOSED), states[0])
 
     def ask(self, count: int = 1) -> None:
         """Some prompts at once, and their answers."""

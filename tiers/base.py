@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from .block import BlockLayout
 
@@ -36,6 +37,13 @@ class Answer(Enum):
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"  # on its way in; ask again when a completion was signalled
+
+
+class ReadSample(NamedTuple):
+    """Bytes of blocks that were read, and how long it took."""
+
+    num_bytes: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -93,6 +101,18 @@ class StoreTier(ABC):
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
         """The tier above has just given these blocks up, given head first: what there is of them
         here is now the only copy, and as good as used. Memory only; unknown keys are ignored."""
+
+    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+        """A prompt was queued whose blocks are `keys`, head first. A tier that has to ask elsewhere
+        does so now, and `lookup` says PENDING of what it asked for. The future ends in a short
+        time, with a result, when `lookup` knows. None: it knows already."""
+        return None
+
+    def trial_read(self, seconds: float) -> ReadSample | None:
+        """For an estimate before the first load: read a little of what is here and throw it away.
+        The only call that waits, at most about so long. Nothing is counted, no block counts as
+        used. Optional; None: not known."""
+        return None
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:

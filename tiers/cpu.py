@@ -154,6 +154,12 @@ class CpuSlab(SlabTier):
                 slot.pins -= 1
                 self._stats.pinned_blocks -= not slot.pins
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Committed blocks, given head first, are as good as used now. No hit is counted."""
+        with self._lock:
+            known = [key for key in keys if self._answer(key) is Answer.HIT]
+            self._policy.touch(reversed(known))
+
     def buffer(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
             raise InvalidBlock(f"the slab has slots 0 to {self.num_slots - 1}, not {slot}")

@@ -4,6 +4,7 @@
     TierError
     ├── InvalidBlock     the caller gave a key, layout or buffer that cannot be right
     ├── TierConfigError  the operator gave a path, size or option that cannot work; carries the cure
+    │   └── TierDown     or it may work later: the place is not there, or does not answer
     ├── TierBusy         the tier's bounded queue is full; drop the store or ask again
     └── TierClosed       the tier was closed; nothing more will happen
 
@@ -22,6 +23,11 @@ class InvalidBlock(TierError, ValueError):
 
 class TierConfigError(TierError, ValueError):
     """A setting that cannot work; the message says what was expected, what came, what to do."""
+
+
+class TierDown(TierConfigError):
+    """What the tier needs is not there at present, such as a mount or a server. Opening it later
+    may succeed without anybody changing a setting."""
 
 
 class TierBusy(TierError):

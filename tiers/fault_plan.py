@@ -74,7 +74,7 @@ def parse_faults(text: str) -> FaultPlan:
     """The plan of a text, without rules for an empty one. Raises TierConfigError."""
     rules: list[Rule] = []
     for part in text.split(",") if text.strip() else ():
-        rule = _parse_rule(part.strip())
+        rule = parse_rule(part.strip())
         if FaultPlan(tuple(rules)).of(rule.call, rule.kind) is not None:
             raise TierConfigError(
                 f"{rule.call}:{rule.kind} stands twice in the faults {text!r}; remove one of them"
@@ -83,7 +83,8 @@ def parse_faults(text: str) -> FaultPlan:
     return FaultPlan(tuple(rules))
 
 
-def _parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> Rule:
+    """One rule. Raises TierConfigError."""
     call, colon, rest = text.partition(":")
     kind, equals, value = rest.partition("=")
     if not (colon and equals):

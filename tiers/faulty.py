@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from .alarm import Alarm
-from .base import Answer, StoreTier, TierStats
+from .base import Answer, ReadSample, StoreTier, TierStats
 from .errors import InvalidBlock, TierBusy, TierClosed, TierError
 from .fault_plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan
 
@@ -98,6 +98,12 @@ class FaultyStore(StoreTier):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
+
+    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+        return self._inner.ask(keys)
+
+    def trial_read(self, seconds: float) -> ReadSample | None:
+        return self._inner.trial_read(seconds)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._lock:

@@ -22,25 +22,30 @@ A caller must do this:
 from __future__ import annotations
 
 import copy
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .admission import AdmissionFilter, AdmitAll
 from .alarm import Alarm
+from .asking import Asking
 from .base import Answer, SlabTier, StoreTier, TierStats
+from .completions import Completions
 from .faults import Faults
+from .loads import Loads
 from .look_up import LookUp
+from .probes import Probes
 from .read_up import LoadTicket, ReadUp
 from .tickets import Prefix, StoreTicket
 from .traffic import Traffic
 from .write_backs import WriteBacks
+from .writes import WRITE_SECONDS
 
 WATERMARK = 0.25
 READ_SECONDS = 5.0
-# A store that is busy with nothing of ours is asked again so often while flushing.
-RETRY_SECONDS = 0.01
+# A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
+# the clock has its alarm; should one be missed, it costs this long.
+POLL_SECONDS = 0.05
 
 
 class Hierarchy:
@@ -55,38 +60,59 @@ class Hierarchy:
         wakeup: Callable[[], None],
         watermark: float = WATERMARK,
         read_seconds: float = READ_SECONDS,
+        write_seconds: float = WRITE_SECONDS,
         inclusive: bool = True,
         admission: AdmissionFilter | None = None,
     ) -> None:
         self._slab = slab
         self._stores = list(stores)
-        self._wakeup = wakeup
         self._inclusive = inclusive
         self._admission = AdmitAll() if admission is None else admission
-        self._alarm = Alarm(wakeup)
-        self._completions: deque[Callable[[], None]] = deque()
-        self._delivered = threading.Event()
+        self._wakeup = wakeup
+        self._is_due = True  # something has happened since the last `poll`
+        self._poll_at = 0.0
+        self._alarm = Alarm(self._ring)
+        self._completions = Completions(self._ring)
         self._faults = Faults(self._stores)
         self._traffic = {store.name: Traffic() for store in self._stores}
         self._reads = ReadUp(
             slab,
             read_seconds=read_seconds,
-            deliver=self._deliver,
+            deliver=self._completions.deliver,
             set_alarm=self._alarm.at,
             promoted=self._promoted,
             faults=self._faults,
             traffic=self._traffic,
         )
-        self._look_up = LookUp(slab, self._stores, self._reads, self._faults)
+        self._asking = Asking(self._stores, self._faults, self._completions.deliver, self._answered)
+        self._look_up = LookUp(slab, self._stores, self._reads, self._faults, self._asking)
         self._write_backs = WriteBacks(
             slab,
             self._stores,
             watermark=watermark,
-            deliver=self._deliver,
+            write_seconds=write_seconds,
+            deliver=self._completions.deliver,
+            set_alarm=self._alarm.at,
             unpin=self._unpin,
             admission=self._admission,
             faults=self._faults,
             traffic=self._traffic,
+        )
+        self._loads = Loads(
+            slab,
+            self._stores,
+            reads=self._reads,
+            look_up=self._look_up,
+            reserve=self._reserve,
+            unpin=self._unpin,
+            used=self._write_backs.used,
+            traffic=self._traffic,
+        )
+        self._probes = Probes(
+            self._stores,
+            self._faults,
+            deliver=self._completions.deliver,
+            set_alarm=self._alarm.at,
         )
         self._doomed: set[bytes] = set()  # pinned when everything was forgotten
         self._epoch = 0
@@ -102,6 +128,16 @@ class Hierarchy:
     def num_slots(self) -> int:
         """Blocks that the slab holds at most."""
         return self._slab.num_slots
+
+    @property
+    def stores(self) -> Sequence[StoreTier]:
+        """What lies below the slab, the fastest first."""
+        return self._stores
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines read one of the stores too."""
+        return any(store.is_shared for store in self._stores)
 
     @property
     def has_stores(self) -> bool:
@@ -131,28 +167,30 @@ class Hierarchy:
         if self._stores:
             self._admission.observe(chain, now)
 
+    def ask(self, keys: Sequence[bytes]) -> bool:
+        """A prompt was queued whose blocks are `keys`: stores that must ask elsewhere do so now.
+        True if one does; `version` changes when it has the answer."""
+        return self._asking.ask(keys)
+
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
+        self._is_due = True  # a store that fails to answer is to be probed
         return self._look_up.find(keys, self._doomed)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        """HIT, MISS or PENDING for each key on its own. Changes nothing."""
+        return self._look_up.answers(keys, self._doomed)
 
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Pin what the slab has and read up the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
-        pinned = self._slab.pin(keys)
-        ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys))
-        there = [key for key, slot in zip(keys, pinned, strict=True) if slot is not None]
-        self._write_backs.used(there)
-        missing = [i for i, slot in enumerate(pinned) if slot is None]
-        if missing:
-            self._read_up(ticket, missing)
-        return ticket
+        self._is_due = True
+        return self._loads.begin(keys)
 
     def end_load(self, ticket: LoadTicket) -> None:
         """Give back the pins. Reads still under way go on, for whoever asks next."""
-        if not ticket.ended:
-            ticket.ended = True
-            pairs = zip(ticket.keys, ticket.slots, strict=True)
-            self._unpin([key for key, slot in pairs if slot is not None])
+        self._is_due = True
+        self._loads.end(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
         """Reserve slots for those blocks that the slab does not have. Keys come head first: short
@@ -169,40 +207,44 @@ class Hierarchy:
             self._version += 1
         return ticket
 
-    def end_store(self, ticket: StoreTicket, ok: bool) -> None:
-        """The bytes are in the slots (`ok`), or never will be."""
-        keep = ok and ticket.epoch == self._epoch
-        self._slab.commit(ticket.keys, [keep] * len(ticket.keys))
-        if keep:
-            self._write_backs.added(ticket.keys)
+    def end_store(self, ticket: StoreTicket, ok: bool | Sequence[bool]) -> None:
+        """The bytes are in the slots (`ok`, of all or of each), or never will be."""
+        self._is_due = True
+        verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
+        if ticket.epoch != self._epoch:
+            verdicts = [False] * len(verdicts)
+        self._slab.commit(ticket.keys, verdicts)
+        kept = [key for key, verdict in zip(ticket.keys, verdicts, strict=True) if verdict]
+        if kept:
+            self._write_backs.added(kept)
         self._version += 1
 
     def poll(self) -> bool:
-        """Take in completions, give up late reads, write back what is due. True if anything that
-        a ticket or `find` could show has changed."""
+        """Take in completions, give up what is late, write back and probe what is due. True if
+        anything that a ticket or `find` could show has changed."""
+        now = time.monotonic()
+        if not self._is_due and now < self._poll_at:
+            return False
+        self._is_due, self._poll_at = False, now + POLL_SECONDS
         before = self.version
-        self._take_completions()
+        self._completions.take()
         if self._reads:
             self._reads.give_up_late()
-        self._write_backs.pump(reading=bool(self._reads))
+        if not self._write_backs.pump(reading=bool(self._reads)):
+            self._is_due = True
+        self._probes.run()
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write down everything the stores lack, the most recently used first; False if the time
-        was too short. Waits, so it is for shutdown only."""
-        deadline = time.monotonic() + timeout_seconds
-        self._write_backs.recheck(self._doomed)
-        while True:
-            accepted = self._write_backs.flush_some()
-            if not self._write_backs.pending:
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            if not accepted and not self._write_backs.in_flight:
-                left = min(left, RETRY_SECONDS)
-            self._delivered.wait(left)
-            self._take_completions()
+        """Write down everything the stores lack, the most recently used first; False if something
+        could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
+
+        def wait(seconds: float) -> None:
+            self._completions.wait(seconds)
+            self._completions.take()
+            self._probes.run()
+
+        return self._write_backs.flush(timeout_seconds, self._doomed, wait)
 
     def clear(self) -> None:
         """Forget every block in every tier. What is pinned now is forgotten when it is given
@@ -214,10 +256,7 @@ class Hierarchy:
         self._reads.clear()
         self._write_backs.clear()
         for store in self._stores:
-            try:
-                store.clear()
-            except Exception as error:  # noqa: BLE001 - a broken store must not stop the others
-                self._faults.count(store, error)
+            self._faults.attempt(store, store.clear)
 
     def stats(self) -> dict[str, TierStats]:
         """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
@@ -230,8 +269,7 @@ class Hierarchy:
     def traffic(self) -> dict[str, Traffic]:
         """A copy of what moved between the slab and each store, the fastest first."""
         for name, traffic in self._traffic.items():
-            breaker = self._faults.breakers[name]
-            traffic.breaker, traffic.breaker_opened = breaker.state.value, breaker.times_opened
+            self._faults.show(name, traffic)
         return copy.deepcopy(self._traffic)
 
     def close(self, timeout_seconds: float) -> bool:
@@ -242,55 +280,17 @@ class Hierarchy:
         self._closed = True
         self._alarm.close()
         deadline = time.monotonic() + timeout_seconds
-        for store in self._stores:
-            try:
-                store.close(max(0.0, deadline - time.monotonic()))
-            except Exception as error:  # noqa: BLE001 - the others must be closed as well
-                self._faults.count(store, error)
-        self._take_completions()
+        for place, store in enumerate(self._stores):
+            # Its share of the time, so that one that hangs leaves something for the next.
+            left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
+            self._faults.attempt(store, partial(store.close, left))
+        self._completions.take()
         while self._is_used() and (left := deadline - time.monotonic()) > 0:
-            self._delivered.wait(left)
-            self._take_completions()
+            self._completions.wait(left)
+            self._completions.take()
         if not self._is_used():
             self._slab.close()
         return not self._is_used()
-
-    def _read_up(self, ticket: LoadTicket, missing: list[int]) -> None:
-        """Fill the gaps of a ticket: join reads under way, reserve slots and read the others."""
-        keys = ticket.keys
-        joined = {i: read for i in missing if (read := self._reads.of(keys[i])) is not None}
-        fresh = [i for i in missing if i not in joined]
-        places = dict(zip(fresh, self._look_up.stores_of([keys[i] for i in fresh]), strict=True))
-        lost = (i for i in missing if (not joined[i].is_good if i in joined else places[i] is None))
-        end = next(lost, len(keys))
-        fresh = [i for i in fresh if i < end]
-        slots = dict(zip(fresh, self._reserve([keys[i] for i in fresh]), strict=True))
-        for i in fresh:
-            place = places[i]
-            if slots[i] is None and place is not None:
-                self._traffic[place.name].promotion_allocation_failures += 1
-                end = i
-                break
-        self._cut(ticket, end, slots)
-        for i, read in joined.items():
-            if i < end:
-                read.join(ticket, i)
-        for store in self._stores:
-            chosen = {
-                i: slot
-                for i, slot in slots.items()
-                if slot is not None and i < end and places[i] is store
-            }
-            if chosen:
-                self._reads.start(store, ticket, list(chosen), list(chosen.values()))
-
-    def _cut(self, ticket: LoadTicket, end: int, reserved: dict[int, int | None]) -> None:
-        """Give back pins and reservations from `end` on."""
-        spare = [ticket.keys[i] for i, slot in reserved.items() if i >= end and slot is not None]
-        self._slab.commit(spare, [False] * len(spare))
-        beyond = range(end, len(ticket.keys))
-        self._unpin([ticket.keys[i] for i in beyond if ticket.slots[i] is not None])
-        ticket.slots[end:] = [None] * len(beyond)
 
     def _reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
         """Reserve slots, counting the blocks that are lost by it."""
@@ -303,11 +303,17 @@ class Hierarchy:
         """Blocks came up from a store. Exclusive, the first store need not keep them."""
         if self._inclusive or store is not self._stores[0] or not keys:
             return
-        try:
-            store.drop(keys)
-        except Exception as error:  # noqa: BLE001 - kept twice, which costs room and nothing else
-            self._faults.count(store, error)
+        # Where that fails, it is kept twice.
+        self._faults.attempt(store, partial(store.drop, keys), writing=True)
         self._write_backs.added(keys, store)
+
+    def _ring(self) -> None:
+        """From any thread: `poll` has something to do."""
+        self._is_due = True
+        self._wakeup()
+
+    def _answered(self) -> None:
+        self._version += 1
 
     def _unpin(self, keys: list[bytes]) -> None:
         self._slab.unpin(keys)
@@ -317,14 +323,3 @@ class Hierarchy:
 
     def _is_used(self) -> bool:
         return bool(self._reads or self._write_backs.in_flight)
-
-    def _deliver(self, completion: Callable[[], None]) -> None:
-        """From any thread: have the caller's thread run `completion` in its next `poll`."""
-        self._completions.append(completion)
-        self._delivered.set()
-        self._wakeup()
-
-    def _take_completions(self) -> None:
-        self._delivered.clear()
-        while self._completions:
-            self._completions.popleft()()

@@ -8,36 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .asking import Asking
 from .base import Answer, SlabTier, StoreTier
 from .faults import Faults
 from .read_up import ReadUp
 from .tickets import Prefix
 
-FIND_BLOCKS = 256  # looked up at a time; a look-up stops at the first miss
+# A look-up stops at the first miss, which for most prompts is the first block: so it begins with
+# few blocks, and takes more and more at a time.
+FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class LookUp:
     """Questions to slab and stores."""
 
     def __init__(
-        self, slab: SlabTier, stores: Sequence[StoreTier], reads: ReadUp, faults: Faults
+        self,
+        slab: SlabTier,
+        stores: Sequence[StoreTier],
+        reads: ReadUp,
+        faults: Faults,
+        asking: Asking,
     ) -> None:
         self._slab = slab
         self._stores = stores
         self._reads = reads
         self._faults = faults
+        self._asking = asking
 
     def find(self, keys: Sequence[bytes], doomed: set[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier, none of them `doomed`."""
         tiers: list[str] = []
-        for start in range(0, len(keys), FIND_BLOCKS):
-            batch = keys[start : start + FIND_BLOCKS]
+        size = FIRST_BLOCKS
+        while len(tiers) < len(keys):
+            batch = keys[len(tiers) : len(tiers) + size]
+            size = min(4 * size, FIND_BLOCKS)
             answers = self._slab.lookup(batch)
             if answers.count(Answer.HIT) == len(batch) and not doomed:
                 tiers += [self._slab.name] * len(batch)
                 continue
             misses = [k for k, a in zip(batch, answers, strict=True) if a is Answer.MISS]
-            places = dict(zip(misses, self.stores_of(misses), strict=True))
+            asked: set[bytes] = set()
+            places = dict(zip(misses, self.stores_of(misses, asked), strict=True))
             for key, answer in zip(batch, answers, strict=True):
                 if key in doomed:
                     return Prefix(tiers, False)
@@ -49,18 +61,40 @@ class LookUp:
                 else:
                     place = self._slab if answer is Answer.HIT else places[key]
                 if place is None:
-                    return Prefix(tiers, False)
+                    return Prefix(tiers, False, key in asked)
                 tiers.append(place.name)
         return Prefix(tiers, False)
 
-    def stores_of(self, keys: Sequence[bytes]) -> list[StoreTier | None]:
-        """The first store that has each key. A store's PENDING counts as a miss: nothing would
-        wake whoever waited for it."""
+    def answers(self, keys: Sequence[bytes], doomed: set[bytes]) -> list[Answer]:
+        """Of each key on its own, wherever it is. PENDING: on its way into the slab."""
+        answers = self._slab.lookup(keys)
+        missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
+        if missing:
+            places = self.stores_of([keys[i] for i in missing])
+            for i, place in zip(missing, places, strict=True):
+                if place is not None:
+                    answers[i] = Answer.HIT
+        if doomed:
+            return [
+                Answer.MISS if key in doomed else answer
+                for key, answer in zip(keys, answers, strict=True)
+            ]
+        return answers
+
+    def stores_of(
+        self, keys: Sequence[bytes], asked: set[bytes] | None = None
+    ) -> list[StoreTier | None]:
+        """The first store that has each key. Of those that none has, `asked` gains what a store
+        was asked for and will answer soon. Any other PENDING of a store counts as a miss: nothing
+        would wake whoever waited for it."""
         places: list[StoreTier | None] = [None] * len(keys)
         for store in self._stores:
             unplaced = [i for i, place in enumerate(places) if place is None]
             answers = self._faults.lookup(store, [keys[i] for i in unplaced])
+            waits = asked is not None and self._asking.is_open(store)
             for i, answer in zip(unplaced, answers, strict=True):
                 if answer is Answer.HIT:
                     places[i] = store
+                elif waits and asked is not None and answer is Answer.PENDING:
+                    asked.add(keys[i])
         return places

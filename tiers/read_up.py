@@ -15,21 +15,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from .base import Answer, SlabTier, StoreTier
-from .faults import LATE, Faults
+from .completions import Deliver
+from .faults import LATE, Faults, check_answers, name_of
 from .traffic import Traffic
-from .write_back import Deliver
+
+MISSED = "missed"  # the store had not what it had said, or it was damaged
 
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
     """A load. Once `done()`, `slots[i]` is the pinned slot of `keys[i]`, or None where the block
-    could not be had: missing, damaged, late, or no room (which takes all that follow)."""
+    could not be had: missing, damaged, late, or no room (which takes all that follow). `begun` are
+    the leading blocks that were there and for which there was room; `fault` says what befell one
+    of those that did not come, where something did."""
 
     keys: list[bytes]
     slots: list[int | None]
     tiers: list[str]  # where each block of the leading part that fits came from
     waiting: int = 0  # blocks still being read
     ended: bool = False
+    begun: int = 0
+    fault: str | None = None
 
     def done(self) -> bool:
         return self.waiting == 0
@@ -63,6 +69,7 @@ class Read:
         self.late = True
         for ticket, _ in self.waiting:
             ticket.waiting -= 1
+            ticket.fault = LATE
         self.waiting.clear()
 
 
@@ -114,13 +121,12 @@ class ReadUp:
         for i in indices:
             read.join(ticket, i)
         self.version += 1
-        self._faults.began(store)
         try:
             future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(store, error)
             traffic.promotion_failures += 1
-            self._end(read, [Answer.MISS] * len(keys))
+            self._end(read, [Answer.MISS] * len(keys), name_of(error))
             return
         self._set_alarm(read.deadline)
         future.add_done_callback(lambda done: self._deliver(lambda: self._arrived(read, done)))
@@ -142,22 +148,26 @@ class ReadUp:
 
     def _arrived(self, read: Read, future: Future[list[Answer]]) -> None:
         traffic = self._traffic[read.store.name]
+        breaker = self._faults.breakers[read.store.name]
+        fault = MISSED
+        if read.late:
+            breaker.answered_late()
         try:
             answers = future.result(timeout=0)
-            if len(answers) != len(read.keys):
-                raise ValueError(f"{len(answers)} answers to {len(read.keys)} keys")
+            check_answers(answers, read.keys)
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(read.store, error)
             answers = [Answer.MISS] * len(read.keys)
             traffic.promotion_failures += not read.late  # a late one has been counted
+            fault = name_of(error)
         else:
             if not read.late:
-                self._faults.succeeded(read.store)
+                breaker.succeeded()
             traffic.promotion_seconds.observe(time.monotonic() - read.began)
-        self._end(read, answers)
+        self._end(read, answers, fault)
 
-    def _end(self, read: Read, answers: Sequence[Answer]) -> None:
-        """Publish what has come and pin it for those who wait."""
+    def _end(self, read: Read, answers: Sequence[Answer], fault: str = MISSED) -> None:
+        """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
         ok = [read.wanted and answer is Answer.HIT for answer in answers]
         self._slab.commit(read.keys, ok)
         self._promoted(read.store, [key for key, kept in zip(read.keys, ok, strict=True) if kept])
@@ -172,3 +182,5 @@ class ReadUp:
         for (ticket, i), slot in zip(waiting, slots, strict=True):
             ticket.slots[i] = slot
             ticket.waiting -= 1
+            if slot is None:
+                ticket.fault = fault

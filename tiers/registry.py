@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from .base import StoreTier
 from .block import BlockLayout
-from .errors import TierConfigError
+from .errors import TierConfigError, TierDown
 
 ENTRY_POINTS = "stratakv.tiers"
 
@@ -43,7 +43,8 @@ def installed_tiers() -> list[str]:
 
 
 def open_tier(request: TierRequest) -> StoreTier:
-    """Open a tier by name. Raises TierConfigError with the cause and a cure."""
+    """Open a tier by name. Raises TierConfigError with the cause and a cure, TierDown where the
+    tier's place may come back."""
     point = _find(request.name)
     try:
         open_it: OpenTier = point.load()
@@ -51,7 +52,8 @@ def open_tier(request: TierRequest) -> StoreTier:
     except TierConfigError:
         raise
     except Exception as error:  # code of others, at start: whatever it is, it is named
-        raise TierConfigError(
+        kind = TierDown if isinstance(error, OSError) else TierConfigError
+        raise kind(
             f"the tier {request.name} ({point.value}) could not be opened: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 
 class Prefix(NamedTuple):
-    """The tier of each leading block that some tier has, and whether the next one is coming."""
+    """The tier of each leading block that some tier has; whether the next one is coming; whether a
+    store was asked for the next one and has not answered yet, which it soon will."""
 
     tiers: list[str]
     pending: bool
+    asked: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -22,10 +22,14 @@ class Traffic:
     promotion_seconds: Histogram = field(default_factory=lambda: Histogram(IO_SECONDS))
     promotion_failures: int = 0  # batches that broke or were late
     promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
-    cascade_failures: int = 0  # batches that broke
+    cascade_failures: int = 0  # batches that broke or were late
+    late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
     # What the slab evicted before the store could take it, and in how many rounds of eviction.
     lost_blocks: int = 0
     lost_stores: int = 0
     unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
     breaker: str = "closed"  # now: "closed", "open" or "probing"
     breaker_opened: int = 0  # times
+    # The same of writes alone; the one above is of all else.
+    write_breaker: str = "closed"
+    write_breaker_opened: int = 0

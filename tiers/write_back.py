@@ -3,10 +3,12 @@
 
 While the slab has room nothing is written. Once it fills up, the blocks that came in from the pool
 are written, the longest unused first, in batches whose slots stay pinned until the store is done
-with them. A store that cannot keep up delays nobody: the slab evicts what it must, and the blocks
-lost are counted. An admission filter may find a block not worth writing; it is asked again once the
-block was used again. Knows nothing of loads or requests, and has no thread: `Hierarchy` drives it
-from its own calls and from completions.
+with them. A batch that is not full waits for more blocks, a moment at most and only while none of
+its own is about to be evicted: each costs a sync and a commit, however small. A store that cannot
+keep up delays nobody: the slab evicts what it must, and the blocks lost are counted. An admission
+filter may find a block not worth writing; it is asked again once the block was used again. Knows
+nothing of loads or requests, nor of what becomes of a batch (`writes.py` does), and has no thread:
+`Hierarchy` drives it from its own calls and from completions.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 
 from .admission import AdmissionFilter
 from .base import Answer, SlabTier, StoreTier
 from .block import ALIGNMENT
-from .errors import TierBusy
-from .faults import REFUSED, Faults
+from .completions import Deliver
+from .faults import Faults
 from .traffic import Traffic
+from .writes import Writes
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.
@@ -30,14 +33,13 @@ BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
 SHARES_OF_SLAB = 8  # a batch is at most one of so many
-
-# Takes a completion to the thread that owns the slab; may be called from any thread.
-Deliver = Callable[[Callable[[], None]], None]
+FILL_SECONDS = 1.0  # how long a batch waits to be full
 
 
 class WriteBack:
     """Moves blocks from `slab` to `store`. `watermark` is the fraction of slots below which free
-    slots start the writing; `unpin` gives slots back. Called by one thread."""
+    slots start the writing; `fill_seconds` bounds the wait for a full batch; `unpin` gives slots
+    back; `set_alarm` is asked to have `pump` called at a moment. Called by one thread."""
 
     def __init__(
         self,
@@ -45,7 +47,10 @@ class WriteBack:
         store: StoreTier,
         *,
         watermark: float,
+        fill_seconds: float,
+        write_seconds: float,
         deliver: Deliver,
+        set_alarm: Callable[[float], None],
         unpin: Callable[[list[bytes]], None],
         admission: AdmissionFilter,
         faults: Faults,
@@ -53,8 +58,8 @@ class WriteBack:
     ) -> None:
         self._slab = slab
         self._store = store
-        self._deliver = deliver
-        self._unpin = unpin
+        self._fill_seconds = fill_seconds
+        self._set_alarm = set_alarm
         self._admission = admission
         self._faults = faults
         self._traffic = traffic
@@ -63,19 +68,29 @@ class WriteBack:
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // SHARES_OF_SLAB))
         self._dirty: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
+        self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
+        self._is_urgent = False  # some of `_dirty` will be evicted next
         self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
-        self._in_flight: set[Future[list[bool]]] = set()
-        self._unwanted: set[Future[list[bool]]] = set()  # in flight when all was forgotten
+        self._writes = Writes(
+            slab,
+            store,
+            write_seconds=write_seconds,
+            deliver=deliver,
+            set_alarm=set_alarm,
+            unpin=unpin,
+            faults=faults,
+            traffic=traffic,
+        )
 
     @property
     def in_flight(self) -> int:
         """Batches being written."""
-        return len(self._in_flight)
+        return len(self._writes)
 
     @property
     def pending(self) -> bool:
         """Whether anything is still to be written or being written."""
-        return bool(self._dirty or self._in_flight)
+        return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
         """The slab has these blocks, head first, from the pool; the store may lack them."""
@@ -93,16 +108,15 @@ class WriteBack:
                 self._refused.discard(key)
                 self._dirty[key] = None
 
-    def threatened(self, coldest: Sequence[bytes]) -> list[bytes]:
+    def threatened(self, coldest: Sequence[bytes], next_coldest: Sequence[bytes]) -> list[bytes]:
         """Those of the blocks the slab is about to evict that are not written yet. The store is
-        told of the others, of which it has the last copy then."""
+        told of the others, of which it has the last copy then. `next_coldest` go after them: what
+        is not written of those has to be now."""
         lacking = [key for key in coldest if key in self._dirty] if self._dirty else []
+        self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_coldest)
         if len(lacking) < len(coldest) and self._faults.allows(self._store):
             clean = [key for key in reversed(coldest) if key not in self._dirty]
-            try:
-                self._store.touch(clean)
-            except Exception as error:  # noqa: BLE001 - any fault of a store is counted
-                self._faults.count(self._store, error)
+            self._faults.attempt(self._store, partial(self._store.touch, clean))
         return lacking
 
     def evicted(self, threatened: Sequence[bytes]) -> None:
@@ -114,34 +128,46 @@ class WriteBack:
         self._traffic.lost_blocks += len(lost)
         self._traffic.lost_stores += bool(lost)
 
-    def pump(self, *, reading: bool) -> None:
-        """Start batches if the slab is filling up: fewer while somebody waits for a read, none
-        while the store is broken."""
+    def pump(self, *, reading: bool) -> bool:
+        """Give up late batches, and start new ones if the slab is filling up: fewer while somebody
+        waits for a read, and one block alone, to probe, while the store is broken. False where the
+        store was busy: it is to be asked again, though nothing will tell when."""
+        self._writes.give_up_late()
+        is_taken = True
         allowed = 1 if reading else BATCHES_IN_FLIGHT
         while (
-            self._dirty
-            and self._faults.allows(self._store)
-            and len(self._in_flight) < allowed
-            and self._slab.free_slots() < self._low_slots
-            and self._write(list(islice(self._dirty, self._batch)))
+            is_taken
+            and self._dirty
+            and self._is_due
+            and (size := self._writes.room(self._batch, allowed))
         ):
-            pass
+            is_taken = self._write(list(islice(self._dirty, size)))
+            if is_taken:
+                self._full_at, self._is_urgent = None, False
+        if self._dirty:
+            self._writes.announce_probe()
+        return is_taken
 
     def flush_some(self) -> bool:
-        """Start batches of the most recently used blocks; False where the store is busy."""
-        while self._dirty and len(self._in_flight) < BATCHES_IN_FLIGHT:
-            if not self._faults.allows(self._store):
-                return False
-            newest = list(islice(reversed(self._dirty), self._batch))
+        """Start batches of the most recently used blocks. True while it is worth waiting."""
+        self._writes.give_up_late()
+        while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
+            newest = list(islice(reversed(self._dirty), size))
             # The slab is about to go, so there is no second chance for the filter to give.
             if not self._write(newest, filtered=False):
-                return False
-        return True
+                break
+        return self.pending and not self._writes.has_stalled
+
+    @property
+    def is_flushed(self) -> bool:
+        """After a flush: whether the store took all of it."""
+        return not (self.pending or self._writes.has_failed)
 
     def recheck(self, forgotten: Container[bytes]) -> None:
         """Before a flush: every block of the slab that the store lacks is to be written, except
         `forgotten` ones, but no more than the store has room for, so that late batches do not
         displace earlier ones."""
+        self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
         # A store may spend up to one unit of alignment on a header.
@@ -156,7 +182,24 @@ class WriteBack:
         """Forget all; what is being written is dropped from the store when it arrives."""
         self._dirty.clear()
         self._refused.clear()
-        self._unwanted |= self._in_flight
+        self._writes.forget()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to write at all: for room, or to find out whether the store works again."""
+        if self._writes.is_broken:
+            return True
+        return self._slab.free_slots() < self._low_slots and not self._may_wait()
+
+    def _may_wait(self) -> bool:
+        """Whether a batch that is not full has time to become so."""
+        if len(self._dirty) >= self._batch or self._is_urgent or not self._fill_seconds:
+            return False
+        now = time.monotonic()
+        if self._full_at is None:
+            self._full_at = now + self._fill_seconds
+            self._set_alarm(self._full_at)
+        return now < self._full_at
 
     def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
         """Start one batch. False where the store is busy; the blocks stay marked then."""
@@ -166,7 +209,7 @@ class WriteBack:
             lacking = self._admitted(lacking)
         slots = self._slab.pin(lacking, touch=False)
         pairs = [(k, s) for k, s in zip(lacking, slots, strict=True) if s is not None]
-        if pairs and not self._start([key for key, _ in pairs], [slot for _, slot in pairs]):
+        if pairs and not self._writes.start([key for key, _ in pairs], [slot for _, slot in pairs]):
             return False
         for key in keys:
             self._dirty.pop(key, None)
@@ -189,38 +232,3 @@ class WriteBack:
         refused = list(self._refused)
         answers = self._slab.lookup(refused)
         self._refused = {k for k, a in zip(refused, answers, strict=True) if a is Answer.HIT}
-
-    def _start(self, keys: list[bytes], slots: list[int]) -> bool:
-        self._faults.began(self._store)
-        try:
-            future = self._store.store(keys, [self._slab.buffer(slot) for slot in slots])
-        except TierBusy as error:
-            self._unpin(keys)
-            self._faults.count(self._store, error)
-            return False
-        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
-            self._unpin(keys)
-            self._faults.count(self._store, error, len(keys))
-            self._traffic.cascade_failures += 1
-            return True
-        self._in_flight.add(future)
-        self._traffic.active_cascades += 1
-        future.add_done_callback(lambda done: self._deliver(lambda: self._written(keys, done)))
-        return True
-
-    def _written(self, keys: list[bytes], future: Future[list[bool]]) -> None:
-        self._in_flight.discard(future)
-        self._traffic.active_cascades -= 1
-        self._unpin(keys)
-        unwanted = future in self._unwanted
-        self._unwanted.discard(future)
-        try:
-            refused = future.result(timeout=0).count(False)
-            self._faults.succeeded(self._store)
-            if refused:
-                self._faults.count(self._store, REFUSED, refused)
-            if unwanted:
-                self._store.drop(keys)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._traffic.cascade_failures += 1
-            self._faults.count(self._store, error, len(keys))

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The write-backs of a hierarchy, one for each store below the slab.
 
-A store of one engine alone is written when the slab runs short of slots, and past the admission
-filter; a shared one at once and without it, because others wait for what it gets. Knows nothing of
-loads. Called by one thread.
+A store of one engine alone is written when the slab runs short of slots, in full batches and past
+the admission filter; a shared one at once and without it, because others wait for what it gets.
+Knows nothing of loads. Called by one thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from .admission import AdmissionFilter, AdmitAll
 from .base import SlabTier, StoreTier
+from .completions import Deliver
 from .faults import Faults
 from .traffic import Traffic
-from .write_back import Deliver, WriteBack
+from .write_back import FILL_SECONDS, WriteBack
 
+# While flushing: how often a store is looked at that does not end what it was given, and how soon
+# one is asked again that is busy with nothing of ours.
+LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 EAGER = 2.0  # a watermark that no number of free slots is above
 
 Threats = list[tuple[WriteBack, list[bytes]]]
@@ -30,7 +35,9 @@ class WriteBacks:
         stores: Sequence[StoreTier],
         *,
         watermark: float,
+        write_seconds: float,
         deliver: Deliver,
+        set_alarm: Callable[[float], None],
         unpin: Callable[[list[bytes]], None],
         admission: AdmissionFilter,
         faults: Faults,
@@ -42,7 +49,10 @@ class WriteBacks:
                 slab,
                 store,
                 watermark=EAGER if store.is_shared else watermark,
+                fill_seconds=0.0 if store.is_shared else FILL_SECONDS,
+                write_seconds=write_seconds,
                 deliver=deliver,
+                set_alarm=set_alarm,
                 unpin=unpin,
                 admission=AdmitAll() if store.is_shared else admission,
                 faults=faults,
@@ -56,11 +66,6 @@ class WriteBacks:
     def in_flight(self) -> int:
         """Batches being written."""
         return sum(write_back.in_flight for write_back in self._all)
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything is still to be written or being written."""
-        return any(write_back.pending for write_back in self._all)
 
     def added(self, keys: Sequence[bytes], store: StoreTier | None = None) -> None:
         """The slab has these blocks, head first; all stores, or the one named, may lack them."""
@@ -77,8 +82,9 @@ class WriteBacks:
         excess = count - self._slab.free_slots()
         if excess <= 0 or not self._all:
             return []
-        coldest = self._slab.coldest(excess)
-        return [(write_back, write_back.threatened(coldest)) for write_back in self._all]
+        coldest = self._slab.coldest(2 * excess)
+        now, later = coldest[:excess], coldest[excess:]
+        return [(write_back, write_back.threatened(now, later)) for write_back in self._all]
 
     def evicted(self, threats: Threats) -> None:
         """The slab has made room: count what is lost."""
@@ -86,22 +92,29 @@ class WriteBacks:
             if keys:
                 write_back.evicted(keys)
 
-    def pump(self, *, reading: bool) -> None:
-        """Start batches where they are due."""
-        for write_back in self._all:
-            write_back.pump(reading=reading)
+    def pump(self, *, reading: bool) -> bool:
+        """Start batches where they are due; False where a store was busy."""
+        taken = [write_back.pump(reading=reading) for write_back in self._all]
+        return all(taken)
 
-    def flush_some(self) -> bool:
-        """Start batches of the most recently used blocks; False where a store is busy."""
-        accepted = True
-        for write_back in self._all:
-            accepted &= write_back.flush_some()
-        return accepted
-
-    def recheck(self, forgotten: Container[bytes]) -> None:
-        """Before a flush: mark every block of the slab that a store lacks."""
+    def flush(
+        self, timeout_seconds: float, forgotten: Container[bytes], wait: Callable[[float], None]
+    ) -> bool:
+        """Write down every block of the slab that a store lacks, but for `forgotten` ones; see
+        `Hierarchy.flush`. `wait` waits for completions, at most so long, and takes them in."""
+        deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
             write_back.recheck(forgotten)
+        while self._flush_some():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+        return all(write_back.is_flushed for write_back in self._all)
+
+    def _flush_some(self) -> bool:
+        going_on = [write_back.flush_some() for write_back in self._all]
+        return any(going_on)
 
     def clear(self) -> None:
         """Forget all."""

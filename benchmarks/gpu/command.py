@@ -2,8 +2,10 @@
 """`stratakv bench gpu`: the ceilings of a GPU, and kernels and copies held against them.
 
 First what the device can do at most, then KV writes, decode and prefill attention, copies in every
-way, size and direction, and what copies cost a decode beside them. Every case is compared with its
-reference before it is timed. The JSON is written after every section, the table of targets last.
+way, size and direction, and what copies cost a decode beside them; then the whole engine on a model
+of Llama-3.1-8B's shape: one step against its bound, and the first token from every tier. Every case
+is compared with its reference before it is timed. The JSON is written after every section, the
+table of targets last.
 """
 
 from __future__ import annotations
@@ -20,7 +22,19 @@ from rich.console import Console
 
 from ...engine.config import ConfigError
 from ..report import Report, print_table
-from . import ceilings, copies, decode, interference, launch_sweep, peers, prefill, writes
+from . import (
+    ceilings,
+    copies,
+    decode,
+    device_copies,
+    engine_phases,
+    engine_step,
+    interference,
+    launch_sweep,
+    peers,
+    prefill,
+    writes,
+)
 from .place import Place, SectionOver
 from .results import Results
 from .section import Section
@@ -33,7 +47,10 @@ SECTIONS: tuple[Section, ...] = (
     decode.SECTION,
     prefill.SECTION,
     copies.SECTION,
+    device_copies.SECTION,
     interference.SECTION,
+    engine_step.SECTION,
+    engine_phases.SECTION,
     launch_sweep.SECTION,
     peers.SECTION,  # last: foreign kernels may leave the device unusable
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from .results import Row
 
-_COLOURS = ("#8a8f98", "#2f7d4f", "#2b6cb0", "#4c51bf", "#b7791f", "#c05621", "#97266d")
+COLOURS = ("#8a8f98", "#2f7d4f", "#2b6cb0", "#4c51bf", "#b7791f", "#c05621", "#97266d")
 _DIRECTIONS = {"to_host": "to the host", "to_device": "to the device", "both": "both at once"}
 
 
@@ -18,31 +18,31 @@ def plot_ceilings(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
-    figure, panels = _new_figure(1)
+    figure, panels = new_figure(1)
     axes = panels[0]
     labels = [
         f"{row['case'].removeprefix('pinned_').removesuffix('_gb_per_second').replace('_', ' ')}\n"
         f"{bytes_name(row['piece_bytes'])}"
         for row in pinned
     ]
-    bars = axes.bar(range(len(pinned)), [row["value"] for row in pinned], color=_COLOURS[1])
+    bars = axes.bar(range(len(pinned)), [row["value"] for row in pinned], color=COLOURS[1])
     axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     axes.set_xticks(range(len(pinned)), labels, fontsize=7)
     axes.set_ylabel("GB/s")
     others = {"device_copy_gb_per_second": "GB/s on the device", "matmul_bf16_tflops": "TFLOP/s"}
     title = [f"{ceilings[name]:,.3g} {unit}" for name, unit in others.items() if name in ceilings]
     axes.set_title("; ".join(["Page-locked copies, by size of a piece", *title]), fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_copies(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path) -> Path | None:
     """GB/s over the size of a block: a panel for each direction, a line for each method."""
     if not rows:
         return None
-    figure, panels = _new_figure(len(_DIRECTIONS))
+    figure, panels = new_figure(len(_DIRECTIONS))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
-        for method, colour in zip(methods, _COLOURS, strict=False):
+        for method, colour in zip(methods, COLOURS, strict=False):
             points = sorted(
                 (row["block_bytes"], row["gb_per_second"])
                 for row in rows
@@ -63,14 +63,14 @@ def plot_copies(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path) 
     panels[0].set_ylabel("GB/s (log); dashed: page-locked ceiling")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_interference(rows: Sequence[Row], path: Path) -> Path | None:
     """Left: step times against those alone. Right: what the copies reached meanwhile."""
     if not rows:
         return None
-    figure, (times, rates) = _new_figure(2)
+    figure, (times, rates) = new_figure(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
     for place, (key, label) in enumerate((("p50_over_alone", "median"), ("p99_over_alone", "p99"))):
         bars = times.bar(
@@ -78,21 +78,21 @@ def plot_interference(rows: Sequence[Row], path: Path) -> Path | None:
             [row[key] for row in rows],
             0.38,
             label=label,
-            color=_COLOURS[1 + place],
+            color=COLOURS[1 + place],
         )
         times.bar_label(bars, fmt="%.3f", padding=2, fontsize=8)
     times.axhline(1.0, linestyle="--", color="#333333", linewidth=1)
     times.set_title("Decode step while blocks stream, over alone", fontsize=10)
     times.legend(fontsize=8, frameon=False)
     bars = rates.bar(
-        range(len(rows)), [row["copies_gb_per_second"] for row in rows], 0.6, color=_COLOURS[0]
+        range(len(rows)), [row["copies_gb_per_second"] for row in rows], 0.6, color=COLOURS[0]
     )
     rates.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     rates.set_title("Blocks meanwhile, out and in, GB/s", fontsize=10)
     for axes in (times, rates):
         axes.set_xticks(range(len(rows)), names, fontsize=8)
         axes.margins(y=0.15)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def bytes_name(size: int) -> str:
@@ -103,7 +103,7 @@ def bytes_name(size: int) -> str:
     return f"{size} B"
 
 
-def _new_figure(panels: int) -> tuple[Any, Any]:
+def new_figure(panels: int) -> tuple[Any, Any]:
     # Imported here: the table and the JSON must not need a plotting library to be imported.
     import matplotlib
 
@@ -116,7 +116,7 @@ def _new_figure(panels: int) -> tuple[Any, Any]:
     return figure, axes[0]
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
     for axes in figure.axes:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ...tiers import record
 from ...tiers.ssd import reader
-from .contest import Contest, Outcome
+from .contest import Contest
 from .store_case import StoreCase
 from .swap import swapped
 
@@ -26,9 +26,9 @@ def contests(case: StoreCase) -> list[Contest]:
     ]
 
 
-def cost(outcome: Outcome) -> float:
-    """The part of the time that hashing adds; below zero by chance only."""
-    return 1 / outcome.ratio - 1
+def cost(ratio: float) -> float:
+    """The part of the time that hashing adds, of a ratio of rates; below zero by chance only."""
+    return 1 / ratio - 1
 
 
 def _plainly(work: Callable[[], float]) -> Callable[[], float]:

@@ -4,13 +4,16 @@
 Blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, against plain copies; the same to
 and from the real store, durable and checked, against random I/O past the page cache; what checksums
 cost; look-ups, memory and opening of an index with a million blocks. Every figure and its limit are
-taken in turn, and a ratio is the median of the ratios within a round.
+taken in turn, a ratio is the median of the ratios within a round, and beside it stands how far they
+spread, and how far the limit spreads against itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +25,7 @@ from ...tiers.errors import TierError
 from ..report import Report, median
 from . import checksum_case
 from .codec_case import measure_codecs, print_codecs
-from .contest import Outcome, WrongWork, take_rounds
-from .disk_limit import make_limit
+from .contest import Outcome, WrongWork, quartiles, take_rounds
 from .gates import (
     BYTES_PER_ENTRY,
     GATES,
@@ -38,8 +40,8 @@ from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import StoreCase
 
-# What is on its way to the disk, and the buffers of the limit.
-HUGE_BYTES = 200 * MIB
+# What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
+HUGE_BYTES = 140 * MIB
 _LIMITS = ("fio", "loop")
 _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
@@ -116,13 +118,16 @@ class Results:
         self.plan = report.figures.setdefault("plan", {})
         self.contests = report.figures.setdefault("contests", {})
         self.first_writes = report.figures.setdefault("first_writes", {})
+        self.spreads = report.figures.setdefault("spreads", {})
 
-    def add(self, outcome: Outcome, ratio: float | None = None) -> None:
-        """`ratio` where it is not the one of the rates."""
+    def add(self, outcome: Outcome, figure: Callable[[float], float] = float) -> None:
+        """`figure` makes what is promised from the ratio of the rates, where that is another."""
         name = outcome.contest.name
         self.contests[name] = outcome.figures()
-        self.report.ratios[name] = outcome.ratio if ratio is None else ratio
+        self.report.ratios[name] = figure(outcome.ratio)
         self.report.limits[f"{name}_limit"] = self.contests[name]["limit_median"]
+        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
+            self.spreads[spread] = quartiles([figure(ratio) for ratio in ratios])
 
 
 def measure_slab(results: Results, scale: Scale) -> None:
@@ -139,13 +144,9 @@ def measure_slab(results: Results, scale: Scale) -> None:
 
 
 def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None:
-    block_bytes, folder = SIZES[size], disk.folder / size
-    folder.mkdir()
-    limit = make_limit(
-        disk.limit, folder / "limit", block_bytes, scale.store_bytes, huge_pages=disk.huge_pages
-    )
-    results.plan |= {"disk_limit": limit.name, "huge_pages": disk.huge_pages}
-    case = StoreCase(folder / "store", block_bytes, scale, limit, huge_pages=disk.huge_pages)
+    folder = disk.folder / size
+    case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
+    results.plan |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
     results.first_writes[size] = case.first_write_rate
     try:
         for contest in case.contests(size):
@@ -156,13 +157,11 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
             results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
             for contest in checksum_case.contests(case):
-                outcome = take_rounds(contest, scale.rounds)
-                results.add(outcome, checksum_case.cost(outcome))
+                results.add(take_rounds(contest, scale.rounds), checksum_case.cost)
             case.clear()
     finally:
         case.close()
-        limit.close()
-        (folder / "store" / "blocks").unlink()
+        shutil.rmtree(folder)
 
 
 def measure_index(results: Results, folder: Path, scale: Scale) -> None:

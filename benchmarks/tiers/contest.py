@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A figure and its limit, taken in turn: what else the machine does in a round meets both alike.
 
-Knows nothing of what is measured.
+    warm-up      round 0      round 1      round 2      round 3
+    ours limit | ours limit | limit ours | ours limit | limit ours
+                      └─ limit twice ┘          └─ limit twice ┘
+
+The figure is the median of the ratios within a round; their quartiles tell how far they spread.
+Where two rounds meet the limit runs twice in a row: the spread of those ratios, which would be 1 if
+the machine were still, is the floor below which no difference means anything. Knows nothing of what
+is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +45,24 @@ class Outcome:
     limits: list[float] = field(default_factory=list)
 
     @property
+    def ratios(self) -> list[float]:
+        """Ours over the limit, round by round."""
+        return [one / other for one, other in zip(self.ours, self.limits, strict=True)]
+
+    @property
     def ratio(self) -> float:
         """The median of the ratios within a round."""
-        return median([one / other for one, other in zip(self.ours, self.limits, strict=True)])
+        return median(self.ratios)
+
+    @property
+    def limit_twice(self) -> list[float]:
+        """Neighbouring runs of the limit, one over the other; the earlier and the later one are
+        above in turn, so that a machine that slows down shifts no median."""
+        pairs = zip(self.limits[::2], self.limits[1::2], strict=False)
+        return [
+            later / earlier if number % 2 else earlier / later
+            for number, (earlier, later) in enumerate(pairs)
+        ]
 
     def figures(self) -> dict[str, Any]:
         """What the JSON holds of it."""
@@ -53,9 +76,21 @@ class Outcome:
         }
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """A quarter of the values is below the first, a quarter above the second; of a single value,
+    which has no spread, itself."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
 def take_rounds(contest: Contest, rounds: int) -> Outcome:
-    """Both in each round; who comes first changes from round to round."""
+    """Both in each round; who comes first changes from round to round. Both once before, uncounted:
+    threads, files and processors are warm then."""
     outcome = Outcome(contest)
+    contest.ours()
+    contest.limit()
     for number in range(rounds):
         if number % 2:
             outcome.limits.append(contest.limit())

@@ -19,18 +19,25 @@ def print_tiers(report: Report) -> None:
     for name, ratio in report.ratios.items():
         gate = GATES[name]
         contest = report.figures["contests"].get(name)
-        rates = ["", "", ""]
+        rates = ["", ""]
         if contest is not None:
-            rates = [
-                f"{contest['median'] / 1e9:.2f}",
-                f"{contest['limit_median'] / 1e9:.2f}",
-                contest["limit"],
-            ]
+            ours, limit = contest["median"] / 1e9, contest["limit_median"] / 1e9
+            rates = [f"{ours:.2f} / {limit:.2f}", contest["limit"]]
         value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
+        spreads = [_spread(report, name), _spread(report, f"{name}_aa")]
         verdict = "met" if gate.is_met(ratio) else "missed"
-        rows.append([name.replace("_", " "), *rates, value, gate.wanted, verdict])
-    columns = ["what", "GB/s", "limit GB/s", "limit", "ratio", "gate", ""]
-    print_table("Tiers against the limits of this machine, measured in turn", columns, rows)
+        rows.append([name.replace("_", " "), *rates, value, *spreads, f"{gate.wanted} {verdict}"])
+    columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate"]
+    title = (
+        "Tiers against the limits of this machine, measured in turn. "
+        "A/A: the limit against itself, quartiles"
+    )
+    print_table(title, columns, rows)
+
+
+def _spread(report: Report, name: str) -> str:
+    low, high = report.figures["spreads"].get(name, (None, None))
+    return "" if low is None else f"{low:.2f}..{high:.2f}"
 
 
 def plot_tiers(report: Report, path: Path) -> Path:

@@ -25,8 +25,8 @@ class Scale:
     slab_bytes: int  # of the slab, and of the memory its blocks are copied from; at least this
     slab_rounds: int
     store_bytes: int  # capacity of the store; the file of the limit is as large
-    round_bytes: int  # written or read in one round
-    rounds: int
+    round_bytes: int  # written or read in one round: a third of a second, give or take a half
+    rounds: int  # even, so that either side is the first one as often
     turnovers: int
     index_entries: int
     index_rounds: int
@@ -41,9 +41,9 @@ FULL = Scale(
     slab_bytes=256 * MIB,
     slab_rounds=9,
     store_bytes=GIB,
-    round_bytes=512 * MIB,
-    rounds=9,
-    turnovers=10,
+    round_bytes=768 * MIB,
+    rounds=16,
+    turnovers=16,
     index_entries=1_000_000,
     index_rounds=5,
 )

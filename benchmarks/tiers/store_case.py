@@ -3,8 +3,8 @@
 
 The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB, each acknowledged
 as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
-first round, as the file of the limit was; what that first write costs is told beside. Knows nothing
-of ratios.
+first round, as the file of the limit was; what that first write costs is told beside. The limit has
+its buffers in the same slab. Knows nothing of ratios.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...tiers.base import Answer
 from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
 from .contest import Contest, WrongWork
-from .disk_limit import DiskLimit
+from .disk_limit import make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
 BATCH_BYTES = 32 * MIB
@@ -37,21 +37,22 @@ _T = TypeVar("_T")
 
 
 class StoreCase:
-    """A store in `folder`, which is filled and turned over."""
+    """A store in the new folder `folder`, which is filled and turned over, and the file of the
+    limit, which is "fio", "loop" or None for whichever there is."""
 
     def __init__(
         self,
         folder: Path,
         block_bytes: int,
         scale: Scale,
-        limit: DiskLimit,
+        limit: str | None = None,
         *,
         huge_pages: bool = False,
     ) -> None:
         self._size = block_bytes
-        self._limit = limit
+        folder.mkdir()
         layout = layout_of(block_bytes)
-        self.store = SsdStore(folder, layout, scale.store_bytes)
+        self.store = SsdStore(folder / "store", layout, scale.store_bytes)
         num_slots = self.store.stats().capacity_blocks
         self.num_live = int(num_slots * _LIVE_SHARE)
         self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
@@ -66,6 +67,7 @@ class StoreCase:
         self._buffers = deque(
             slots[start : start + self._batch] for start in range(0, len(slots), self._batch)
         )
+        self.limit = make_limit(limit, folder / "limit", block_bytes, scale.store_bytes, self.slab)
         self._rng = random.Random(block_bytes)
         self._num_keys = 0
         self._live: list[bytes] = []
@@ -75,10 +77,10 @@ class StoreCase:
     def contests(self, name: str) -> list[Contest]:
         """Writes into free slots, random reads; every batch acknowledged."""
         written = self._round_blocks * self._size
-        write, read = lambda: self._limit.write(written), lambda: self._limit.read(written)
+        write, read = lambda: self.limit.write(written), lambda: self.limit.read(written)
         return [
-            Contest(f"ssd_write_{name}", "bytes/s", self._limit.name, self.write, write),
-            Contest(f"ssd_read_cold_{name}", "bytes/s", self._limit.name, self.read, read),
+            Contest(f"ssd_write_{name}", "bytes/s", self.limit.name, self.write, write),
+            Contest(f"ssd_read_cold_{name}", "bytes/s", self.limit.name, self.read, read),
         ]
 
     def churn_contest(self, name: str) -> Contest:
@@ -87,9 +89,9 @@ class StoreCase:
         return Contest(
             f"ssd_churn_{name}",
             "bytes/s",
-            self._limit.name,
+            self.limit.name,
             self.churn,
-            lambda: self._limit.write(turned),
+            lambda: self.limit.write(turned),
         )
 
     def write(self) -> float:
@@ -123,12 +125,13 @@ class StoreCase:
             self._timed_store(missing)
 
     def clear(self) -> None:
-        """Empty the store, on the disk too."""
+        """Empty the store, on the disk too: rows are removed by a commit, and that is none of the
+        next round's."""
         self.store.clear()
         self._live.clear()
         index = self.store._state.index
         deadline = time.monotonic() + _SECONDS
-        while index.has_leaving:
+        while len(index._free) < index.num_slots:
             if time.monotonic() > deadline:
                 raise WrongWork("the store did not get empty")
             time.sleep(0.002)
@@ -166,6 +169,7 @@ class StoreCase:
         """Raises WrongWork where the store met any fault."""
         stats = self.store.stats()
         self.store.close(_SECONDS)
+        self.limit.close()
         self._buffers.clear()
         self.slab.close()
         if stats.rejected or stats.errors:

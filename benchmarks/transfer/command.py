@@ -2,8 +2,9 @@
 """`stratakv bench transfer`: copies between the KV pool and the slab, on the CPU device.
 
 Blocks of 64 KiB, 256 KiB, 2 MiB and 5 MiB, single ones and runs of neighbours, one way and both
-ways at once, against memcpy of the same pieces between as random places; and what submitting a job
-of 64 blocks costs the step loop. Every figure and its limit are taken in turn, over more memory
+ways at once, against memcpy of the same pieces between as random places; what submitting a job of
+64 blocks costs the step loop; and what a request would gain by computing the first layers while the
+last ones are loaded. Every figure and its limit are taken in turn, over more memory
 than caches hold, what arrived is compared, and a ratio is the median of the ratios within a round.
 """
 
@@ -18,7 +19,8 @@ from ..report import Report
 from ..tiers.contest import WrongWork, take_rounds
 from ..tiers.slab_case import footprint_bytes
 from .copy_case import CopyCase
-from .report import plot_transfer, print_transfer
+from .layer_ranges import take_layer_ranges
+from .report import plot_transfer, print_layer_ranges, print_transfer
 from .rig import Rig
 from .scale import FULL, GATES, JOB_BLOCKS, QUICK, RUN_BLOCKS, SIZES, Scale, submit_name
 from .submit_case import take_submissions
@@ -41,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"bench transfer: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     print_transfer(report)
+    print_layer_ranges(report)
     print(f"written: {written}")
     print(f"written: {plot}")
     return 0
@@ -74,4 +77,6 @@ def measure(report: Report, scale: Scale) -> None:
         finally:
             rig.close()
             gc.collect()
+    cells = report.figures["layer_ranges"] = take_layer_ranges(scale.cached, scale.rounds)
     report.ratios = {name: ratios[name] for name in GATES}
+    report.ratios |= {name: cell["ratio"] for name, cell in cells.items()}

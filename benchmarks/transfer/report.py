@@ -14,8 +14,8 @@ _COLOURS = ("#2b6cb0", "#63a4d8", "#2f7d4f", "#7fbf98", "#b7791f")
 def print_transfer(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
     rows = []
-    for name, ratio in report.ratios.items():
-        gate = GATES[name]
+    for name, gate in GATES.items():
+        ratio = report.ratios[name]
         contest = report.figures["contests"].get(name)
         if contest is not None:
             rates = [f"{contest['median'] / 1e9:.2f}", f"{contest['limit_median'] / 1e9:.2f}"]
@@ -31,6 +31,19 @@ def print_transfer(report: Report) -> None:
         rows.append([name.replace("_", " "), *rates, value, gate.wanted, verdict])
     columns = ["what", "GB/s", "memcpy GB/s", "ratio", "gate", ""]
     print_table("Pool and slab on the CPU device, against memcpy in turn", columns, rows)
+
+
+def print_layer_ranges(report: Report) -> None:
+    """What computing while layers are still being loaded gains; nothing is promised of it."""
+    rows = []
+    for name, cell in report.figures["layer_ranges"].items():
+        parts = [f"{1e3 * cell[key]:.1f}" for key in ("copy_seconds", "compute_seconds")]
+        ratios = [f"{cell[key]:.2f}" for key in ("most_to_win", "ratio", "cpu_ratio")]
+        quartiles = "{:.2f} to {:.2f}".format(*cell["ratio_quartiles"])
+        rows.append([name.replace("_", " "), *parts, *ratios, quartiles])
+    columns = ["cached, suffix, ranges", "copy ms", "compute ms", "at most", "ratio", "cpu ratio",
+               "quartiles"]  # fmt: skip
+    print_table("Loaded whole, over loaded by layers: time to the first token", columns, rows)
 
 
 def plot_transfer(report: Report, path: Path) -> Path:

@@ -6,7 +6,7 @@ Knows nothing of how anything is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..tiers.gates import Gate
@@ -36,10 +36,11 @@ class Scale:
     region_bytes: int  # of pool, slab and each plain region; at least this
     rounds: int
     submissions: int
+    cached: Sequence[str]  # rows of `layer_ranges.CACHED`
 
 
-FULL = Scale(region_bytes=128 * MIB, rounds=15, submissions=101)
-QUICK = Scale(region_bytes=32 * MIB, rounds=3, submissions=15)
+FULL = Scale(region_bytes=128 * MIB, rounds=15, submissions=101, cached=("1k", "3k", "8k"))
+QUICK = Scale(region_bytes=32 * MIB, rounds=3, submissions=15, cached=("1k",))
 
 
 def copy_name(move: str, size: str) -> str:

@@ -23,6 +23,7 @@ Knows nothing of keys, requests or tiers below the slab.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -73,6 +74,11 @@ class CopyDevice(ABC):
     def register_slab(self, slab: SlabTier) -> None:
         """Make the slab's memory reachable (page-locked, on CUDA). Once, before the pool."""
 
+    def wait_locked(self, timeout_seconds: float) -> bool:
+        """Until copies run at full speed. On CUDA the slab is page-locked in the background, and
+        what is not yet, is copied more slowly. False if the time was too short."""
+        return True
+
     @abstractmethod
     def register_pool(self, pool: torch.Tensor) -> None:
         """The contiguous KV pool `[num_blocks, ...]`, `page_bytes` a block; InvalidBlock where it
@@ -81,6 +87,13 @@ class CopyDevice(ABC):
     @abstractmethod
     def writer_event(self) -> Event:
         """Ends when everything that computes on the pool and was queued before has run."""
+
+    def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
+        """Whatever computes on the pool and is queued from now on runs after the events. Those
+        that were not over in time, and hold nothing: their bytes may be overwritten. Here the
+        caller waits; a device whose computing has a stream lets that wait instead."""
+        deadline = time.monotonic() + timeout_seconds
+        return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 
     @abstractmethod
     def copy(

@@ -110,6 +110,8 @@ class CoreCollector(Collector):
             # A tier that never pays, or was not measured, has no number of tokens.
             known = {tier: n for tier, n in figures["estimates"][key].items() if n is not None}
             yield self._by_label(shown, "tier", known)
+        if (rate := figures["estimates"]["prefill_tokens_per_second"]) is not None:
+            yield self._one(tables.PREFILL_RATE, rate)
         hits = sum(scheduler.get(f"cached_tokens_{name}", 0) for name in figures["tiers"])
         yield self._one(tables.EXTERNAL_QUERIES, scheduler.get("external_queried_tokens", 0))
         yield self._one(tables.EXTERNAL_HITS, hits)
@@ -154,12 +156,13 @@ class CoreCollector(Collector):
         """Of the stores below the cpu tier."""
         for key, shown in tables.STORE_HEALTH:
             yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
-        states = [
-            ((name, state.value), float(figures["breaker"] == state.value))
-            for name, figures in traffic.items()
-            for state in BreakerState
-        ]
-        yield self._family(tables.BREAKER, ("tier", "state"), states)
+        for key, shown in tables.BREAKERS:
+            states = [
+                ((name, state.value), float(figures[key] == state.value))
+                for name, figures in traffic.items()
+                for state in BreakerState
+            ]
+            yield self._family(shown, ("tier", "state"), states)
         skipped = sum(figures["unadmitted_blocks"] for figures in traffic.values())
         yield self._one(tables.STORES_SKIPPED, skipped)
 

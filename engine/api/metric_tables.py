@@ -141,6 +141,13 @@ ESTIMATES: Table = (
         "bytes_per_second",
         _gauge("stratakv:tier_estimated_bytes_per_second", "What a tier is taken to give."),
     ),
+    (
+        "fixed_seconds",
+        _gauge("stratakv:tier_estimated_fixed_seconds", "What any load is taken to cost."),
+    ),
+)
+PREFILL_RATE = _gauge(
+    "stratakv:prefill_estimated_tokens_per_second", "What computing a prompt is taken to give."
 )
 DECLINED = _counter("stratakv:declined_tokens", "Tokens computed although a tier had them.")
 FAILURES = _counter("stratakv:offload_failures", "Transfers that failed, by reason.")
@@ -240,6 +247,20 @@ STORE_HEALTH: Table = (
         "breaker_opened",
         _counter("stratakv:tier_breaker_opened", "Times a tier was given up for a while."),
     ),
+    (
+        "write_breaker_opened",
+        _counter("stratakv:tier_write_breaker_opened", "Times writing to a tier was given up."),
+    ),
+    (
+        "late_write_blocks",
+        _gauge("stratakv:tier_late_write_blocks", "Blocks held by writes that are late."),
+    ),
 )
-BREAKER = _gauge("stratakv:tier_breaker", "1 for the state that a tier's breaker is in.")
+BREAKERS: Table = (
+    ("breaker", _gauge("stratakv:tier_breaker", "1 for the state that a tier's breaker is in.")),
+    (
+        "write_breaker",
+        _gauge("stratakv:tier_write_breaker", "The same of the breaker of a tier's writes."),
+    ),
+)
 STORES_SKIPPED = _counter("vllm:kv_offload_stores_skipped", "Blocks not worth storing in a tier.")

@@ -30,6 +30,7 @@ computed what another one has keeps its own copy.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -64,8 +65,10 @@ class BlockPool:
         self.residency = Residency(self.blocks[1:])
         # Nearly every key has one block; a dict of its own only where there are several.
         self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        self._uncomputed: set[int] = set()
+        self._uncomputed: dict[int, None] = {}  # block ids, in the order they were named
         self._evicted: list[tuple[int, bytes]] = []
+        # Computed and not offered yet, in the order of steps; None where nobody wants them all.
+        self._fresh: deque[KVCacheBlock] | None = None
 
     @property
     def num_free(self) -> int:
@@ -137,7 +140,7 @@ class BlockPool:
             block.block_hash = None
             block.is_offered = False
             if block.block_id in uncomputed:
-                uncomputed.remove(block.block_id)
+                del uncomputed[block.block_id]
             else:
                 self._evicted.append((block.block_id, key))
         return blocks
@@ -181,10 +184,21 @@ class BlockPool:
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            self._uncomputed.update([b.block_id for b in blocks if not b.is_null])
+            self._uncomputed.update(dict.fromkeys([b.block_id for b in blocks if not b.is_null]))
+
+    def offer_all(self) -> None:
+        """From now on `take_fresh` has every block that is computed."""
+        self._fresh = deque(maxlen=self.num_blocks)
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `take_fresh` may have something."""
+        return bool(self._fresh)
 
     def commit_step(self) -> None:
         """The step has run: everything named since the last commit is computed."""
+        if self._fresh is not None:
+            self._fresh.extend([self.blocks[block_id] for block_id in self._uncomputed])
         self._uncomputed.clear()
 
     def drop_uncomputed(self) -> None:
@@ -201,7 +215,7 @@ class BlockPool:
             self._keep_others(key, block, self._named.pop(key))
             block.block_hash = None
             block.is_offered = False
-            self._uncomputed.discard(block.block_id)
+            self._uncomputed.pop(block.block_id, None)
             if block.ref_cnt == 0:
                 worthless.append(block)
         self.free_queue.remove_n(worthless)
@@ -228,6 +242,20 @@ class BlockPool:
             if len(cold) == count:
                 break
         return cold
+
+    def take_fresh(self, count: int) -> list[EvictedBlock]:
+        """Up to `count` blocks that were computed since they were last asked for, the tail of a
+        sequence before its head. A block is given once under one name, here or by `take_cold`."""
+        fresh: list[EvictedBlock] = []
+        while self._fresh and len(fresh) < count:
+            block = self._fresh.popleft()
+            key = block.block_hash
+            # It may have been evicted, and even named anew by the step that runs.
+            if key is None or block.is_offered or block.block_id in self._uncomputed:
+                continue
+            block.is_offered = True
+            fresh.append(EvictedBlock(block.block_id, key))
+        return fresh[::-1]
 
     def resident(self) -> list[EvictedBlock]:
         """The computed blocks with a name, as they would be evicted: free ones in the order of

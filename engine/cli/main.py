@@ -29,6 +29,7 @@ logger = logging.getLogger("stratakv.engine.cli.main")
 # Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "serve": "serve a model over HTTP",
+    "cache-server": "keep blocks for many engines",
     "generate": "continue one prompt",
     "bench": "run a benchmark",
     "check": "check an SSD tier, and mend it",
@@ -101,7 +102,7 @@ def _run(words: list[str]) -> int:
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no {kind} {shown(name)}{near}")
-    command = importlib.import_module(f".{name}", __package__)
+    command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)
     args = parser.parse_all(words[1:])
@@ -112,7 +113,7 @@ def _run(words: list[str]) -> int:
 
 def _help() -> str:
     lines = [_USAGE, "", "Tiered KV cache for LLM serving.", ""]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<12} {text}" for name, text in COMMANDS.items()]
     return "\n".join([*lines, "", "stratakv COMMAND --help lists a command's options."])
 
 

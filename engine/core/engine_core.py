@@ -7,36 +7,32 @@ travel, of text, or of HTTP.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
-from ...connector.build import build_offload
-from ...tiers.block import BlockLayout, Identity, tenant_salt
-from ...tiers.errors import TierConfigError
+from ...tiers.block import BlockLayout, Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import ConfigError, EngineConfig
-from ..models.dtypes import compute_dtype, dtype_name
+from ..config import EngineConfig
+from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
-from ..request import BlockHasher, Request, TokenArray
-from ..sampling_params import SamplingParams
+from ..request import BlockHasher
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
-from ..token_ids import BYTES_PER_TOKEN
 from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
-from ..worker.kv_pool import check_pool_size, num_blocks_in
+from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
 from .figures import Figures
-from .offload import describe_tiers, offload_settings
+from .intake import Intake
+from .offload import open_tiers
+from .placing import blocks_asked_for, placement_of
+from .trial import Room, run_trial
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +41,8 @@ Progress = Callable[[str], None]
 # A worker that fails without any request to blame would fail for ever.
 _MAX_EMPTY_FAILURES = 3
 _IDLE_SECONDS = 5.0
-_PROGRESS_STEPS = 10
+# For copies under way when there is no time for anything else.
+MIN_COPY_SECONDS = 1.0
 
 
 class EngineCore:
@@ -64,26 +61,44 @@ class EngineCore:
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        kv_dtype = dtype_name(compute_dtype(config.model.dtype))
+        self._placement = placement_of(config)
+        device = self._placement.device
+        compute = compute_dtype(config.model.dtype, device.type)
+        kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, compute)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
-        self.num_blocks = config.cache.num_blocks or num_blocks_in(
-            layout, config.cache.memory_bytes
-        )
-        check_pool_size(layout, self.num_blocks, self.max_model_len)
+        num_blocks = blocks_asked_for(config, layout)
+        if num_blocks is not None:
+            check_pool_size(layout, num_blocks, self.max_model_len, device)
         identity = Identity(
-            fingerprint(config.model.path, self.spec),
+            fingerprint(
+                config.model.path,
+                self.spec,
+                random_for=device.type if self._placement.random_weights else None,
+            ),
             config.model.revision,
             kv_dtype,
             config.cache.block_size,
         )
-        self._hasher = self._make_hasher(identity.root())
-        self._figures = Figures(config, layout, self.num_blocks)
+        self._intake = Intake(
+            self.spec.vocab_size,
+            self.max_model_len,
+            self._make_hasher(identity.root()),
+            config.tenant_secret,
+        )
         self._connector: KVConnectorScheduler | None = None
         self._connector_worker: KVConnectorWorker | None = None
         try:
             if config.offload.enabled:
-                self._build_offload(layout, identity.root())
-            self._build_engine()
+                self._connector, self._connector_worker = open_tiers(
+                    config.offload,
+                    layout,
+                    # Digests of the other form do not carry the identity, so the store must.
+                    identity.root() if config.cache.block_hash == "sha256_cbor" else b"",
+                    self._progress,
+                    device=config.model.device,
+                )
+            self._build_engine(layout, num_blocks)
+            self._try_offload()
         except BaseException:
             self._close_connector(0.0)
             raise
@@ -104,7 +119,7 @@ class EngineCore:
         code = None
         try:
             self.scheduler.check_queue()
-            self.scheduler.add_request(self._make_request(request))
+            self.scheduler.add_request(self._intake.make_request(request))
             return []
         except QueueFull as error:
             text, code = str(error), OVERLOADED
@@ -182,27 +197,19 @@ class EngineCore:
             self._connector_worker.start_step(self._connector.build_final_meta(resident))
         self._close_connector(deadline - time.monotonic())
 
-    def _build_offload(self, layout: BlockLayout, root: bytes) -> None:
-        offload = self.config.offload
-        self._progress(f"preparing the tiers: {describe_tiers(offload)}")
-        try:
-            self._connector, self._connector_worker = build_offload(
-                layout,
-                offload_settings(offload),
-                # Digests of the other form do not carry the identity, so the store must.
-                namespace=root if self.config.cache.block_hash == "sha256_cbor" else b"",
-                progress=_steps_of(self._progress, "memory of the cpu tier"),
-            )
-        except TierConfigError as error:
-            raise ConfigError(str(error)) from error
-
-    def _build_engine(self) -> None:
-        config = self.config
-        # Before the weights are loaded, since it may refuse the settings.
+    def _build_engine(self, layout: BlockLayout, num_blocks: int | None) -> None:
+        """Without `num_blocks` the pool is what a GPU has left beside the weights."""
+        config, runner = self.config, None
+        if num_blocks is None:
+            runner = self._load_model(None)
+            num_blocks = runner.pool.num_blocks
+        self.num_blocks = num_blocks
+        self._figures = Figures(config, layout, num_blocks)
+        # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
             KVCacheManager(
-                self.num_blocks,
+                num_blocks,
                 config.cache.block_size,
                 self.max_model_len,
                 enable_caching=config.cache.enable_prefix_caching,
@@ -211,59 +218,47 @@ class EngineCore:
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.spec.eos_token_ids),
             connector=self._connector,
+            fails_with_load=config.offload.load_failure == "fail",
         )
+        if runner is None:
+            runner = self._load_model(num_blocks)
+        self._runner = runner
+
+    def _load_model(self, num_blocks: int | None) -> ModelRunner:
+        config = self.config
         self._progress(f"loading {config.model.path}")
-        self._runner = ModelRunner(
+        return ModelRunner(
             self.spec,
             config.model.path,
             dtype=config.model.dtype,
-            num_blocks=self.num_blocks,
+            num_blocks=num_blocks,
             block_size=config.cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             connector=self._connector_worker,
+            placement=self._placement,
+            progress=self._progress,
         )
+
+    def _try_offload(self) -> None:
+        """Seed what loading and computing are taken to cost, and say it."""
+        if self._connector is None or self._connector_worker is None:
+            return
+        room = Room(
+            self.config.cache.block_size,
+            self.num_blocks,
+            self.max_model_len,
+            self.config.scheduler.max_num_batched_tokens,
+        )
+        sides = self._connector, self._connector_worker
+        self._progress(run_trial(self._runner, room, *sides, self._figures.ledger))
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache
         if not cache.enable_prefix_caching:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
-
-    def _make_request(self, request: AddRequest) -> Request:
-        """Raises ValueError for tokens that cannot be."""
-        tokens = self._check_tokens(request.prompt_token_ids)
-        params = request.sampling_params
-        _check_vocabulary(params, self.spec.vocab_size)
-        # What is found in a cache is not computed, so it has no logits to tell of.
-        needs_all_logits = params.prompt_logprobs is not None
-        return Request(
-            request.request_id,
-            tokens,
-            _fit_max_tokens(params, self.max_model_len - len(tokens)),
-            priority=request.priority,
-            cache_salt=tenant_salt(self.config.tenant_secret, request.tenant, request.cache_salt),
-            block_hasher=self._hasher,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
-        )
-
-    def _check_tokens(self, packed: bytes) -> TokenArray:
-        if not packed or len(packed) % BYTES_PER_TOKEN:
-            raise ValueError("the prompt is empty or no list of int32; give at least one token id")
-        tokens = np.frombuffer(packed, "<i4")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.spec.vocab_size:
-            raise ValueError(
-                f"token ids must be from 0 to {self.spec.vocab_size - 1}, and the prompt holds "
-                f"{low if low < 0 else high}"
-            )
-        if len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, but a context of {self.max_model_len} must "
-                "hold it and at least one new token; shorten it"
-            )
-        return tokens.astype(np.int32, copy=False)
 
     def _reset_prefix_cache(self, scope: str) -> dict[str, bool]:
         if scope not in ("pool", "all"):
@@ -282,44 +277,11 @@ class EngineCore:
         return outputs
 
     def _close_connector(self, timeout_seconds: float) -> None:
-        """Let copies end and be taken in, then close the tiers."""
+        """Let copies end and be taken in, then close the tiers; all within the time."""
         if self._connector is None or self._connector_worker is None:
             return
-        self._connector_worker.shutdown()
+        deadline = time.monotonic() + max(0.0, timeout_seconds)
+        # Copies take milliseconds. Half of the time is left to the tiers where one does not end.
+        self._connector_worker.shutdown(max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self._connector.update_from_worker(self._connector_worker.poll())
-        self._connector.shutdown(max(0.0, timeout_seconds))
-
-
-def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError for token ids in the parameters that the model does not have."""
-    for name, ids in (
-        ("logit_bias", [token for token, _ in params.logit_bias]),
-        ("stop_token_ids", params.stop_token_ids),
-        ("bad_words_token_ids", list(itertools.chain(*params.bad_words_token_ids))),
-    ):
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"{name} must be token ids from 0 to {vocab_size - 1}, got {wrong}")
-
-
-def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
-    """The same with no more tokens than the context has left (at least 1, refused elsewhere)."""
-    if params.max_tokens <= room:
-        return params
-    most = max(room, 1)
-    changes = {"max_tokens": most, "min_tokens": min(params.min_tokens, most)}
-    return msgspec.structs.replace(params, **changes)
-
-
-def _steps_of(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """Bytes done and in all, told as a few lines and no more."""
-    told = 0
-
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        step = done * _PROGRESS_STEPS // max(total, 1)
-        if step > told:
-            told = step
-            progress(f"{what}: {100 * step // _PROGRESS_STEPS} %")
-
-    return tell
+        self._connector.shutdown(max(0.0, deadline - time.monotonic()))

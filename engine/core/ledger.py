@@ -66,8 +66,12 @@ class Ledger:
                 return None
             seconds = max(0.0, seconds - alone)
         cost = PromptCost(num_tokens, _context_of(step), seconds)
-        self._rate.note(*cost)
+        self.note(cost)
         return cost
+
+    def note(self, cost: PromptCost) -> None:
+        """Prompts took this; of steps `measure` notes it."""
+        self._rate.note(*cost)
 
     def credit(self, counts: Mapping[str, float]) -> None:
         """Enter what the scheduler has counted since the last call."""

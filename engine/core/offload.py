@@ -1,14 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's offload settings in the connector's words, and in words for people."""
+"""The engine's tiers: opened as its settings say, and described in words for people."""
 
 from __future__ import annotations
 
-from ...connector.build import OffloadSettings, SsdSettings
+import logging
+from collections.abc import Callable
+
+from ...connector.base import KVConnectorScheduler, KVConnectorWorker
+from ...connector.build import OffloadSettings, RemoteTier, SsdSettings, build_offload
 from ...connector.economics import Choice
-from ..config import OffloadConfig, show_size
+from ...tiers.block import BlockLayout
+from ...tiers.errors import TierConfigError
+from ...tiers.remote.credentials import Credentials
+from ..config import ConfigError, OffloadConfig, show_size
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+_PROGRESS_STEPS = 10
 
 
-def offload_settings(offload: OffloadConfig) -> OffloadSettings:
+def open_tiers(
+    offload: OffloadConfig,
+    layout: BlockLayout,
+    namespace: bytes,
+    progress: Progress,
+    *,
+    device: str = "cpu",
+) -> tuple[KVConnectorScheduler, KVConnectorWorker]:
+    """The two sides of the connector over the tiers that the settings name, for a pool on `device`.
+    Raises ConfigError, and nothing stays open then. `progress` hears what this is busy with."""
+    progress(f"preparing the tiers: {describe_tiers(offload)}")
+    drill = offload.drill
+    if drill is not None:
+        logger.warning(
+            "faults are injected on purpose into %s (--kv-offload-faults %s); this is a drill",
+            " and ".join(drill.plans),
+            offload.faults,
+        )
+    try:
+        return build_offload(
+            layout,
+            offload_settings(offload, device),
+            namespace=namespace,
+            progress=_steps_of(progress, "memory of the cpu tier"),
+            wrap_store=None if drill is None else drill.wrap,
+        )
+    except TierConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSettings:
     """What the connector is built from."""
     ssd = None
     if "ssd" in offload.tiers and offload.ssd_path is not None:
@@ -22,14 +65,28 @@ def offload_settings(offload: OffloadConfig) -> OffloadSettings:
             exclusive=offload.ssd_exclusive,
             io_threads=offload.io_threads,
         )
+    remote = None
+    if offload.cache_servers:
+        remote = RemoteTier(
+            offload.cache_servers,
+            Credentials(
+                token_file=offload.remote_token_file,
+                ca_file=offload.remote_ca_file,
+                cert_file=offload.remote_cert_file,
+                key_file=offload.remote_key_file,
+                server_name=offload.remote_server_name,
+            ),
+        )
     return OffloadSettings(
         cpu_bytes=offload.cpu_bytes,
         huge_pages=offload.cpu_huge_pages,
         policy=offload.policy,
         load=Choice(offload.load),
         ssd=ssd,
+        remote=remote,
         others=offload.other_tiers,
         other_options=offload.tier_options,
+        device=device,
     )
 
 
@@ -38,4 +95,18 @@ def describe_tiers(offload: OffloadConfig) -> str:
     parts = [f"cpu, {show_size(offload.cpu_bytes)} of memory"]
     if "ssd" in offload.tiers:
         parts.append(f"ssd, {show_size(offload.ssd_bytes)} in {offload.ssd_path}")
-    return "; ".join([*parts, *offload.other_tiers])
+    return "; ".join([*parts, *offload.other_tiers, *map(str, offload.cache_servers)])
+
+
+def _steps_of(progress: Progress, what: str) -> Callable[[int, int], None]:
+    """Bytes done and in all, told as a few lines and no more."""
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        step = done * _PROGRESS_STEPS // max(total, 1)
+        if step > told:
+            told = step
+            progress(f"{what}: {100 * step // _PROGRESS_STEPS} %")
+
+    return tell

@@ -21,6 +21,7 @@ from ..config import ConfigError
 from ..shown import shown_name
 from .shards import INDEX_FILE, find_shards
 
+CPU = torch.device("cpu")
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 # Older exports carry the rotary frequencies, which the configuration already determines.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -30,10 +31,11 @@ class Checkpoint:
     """Open shards. A context manager; tensors stay valid after it ends, for a mapping lives as long
     as the tensors over it."""
 
-    def __init__(self, path: Path) -> None:
-        """Open every shard under `path`; raises ConfigError naming the file that is missing,
-        damaged, or lacks a tensor that the index says it holds."""
-        self.path = path
+    def __init__(self, path: Path, device: torch.device = CPU) -> None:
+        """Open every shard under `path`, to be read to `device` without a copy in between; raises
+        ConfigError naming the file that is missing, damaged, or lacks a tensor that the index says
+        it holds."""
+        self.path, self.device = path, device
         self._where: dict[str, Any] = {}
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -81,7 +83,7 @@ class Checkpoint:
                 )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor in `dtype`: a view of the mapped file where it has that type already."""
+        """One tensor in `dtype`: on the CPU a view of the mapped file where it has that type."""
         tensor: Tensor = self._where[name].get_tensor(name)
         return tensor.to(dtype)
 
@@ -90,7 +92,9 @@ class Checkpoint:
         files = {}
         for file in shards.files:
             try:
-                files[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                files[file] = stack.enter_context(
+                    safe_open(file, framework="pt", device=str(self.device))
+                )
             except (SafetensorError, OSError) as error:
                 raise ConfigError(
                     f"{file} is not a whole safetensors file ({error}); download the model again"

@@ -2,7 +2,7 @@
 """The network of every family as plain functions over weights, for one flat batch of tokens.
 
 Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
-rounding them would make results depend on the order of additions again.
+rounding them would make results depend on the order of additions again (`elementwise.py`).
 What tells the families apart is in the weights: a bias or a norm that is None is not computed.
 Knows nothing of requests, blocks or sampling: positions and the attention plan come from outside.
 """
@@ -10,18 +10,30 @@ Knows nothing of requests, blocks or sampling: positions and the attention plan 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import AttentionPlan, PagedAttention
+from .checkpoint import CPU
+from .elementwise import Elementwise
 from .linear import Linear
-from .rope import rope_tables, rotate
+from .rope import rope_tables
 from .spec import ModelSpec
-from .weights import DecoderWeights, LayerWeights, load_weights
+from .weights import DecoderWeights, LayerWeights, load_weights, random_weights
 
-_WIDE_TYPES = (torch.float32, torch.float64)
+PLAIN = Elementwise()
+Plan = TypeVar("Plan")
+_Plan = TypeVar("_Plan", contravariant=True)
+
+
+class Attention(Protocol[_Plan]):
+    """Attention over a paged pool; how a step is laid down in its plan is its own affair."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
+        """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then attend `q`
+        `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`."""
 
 
 class _Layer:
@@ -48,9 +60,15 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: DecoderWeights, max_model_len: int, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        max_model_len: int,
+        dtype: torch.dtype,
+        elementwise: Elementwise = PLAIN,
     ) -> None:
         self.spec = spec
+        self._do = elementwise
         self._embedding = weights.embedding
         self._layers: list[_Layer] = []
         while weights.layers:
@@ -58,22 +76,46 @@ class Decoder:
         self._last_norm = weights.norm
         self._head = Linear(weights.head)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
-        self._cos, self._sin = cos[:, None], sin[:, None]
+        # Computed on the host, so that every device has the same numbers.
+        device = weights.embedding.device
+        self._cos, self._sin = cos[:, None].to(device), sin[:, None].to(device)
 
     @classmethod
-    def load(cls, path: Path, spec: ModelSpec, max_model_len: int, dtype: torch.dtype) -> Decoder:
-        """Read the weights under `path`; raises ConfigError where they do not fit `spec`."""
-        return cls(spec, load_weights(path, spec, dtype), max_model_len, dtype)
+    def load(
+        cls,
+        path: Path,
+        spec: ModelSpec,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        elementwise: Elementwise = PLAIN,
+        *,
+        is_random: bool = False,
+    ) -> Decoder:
+        """Read the weights under `path` straight to `device`, or take random ones; raises
+        ConfigError where they do not fit `spec`."""
+        weights = (
+            random_weights(spec, dtype, device)
+            if is_random
+            else load_weights(path, spec, dtype, device)
+        )
+        return cls(spec, weights, max_model_len, dtype, elementwise)
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one weight."""
+        return self._embedding.element_size()
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attention: PagedAttention,
-        plan: AttentionPlan,
-        sampled: Tensor,
+        attention: Attention[Plan],
+        plan: Plan,
+        sampled: Tensor | None,
     ) -> Tensor:
-        """Hidden states `[len(sampled), hidden]` of the rows `sampled` (int64) of the step.
+        """Hidden states `[len(sampled), hidden]` of the rows `sampled` (int64) of the step, all of
+        them where it is None.
 
         `token_ids` and `positions` are int64 `[tokens]`. K and V of all tokens are written; past
         the last attention only the sampled rows are computed, for nothing else is ever read.
@@ -83,7 +125,7 @@ class Decoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             mixed = self._mix(x, layer, index, cos, sin, attention, plan)
-            if index == last:
+            if index == last and sampled is not None:
                 x, mixed = x[sampled], mixed[sampled]
             x = x + layer.out(mixed)
             x = x + self._mlp(x, layer)
@@ -101,8 +143,8 @@ class Decoder:
         index: int,
         cos: Tensor,
         sin: Tensor,
-        attention: PagedAttention,
-        plan: AttentionPlan,
+        attention: Attention[Plan],
+        plan: Plan,
     ) -> Tensor:
         """Attention before its output matrix: `[tokens, heads * head_dim]`."""
         spec = self.spec
@@ -112,21 +154,14 @@ class Decoder:
         turned = heads[:, :turning]
         if layer.head_norms is not None:
             turned = self._norm(turned, layer.head_norms)
-        rotated = rotate(turned, cos, sin)
+        rotated = self._do.rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
 
     def _mlp(self, x: Tensor, layer: _Layer) -> Tensor:
         x = self._norm(x, layer.mlp_norm)
-        gate = F.silu(layer.gate(x), inplace=True)
-        gate *= layer.up(x)
-        return layer.down(gate)
+        return layer.down(self._do.gated(layer.gate(x), layer.up(x)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""
-        size, eps = weight.shape[-1:], self.spec.rms_norm_eps
-        if x.dtype not in _WIDE_TYPES:
-            return weight * F.rms_norm(x.float(), size, None, eps).to(x.dtype)
-        if weight.dim() > 1:
-            return F.rms_norm(x, size, None, eps) * weight
-        return F.rms_norm(x, size, weight, eps)
+        return self._do.norm(x, weight, self.spec.rms_norm_eps)

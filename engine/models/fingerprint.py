@@ -39,8 +39,9 @@ class _Hash(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
-def fingerprint(path: Path, spec: ModelSpec | None = None) -> str:
-    """64 hexadecimal digits; raises ConfigError for a directory that cannot be read."""
+def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | None = None) -> str:
+    """64 hexadecimal digits; raises ConfigError for a directory that cannot be read. Weights that
+    are random are named by the kind of device they are made on, and no file is read."""
     fields = dataclasses.asdict(spec or load_model_spec(path))
     for name in _NOT_NUMBERS:
         del fields[name]
@@ -48,6 +49,9 @@ def fingerprint(path: Path, spec: ModelSpec | None = None) -> str:
         if fields[name] is None:
             del fields[name]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+    if random_for is not None:
+        digest.update(b"random weights on " + random_for.encode())
+        return digest.hexdigest()
     for file in find_shards(path).files:
         _add_file(digest, file)
     return digest.hexdigest()

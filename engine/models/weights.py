@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..config import ConfigError
-from .checkpoint import Checkpoint
+from .checkpoint import CPU, Checkpoint
+from .random_weights import RandomTensors
 from .spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,6 +25,14 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
+
+
+class Source(Protocol):
+    """Where tensors come from: a checkpoint, or chance."""
+
+    device: torch.device
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -54,12 +64,14 @@ class DecoderWeights:
     head: Tensor  # [vocab, hidden]
 
 
-def load_weights(path: Path, spec: ModelSpec, dtype: torch.dtype) -> DecoderWeights:
-    """Map, check and cast the weights under `path`.
+def load_weights(
+    path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device = CPU
+) -> DecoderWeights:
+    """Map, check and cast the weights under `path`, on `device`.
 
     Raises ConfigError naming the tensor or file that is missing, unknown or of the wrong shape.
     """
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(path, device) as checkpoint:
         expected = expected_tensors(spec)
         if spec.tied_embeddings and HEAD in checkpoint.names:
             expected[HEAD] = expected[EMBEDDING]
@@ -73,8 +85,25 @@ def load_weights(path: Path, spec: ModelSpec, dtype: torch.dtype) -> DecoderWeig
                     f"{EMBEDDING}; correct one of them"
                 )
             head = embedding
-        layers = [_load_layer(checkpoint, spec, dtype, i) for i in range(spec.num_layers)]
-        return DecoderWeights(embedding, layers, checkpoint.read(NORM, dtype), head)
+        return DecoderWeights(embedding, *_load_rest(checkpoint, spec, dtype), head)
+
+
+def random_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device = CPU
+) -> DecoderWeights:
+    """A model of this shape that has learnt nothing."""
+    tensors = RandomTensors(expected_tensors(spec), device)
+    embedding = tensors.read(EMBEDDING, dtype)
+    head = embedding if spec.tied_embeddings else tensors.read(HEAD, dtype)
+    return DecoderWeights(embedding, *_load_rest(tensors, spec, dtype), head)
+
+
+def _load_rest(
+    source: Source, spec: ModelSpec, dtype: torch.dtype
+) -> tuple[list[LayerWeights], Tensor]:
+    """The layers and the norm after them."""
+    layers = [_load_layer(source, spec, dtype, i) for i in range(spec.num_layers)]
+    return layers, source.read(NORM, dtype)
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -121,20 +150,19 @@ def _has_bias(spec: ModelSpec, matrix: str) -> bool:
     return spec.output_bias if matrix == "self_attn.o_proj" else spec.attention_bias
 
 
-def _load_layer(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, layer: int
-) -> LayerWeights:
+def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> LayerWeights:
     names = _layer_tensors(spec)
 
     def read(name: str) -> Tensor:
-        return checkpoint.read(f"model.layers.{layer}.{name}", dtype)
+        return source.read(f"model.layers.{layer}.{name}", dtype)
 
     def bias(name: str) -> Tensor | None:
         return read(name) if name in names else None
 
     def stacked(kind: str) -> Tensor:
         parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv"]
-        whole = torch.empty((sum(names[p][0] for p in parts), *names[parts[0]][1:]), dtype=dtype)
+        shape = (sum(names[part][0] for part in parts), *names[parts[0]][1:])
+        whole = torch.empty(shape, dtype=dtype, device=source.device)
         row = 0
         for part in parts:
             rows = names[part][0]

@@ -6,12 +6,15 @@ Knows nothing of rows, requests or of what was done to the logits afterwards.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..logprobs import PositionLogprobs
+from .copies import to_host
 from .row_parts import row_parts
 
 # Reported for anything below it: JSON has no infinity, and a model may rule a token out.
@@ -25,37 +28,66 @@ def raw_logprobs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
 
+class LogprobTensors(NamedTuple):
+    """Of some rows, where they were computed: each row's own token first, then the likeliest."""
+
+    token_ids: Tensor  # int64 [rows, 1 + most]
+    values: Tensor  # [rows, 1 + most]
+    ranks: Tensor  # int64 [rows], of the own token
+
+
+def position_tensors(
+    logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
+) -> list[LogprobTensors]:
+    """Of each row of `logprobs` `[n, vocab]` its token of `token_ids` `[n]` and the likeliest, in
+    parts. Nothing waits for the device."""
+    return [
+        _tensors(logprobs[part], token_ids[part], max(counts[part]))
+        for part in row_parts(len(logprobs), logprobs.shape[1], logprobs.device.type)
+    ]
+
+
+def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[PositionLogprobs]:
+    """One entry for each count, from the tensors of `position_tensors`, one after the other and in
+    host memory. A row that has no numbers gets the floor, which means nothing there."""
+    entries: list[PositionLogprobs] = []
+    for start in range(0, len(found), len(LogprobTensors._fields)):
+        part = LogprobTensors(*found[start : start + len(LogprobTensors._fields)])
+        first = len(entries)
+        entries += _entries(part, counts[first : first + len(part.ranks)])
+    return entries
+
+
 def position_logprobs(
     logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> list[PositionLogprobs]:
     """One entry for each row of `logprobs` `[n, vocab]`: its token of `token_ids` `[n]`, and its
-    count of the likeliest. A row that has no numbers gets the floor, which means nothing there."""
-    entries: list[PositionLogprobs] = []
-    for part in row_parts(*logprobs.shape):
-        entries += _entries(logprobs[part], token_ids[part], counts[part])
-    return entries
+    count of the likeliest. Waits for the device."""
+    found = position_tensors(logprobs, token_ids, counts)
+    return position_entries(to_host([*itertools.chain(*found)]), counts)
 
 
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> list[PositionLogprobs]:
     """For a slice of a prompt: entry i is of `token_ids[i]`, whose distribution is `logits[i]`
-    (computed at the token before it), and of the `count` likeliest there."""
-    entries: list[PositionLogprobs] = []
-    for part in row_parts(*logits.shape):
+    (computed at the token before it), and of the `count` likeliest there. Waits for the device."""
+    found: list[LogprobTensors] = []
+    for part in row_parts(len(logits), logits.shape[1], logits.device.type):
         logprobs, ids = raw_logprobs(logits[part]), token_ids[part].to(torch.int64)
-        entries += _entries(logprobs, ids, [count] * len(logprobs))
-    return entries
+        found.append(_tensors(logprobs, ids, count))
+    return position_entries(to_host([*itertools.chain(*found)]), [count] * len(logits))
 
 
-def _entries(
-    logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
-) -> Iterator[PositionLogprobs]:
+def _tensors(logprobs: Tensor, token_ids: Tensor, most: int) -> LogprobTensors:
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(dim=-1) + 1
-    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    best = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
     values = torch.cat([own, best.values], dim=-1)
     values = values.nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
-    ids = torch.cat([token_ids[:, None], best.indices], dim=-1)
+    return LogprobTensors(torch.cat([token_ids[:, None], best.indices], dim=-1), values, ranks)
+
+
+def _entries(part: LogprobTensors, counts: Sequence[int]) -> Iterator[PositionLogprobs]:
     for row_ids, row_values, rank, count in zip(
-        ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True
+        part.token_ids.tolist(), part.values.tolist(), part.ranks.tolist(), counts, strict=True
     ):
         yield PositionLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)

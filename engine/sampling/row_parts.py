@@ -11,10 +11,13 @@ from collections.abc import Iterator
 # A temporary of this many float64 takes 8 MiB. Of a whole batch with a large vocabulary it would
 # take hundreds, fresh from the system every time: a draw from 256 rows took five times as long.
 LOGITS_AT_ONCE = 2**20
+# Elsewhere there are no such caches, and each part is some thirty launches: 64 MiB.
+LOGITS_AT_ONCE_THERE = 2**23
 
 
-def row_parts(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def row_parts(num_rows: int, vocab_size: int, device_type: str = "cpu") -> Iterator[slice]:
     """Consecutive slices that cover all rows."""
-    size = max(1, LOGITS_AT_ONCE // max(1, vocab_size))
+    at_once = LOGITS_AT_ONCE if device_type == "cpu" else LOGITS_AT_ONCE_THERE
+    size = max(1, at_once // max(1, vocab_size))
     for start in range(0, num_rows, size):
         yield slice(start, min(num_rows, start + size))

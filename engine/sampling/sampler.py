@@ -7,32 +7,33 @@
 Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
 one uniform number each. A seeded row's number is a hash of its seed and of how many tokens it has,
 so it needs no generator state: it is the same whatever else is in the batch, and after preemption.
-Top-k and top-p keep every token whose logit equals the last one kept, so the order in which equal
-logits happen to be sorted changes nothing.
+The logits stay on the device that computed them; parameters go there and one answer comes back.
 
 Knows nothing of requests or models.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..logprobs import PositionLogprobs
 from ..worker.batch_update import BatchUpdate
 from ..worker.block_table import IntArray
-from .logprobs import position_logprobs, raw_logprobs
+from .copies import to_device, to_host
+from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import ProcessorContext
 from .processors.processor_set import ProcessorSet
 from .row_parts import row_parts
 from .rows import NO_LOGPROBS, SamplingRows
+from .truncation import truncate
 
-# Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.
-FIRST_CANDIDATES = 256
-
+_NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -75,44 +76,93 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: IntArray) -> Sampled:
         """One token for each row of `logits` `[len(rows), vocab]`, which belong to these rows of
-        the batch. The logits are overwritten where a request changes them."""
+        the batch. The logits are overwritten where a request changes them. Waits for the device
+        once, for the answer; twice in the rare step in which top-p needed more candidates."""
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         # A sum is finite only where every term is; one pass, and no temporary of the same size.
         is_finite = torch.isfinite(logits.sum(dim=-1))
         asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
-        raw = raw_logprobs(_take(logits, asked)) if len(asked) else None  # a copy: they may change
+        raw = None
+        if len(asked):  # a copy: they may change
+            raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
         logits = self._processors.before_choice(logits, rows)
         best = logits.max(dim=-1)
         is_finite &= torch.isfinite(best.values)
-        chosen = best.indices
+        drawn = _Drawn(logits, best.values, best.indices, rows)
         random = np.flatnonzero(self._rows.temperature[rows] > 0.0)
+        if len(random) == 0:
+            return self._fetch(drawn, is_finite, raw, [])[0]
         numbers = self._uniform(rows[random])
-        for part in row_parts(len(random), logits.shape[1]):
-            index = torch.from_numpy(random[part])
-            from_best = logits[index].sub_(best.values[index, None])
-            chosen[index] = self._draw(from_best, numbers[part], rows[random[part]])
-        logprobs = None if raw is None else self._logprobs(raw, chosen, asked, rows)
-        return Sampled(chosen.tolist(), is_finite.tolist(), logprobs)
+        short = self._draw_all(drawn, random, numbers)
+        sampled, is_short = self._fetch(drawn, is_finite, raw, short)
+        if is_short.any():
+            again = np.flatnonzero(is_short)
+            self._draw_all(drawn, random[again], numbers[again], all_candidates=True)
+            sampled, _ = self._fetch(drawn, is_finite, raw, [])
+        return sampled
 
-    def _logprobs(
-        self, raw: Tensor, chosen: Tensor, asked: IntArray, rows: IntArray
-    ) -> list[PositionLogprobs | None]:
-        """An entry for each of `rows`; `raw` belongs to those at the indices `asked`."""
-        counts = self._rows.num_logprobs[rows[asked]].tolist()
-        found = position_logprobs(raw, chosen[torch.from_numpy(asked)], counts)
-        entries: list[PositionLogprobs | None] = [None] * len(rows)
-        for index, entry in zip(asked.tolist(), found, strict=True):
-            entries[index] = entry
-        return entries
+    def _fetch(
+        self, drawn: _Drawn, is_finite: Tensor, raw: _Raw | None, short: list[Tensor]
+    ) -> tuple[Sampled, npt.NDArray[np.bool_]]:
+        """Everything that the host wants to know, behind one wait; last, for each random row,
+        whether it must be drawn again."""
+        chosen, found = drawn.chosen, []
+        if raw is not None:
+            found = position_tensors(
+                raw.logprobs, _take(chosen, raw.asked), raw.counts[raw.asked].tolist()
+            )
+        there = [chosen, is_finite, *short, *itertools.chain(*found)]
+        ids, finite, *others = to_host(there)
+        is_short = others[: len(short)]
+        entries = None if raw is None else raw.entries(len(chosen), others[len(short) :])
+        return (
+            Sampled(ids.tolist(), finite.tolist(), entries),
+            torch.cat(is_short).numpy() if is_short else _NONE_SHORT,
+        )
 
-    def _draw(self, from_best: Tensor, numbers: Tensor, rows: IntArray) -> Tensor:
-        """Random tokens by uniform `numbers`; overwrites `from_best`, the logits less the highest
-        of each row, so that no small temperature can overflow. No row has a temperature of 0."""
-        temperatures = torch.from_numpy(self._rows.temperature[rows])[:, None]
+    def _draw_all(
+        self,
+        drawn: _Drawn,
+        random: IntArray,
+        numbers: npt.NDArray[np.float64],
+        *,
+        all_candidates: bool = False,
+    ) -> list[Tensor]:
+        """Draw the rows at the indices `random` by uniform `numbers`. What comes back says of each,
+        part by part, whether it must be drawn again with all candidates; nothing: none must."""
+        logits, short = drawn.logits, []
+        parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
+        for part in parts:
+            index = to_device(random[part], logits.device)
+            from_best = logits[index].sub_(drawn.best[index, None])
+            part_rows = drawn.rows[random[part]]
+            tokens, is_short = self._draw(
+                from_best, to_device(numbers[part], logits.device), part_rows, all_candidates
+            )
+            drawn.chosen[index] = tokens
+            short.append(is_short)
+        if all(one is None for one in short):
+            return []
+        return [
+            torch.zeros(len(random[part]), dtype=torch.bool, device=logits.device)
+            if one is None
+            else one
+            for one, part in zip(short, parts, strict=True)
+        ]
+
+    def _draw(
+        self, from_best: Tensor, numbers: Tensor, rows: IntArray, all_candidates: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Random tokens by uniform `numbers`, and what `truncate` says; overwrites `from_best`, the
+        logits less the highest of each row, so that no small temperature can overflow. No row has a
+        temperature of 0."""
+        temperatures = to_device(self._rows.temperature[rows][:, None], from_best.device)
         scaled = from_best.div_(temperatures.to(from_best.dtype))
         scaled = self._processors.after_temperature(scaled, rows)
-        self._truncate(scaled, rows)
+        is_short = truncate(
+            scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
+        )
         sums = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
@@ -120,59 +170,50 @@ class Sampler:
         # with a probability above zero.
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-        return tokens.clamp_(max=sums.shape[1] - 1)  # only rows that are not finite get there
+        # Only rows that are not finite get beyond.
+        return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
-    def _uniform(self, rows: IntArray) -> Tensor:
-        """One number in [0, 1) for each row, float64."""
-        numbers = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
+    def _uniform(self, rows: IntArray) -> npt.NDArray[np.float64]:
+        """One number in [0, 1) for each row."""
+        drawn = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
+        numbers: npt.NDArray[np.float64] = drawn.numpy()
         for index, seeded in self._rows.seeded.of(rows):
             numbers[index] = uniform_of(seeded.seed, len(seeded.output_token_ids))
         return numbers
 
-    def _truncate(self, scaled: Tensor, rows: IntArray) -> None:
-        """Set to -inf what top-k and top-p leave out."""
-        top_k, top_p = self._rows.top_k[rows], self._rows.top_p[rows]
-        limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
-        if len(limited) == 0:
-            return
-        index = torch.from_numpy(limited)
-        part = scaled[index]
-        cutoff = _cutoff(part, torch.from_numpy(top_k[limited]), torch.from_numpy(top_p[limited]))
-        scaled[index] = part.masked_fill_(part < cutoff, -torch.inf)
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A batch on its way to tokens."""
+
+    logits: Tensor  # [rows, vocab], as the requests want them; a draw works on copies
+    best: Tensor  # [rows] the highest of each
+    chosen: Tensor  # int64 [rows], which draws overwrite
+    rows: IntArray  # of the batch
 
 
-def _take(logits: Tensor, indices: IntArray) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """The model's own distributions, of the rows that ask for log-probabilities."""
+
+    logprobs: Tensor  # [asked, vocab]
+    asked: IntArray  # indices among the rows
+    counts: IntArray  # [rows] how many of the likeliest
+
+    def entries(self, num_rows: int, found: list[Tensor]) -> list[PositionLogprobs | None]:
+        """An entry for each of `num_rows`, None for those that did not ask."""
+        made = position_entries(found, self.counts[self.asked].tolist())
+        entries: list[PositionLogprobs | None] = [None] * num_rows
+        for index, entry in zip(self.asked.tolist(), made, strict=True):
+            entries[index] = entry
+        return entries
+
+
+def _take(tensor: Tensor, indices: IntArray) -> Tensor:
     """These rows; not a copy where they are all."""
-    return logits if len(indices) == len(logits) else logits[torch.from_numpy(indices)]
-
-
-def _cutoff(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest logit kept in each row, `[rows, 1]`: top-k first, then top-p over what is left.
-
-    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, and so does a
-    `top_p` of 1.
-    """
-    vocab = scaled.shape[1]
-    has_k, has_p = top_k < vocab, top_p < 1.0
-    width = int(top_k[has_k].max()) if bool(has_k.any()) else 1
-    # Where top-k limits a row too, top-p needs no more candidates than top-k leaves.
-    width = min(vocab, max(width, FIRST_CANDIDATES if bool((has_p & ~has_k).any()) else 1))
-    while True:
-        best = scaled.topk(width, dim=-1).values  # descending
-        kth = best.gather(1, (top_k.clamp(max=width) - 1)[:, None])
-        kth.masked_fill_(~has_k[:, None], -torch.inf)
-        if not bool(has_p.any()):
-            return kth
-        total = scaled.masked_fill(scaled < kth, -torch.inf).exp_().sum(-1, dtype=torch.float64)
-        sums = best.masked_fill(best < kth, -torch.inf).exp_().cumsum(-1, dtype=torch.float64)
-        # Kept are the first tokens whose sum reaches the share, so the last has `count` before it.
-        count = (sums < (top_p * total)[:, None]).sum(dim=-1)
-        if width == vocab or bool((count[has_p & ~has_k] < width).all()):
-            break
-        width = vocab
-    pth = best.gather(1, count.clamp(max=width - 1)[:, None])
-    pth.masked_fill_(~has_p[:, None], -torch.inf)
-    return torch.maximum(kth, pth)
+    if len(indices) == len(tensor):
+        return tensor
+    return tensor[to_device(indices, tensor.device)]
 
 
 def uniform_of(seed: int, position: int) -> float:

@@ -84,6 +84,11 @@ class Meetings:
         connector = self._loaders.pop(request.request_id, None)
         return connector is not None and connector.end_back_load(request.request_id) is None
 
+    def broken(self) -> list[tuple[str, str]]:
+        """Requests some of whose blocks did not come, and what kept them."""
+        failures = [(i, loader.back_load_failure(i)) for i, loader in self._loaders.items()]
+        return [(request_id, failure) for request_id, failure in failures if failure]
+
     def _meet(self, request: Request, progress: Progress, connector: KVConnectorScheduler) -> None:
         """All that is left of its blocks has been loaded."""
         del self._loaders[request.request_id]

@@ -53,9 +53,11 @@ class OutputWriter:
         self._close(output, request, RequestStatus.FINISHED_ERROR, now)
         return output
 
-    def end(self, request: Request, status: RequestStatus, now: float) -> TokenOutput:
+    def end(
+        self, request: Request, status: RequestStatus, now: float, error: str | None = None
+    ) -> TokenOutput:
         """End a request from outside."""
-        output = TokenOutput(request.request_id, [])
+        output = TokenOutput(request.request_id, [], error=error)
         self._close(output, request, status, now)
         return output
 

@@ -43,12 +43,17 @@ from .outputs import OutputWriter, add_logprobs, fault_of
 from .places import Places
 from .pressure import MemoryPressure
 from .progress import Progress
+from .running import RunningRound
 from .step import StepBuilder
 from .stop import end_token_ids
 
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
 RETRY_SECONDS = 0.02
+LOAD_FAILED = (
+    "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
+    "--kv-offload-load-failure fail"
+)
 
 
 class QueueFull(ValueError):
@@ -57,6 +62,9 @@ class QueueFull(ValueError):
 
 class Scheduler:
     """Called by the engine's step thread only; nothing here waits.
+
+    `fails_with_load`: a request ends with an error where blocks did not come that a tier had; else
+    it computes them.
 
     A step is `schedule`, then `update_from_output` or `fail_step` with what became of it. Only a
     step without tokens may be left without either.
@@ -70,6 +78,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
+        fails_with_load: bool = False,
     ) -> None:
         check_config(config, max_model_len)
         self.config = config
@@ -77,11 +86,14 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.connector = connector
+        if connector is not None and connector.wants_all:
+            manager.pool.offer_all()
+        self._fails_with_load = fails_with_load
         self._places = Places(manager, connector)
-        self._pressure = MemoryPressure(config, manager)
-        self._admission = Admission(config, self._places, self._pressure, connector)
+        pressure = MemoryPressure(config, manager)
+        self._running = RunningRound(config, self._places, pressure)
+        self._admission = Admission(config, self._places, pressure, connector)
         self._writer = OutputWriter(self._places, max_model_len)
-        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
         # Blocks that two steps take at most, but for one block of each running request. In a small
         # pool that would be all of them; further off than a quarter of it none is near its end.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size)
@@ -115,7 +127,11 @@ class Scheduler:
     def has_runnable_work(self) -> bool:
         """Whether a step now could do anything. False while all that is unfinished waits for loads
         or for room that only loads can give back, and the connector has nothing to do."""
-        if self.connector is not None and self.connector.has_pending_work():
+        connector = self.connector
+        if connector is not None and (
+            connector.has_pending_work()
+            or (self.manager.pool.has_fresh and connector.num_wanted_ahead())
+        ):
             return True
         if self._stalled:
             return self._retry_at is not None and time.monotonic() >= self._retry_at
@@ -169,8 +185,7 @@ class Scheduler:
         places = self._places
         step = StepBuilder(self.manager, self.config.max_num_batched_tokens)
         num_parked = len(places.parked)
-        self._relieve(step, now)
-        self._schedule_running(step, now)
+        self._running.run(step, now)
         retry = not step.pressed and self._admission.admit(step, now)
         # Taken also without a connector, or the list would grow.
         evicted = self.manager.pool.take_evicted()
@@ -192,13 +207,12 @@ class Scheduler:
     ) -> list[TokenOutput]:
         """Take in what the worker made of a step: first the loads that ended, then the tokens."""
         self._land(scheduler_output)
-        self._take_reports(runner_output.connector_output)
-        self.manager.pool.commit_step()
         now = time.monotonic()
+        outputs = self._take_reports(runner_output.connector_output, now)
+        self.manager.pool.commit_step()
         requests = self._places.requests
         sampled = runner_output.sampled_token_ids
         take = self._writer.take
-        outputs = []
         for request_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
@@ -229,9 +243,7 @@ class Scheduler:
         for request_id in scheduler_output.num_scheduled_tokens:
             request = places.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING:
-                output = self._writer.end(request, RequestStatus.FINISHED_ERROR, now)
-                output.error = text
-                outputs.append(output)
+                outputs.append(self._writer.end(request, RequestStatus.FINISHED_ERROR, now, text))
         places.sweep()
         places.finished_ids |= scheduler_output.finished_request_ids
         self._preempted_again = scheduler_output.preempted_request_ids & places.requests.keys()
@@ -270,66 +282,20 @@ class Scheduler:
     ) -> ConnectorMetadata:
         """What the step moves, with blocks that one of the next steps may evict."""
         wanted = connector.num_wanted_ahead()
-        cold = self.manager.pool.take_cold(wanted, self._soon_taken) if wanted else []
-        return connector.build_meta(evicted, cold)
+        pool = self.manager.pool
+        ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
+        if wanted > len(ahead):
+            ahead += pool.take_cold(wanted - len(ahead), self._soon_taken)
+        return connector.build_meta(evicted, ahead)
 
-    def _relieve(self, step: StepBuilder, now: float) -> None:
-        """Send back who came last while too much of the pool is held; never the only one."""
-        places = self._places
-        while len(places.running) > 1 and self._pressure.demands_preemption:
-            step.pressed = True
-            if not places.give_up_last_load(spare=places.running[0]):
-                victim = places.preempt_last(now)
-                step.preempted_ids.add(victim.request_id)
-                if victim.request_id in places.parked:
-                    return  # its blocks come back when a copy to them has ended
-
-    def _schedule_running(self, step: StepBuilder, now: float) -> None:
-        running = self._places.running
-        meetings, progress = self._places.meetings, self._places.progress
-        allocate = self.manager.allocate_slots
-        index = 0
-        while index < len(running) and step.budget > 0:
-            request = running[index]
-            if meetings:
-                num_tokens = meetings.most_tokens(request, progress[request.request_id])
-            else:
-                num_tokens = (
-                    request.num_tokens_with_spec
-                    + request.num_output_placeholders
-                    - request.num_computed_tokens
-                )
-            if num_tokens == 0:  # it waits for a copy
-                index += 1
-                continue
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, self._chunk_limit, step.budget)
-            added = allocate(request, num_tokens)
-            while added is None:
-                if not self._make_room(request, step, now):
-                    return
-                added = allocate(request, num_tokens)
-            step.go_on(request, num_tokens, added)
-            index += 1
-
-    def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
-        """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
-        it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
-        to the blocks of whoever came last, and `request` waits for those."""
-        step.pressed = True
-        places = self._places
-        if places.give_up_last_load(spare=request):
-            return True
-        if places.running == [request]:
-            return False
-        victim = places.preempt_last(now)
-        step.preempted_ids.add(victim.request_id)
-        return victim is not request and victim.request_id not in places.parked
-
-    def _take_reports(self, worker_output: ConnectorWorkerOutput | None) -> None:
+    def _take_reports(
+        self, worker_output: ConnectorWorkerOutput | None, now: float
+    ) -> list[TokenOutput]:
+        """Requests whose loads have ended go on; or end, if they have failed and are to."""
         if self.connector is None:
-            return
+            return []
         places = self._places
+        failures: list[tuple[str, str]] = []
         reports = self.connector.update_from_worker(worker_output or ConnectorWorkerOutput())
         for request, report in places.parked.release(reports):
             places.put_loaded(request)
@@ -339,8 +305,17 @@ class Scheduler:
             if request.num_cached_tokens < 0:
                 request.cached_tokens_by_tier = dict(report.tokens_by_tier)
             places.counts["loads_failed"] += request.external_load_failed
+            if report.failure:
+                failures.append((request.request_id, report.failure))
         if reports:
             self._stalled = False
+        if not self._fails_with_load:
+            return []
+        ended = RequestStatus.FINISHED_ERROR
+        return [
+            self._writer.end(places.requests[request_id], ended, now, LOAD_FAILED.format(failure))
+            for request_id, failure in failures + places.meetings.broken()
+        ]
 
     def _land(self, scheduler_output: SchedulerOutput) -> None:
         """The step in flight has come back."""

@@ -86,11 +86,6 @@ def _offloading_size(called: str, value: Any) -> Meaning:
     return Meaning({"kv_offload_cpu_bytes": int(gibibytes * GIB)}, implied={"kv_offload": ("cpu",)})
 
 
-def _share(called: str, value: Any) -> None:
-    if not 0 < readers.number(called, value) <= 1:
-        raise ConfigError(f"{called} takes a share above 0 and up to 1, not {shown(value)}")
-
-
 def _no_log_stats(called: str, value: Any) -> Meaning:
     return Meaning({"log_stats": not readers.switch(called, value)})
 
@@ -104,19 +99,6 @@ ALIASES: Mapping[str, Alias] = {
     "prefix_caching_hash_algo": Alias(
         _renamed("block_hash", readers.one_of("sha256", "sha256_cbor")), "NAME"
     ),
-    "gpu_memory_utilization": Alias(
-        _without_effect(
-            _share, "it is a share of GPU memory; --kv-cache-memory-bytes sizes the KV pool"
-        ),
-        "SHARE",
-    ),
-    "kv_cache_dtype": Alias(
-        _only("auto", way="the KV pool has the type of the computation; choose it with --dtype"),
-        "TYPE",
-    ),
-    "load_format": Alias(
-        _only("auto", "safetensors", way="weights are read from safetensors files only"), "NAME"
-    ),
     "tensor_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
     "pipeline_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
     "tokenizer_mode": Alias(
@@ -127,9 +109,6 @@ ALIASES: Mapping[str, Alias] = {
     ),
     "trust_remote_code": Alias(
         _refused("no code of model repositories is run; leave it out, or use a built-in model")
-    ),
-    "enforce_eager": Alias(
-        _without_effect(readers.switch, "no graphs are captured, so none are switched off")
     ),
     "swap_space": Alias(
         _refused("blocks go to a tier below the KV pool; say --kv-offload cpu"), "GIB"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import OFFLOAD_TIERS
+from ..config import OFFLOAD_TIERS, REMOTE, has_tier
 from ..options import OPTIONS, flag_of
 from .schema import MODEL, SCHEMA
 
@@ -55,8 +55,8 @@ def hides(name: str, value: Any) -> Iterator[str]:
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
     elif name == "kv_offload":
-        for tier in OFFLOAD_TIERS:
-            if tier not in value:
+        for tier in (*OFFLOAD_TIERS, REMOTE):
+            if not has_tier(value, tier):
                 yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, parse_size
+from ..config import KV_CACHE_DTYPES, ConfigError, check_device, parse_size
 from ..nearest import did_you_mean
 from ..shown import shown
 
@@ -125,6 +125,16 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
         return str(value)
 
     return read
+
+
+def device(called: str, value: Any) -> str:
+    """`cpu`, `cuda` or one of several GPUs."""
+    return check_device(called, text(called, value))
+
+
+def kv_cache_dtype(called: str, value: Any) -> str:
+    """A type of the KV pool; `fp8` is what others call fp8_e4m3."""
+    return one_of(*KV_CACHE_DTYPES)(called, "fp8_e4m3" if value == "fp8" else value)
 
 
 def tiers(called: str, value: Any) -> tuple[str, ...]:

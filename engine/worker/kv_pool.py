@@ -12,14 +12,17 @@ import torch
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
 from ..config import MAX_BLOCKS, ConfigError
-from ..models.dtypes import compute_dtype
+from ..models.checkpoint import CPU
+from ..models.dtypes import pool_dtype
+
+SHARE_FLAG = "--gpu-memory-utilization"
 
 
 class KvPool:
     """`tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`,
     contiguous, zeroed; its pages are in memory when the constructor returns."""
 
-    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device = CPU) -> None:
         """Raises ConfigError where the memory cannot be had."""
         if num_blocks < 2:
             raise ConfigError(
@@ -27,7 +30,8 @@ class KvPool:
             )
         # Asked again, since the tiers may have taken theirs: what is promised beyond the memory
         # ends with the process being killed, not with an error.
-        _check_memory(layout, num_blocks)
+        if device.type == "cpu":
+            _check_memory(layout, num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (
@@ -39,12 +43,19 @@ class KvPool:
             layout.head_dim,
         )
         try:
-            self.tensor = torch.zeros(shape, dtype=compute_dtype(layout.kv_dtype))
+            self.tensor = torch.zeros(shape, dtype=pool_dtype(layout.kv_dtype), device=device)
         except RuntimeError as error:  # what torch raises when an allocation fails
+            flags = "--kv-cache-memory-bytes"
+            if device.type != "cpu":
+                flags += f", --num-blocks or {SHARE_FLAG}"
             raise ConfigError(
                 f"a KV pool of {num_blocks} blocks ({num_blocks * layout.page_bytes} bytes) does "
-                "not fit into memory; lower --kv-cache-memory-bytes"
+                f"not fit into {_memory_of(device)}; lower {flags}"
             ) from error
+
+
+def _memory_of(device: torch.device) -> str:
+    return "memory" if device.type == "cpu" else f"the memory of {device}"
 
 
 def num_blocks_in(layout: BlockLayout, memory_bytes: int) -> int:
@@ -52,12 +63,15 @@ def num_blocks_in(layout: BlockLayout, memory_bytes: int) -> int:
     return memory_bytes // layout.page_bytes
 
 
-def check_pool_size(layout: BlockLayout, num_blocks: int, max_model_len: int) -> None:
+def check_pool_size(
+    layout: BlockLayout, num_blocks: int, max_model_len: int, device: torch.device = CPU
+) -> None:
     """Raise ConfigError where one request of `max_model_len` tokens could never be computed, or
-    where the memory is not there. To be asked before anything is built for each block."""
+    where the host's memory is not there. To be asked before anything is built for each block."""
     needed = blocks_for_one_request(layout, max_model_len)
     if num_blocks >= needed:
-        _check_memory(layout, num_blocks)
+        if device.type == "cpu":
+            _check_memory(layout, num_blocks)
         return
     fits = max(num_blocks - 1, 0) * layout.block_size
     lower = f", or lower --max-model-len to {fits}" if fits else ""

@@ -2,28 +2,40 @@
 """Runs one step on the device: batch changes, copies, forward pass, sampling.
 
 Used by one thread. Knows nothing of queues, prefixes or tiers: the scheduler's output says what to
-compute and where, the connector moves blocks in and out of the pool around the forward pass.
+compute and where, the connector moves blocks in and out of the pool around the forward pass. A step
+waits for the device once, for the tokens that were sampled.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorWorker
-from ..models.attention import PagedAttention
 from ..models.decoder import Decoder
-from ..models.dtypes import compute_dtype, dtype_name
+from ..models.dtypes import compute_dtype, kv_dtype_name
+from ..models.elementwise import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-from .attention_metadata import AttentionPlanner, ranges
+from .attention_metadata import ranges
 from .block_table import BlockTable, IntArray, MultiGroupBlockTable
+from .device_runtime import DeviceRuntime
 from .input_batch import InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
+from .placement import Placement
 from .prompt_logprobs import PromptLogprobsCollector
+from .runtimes import check_room, make_forward, open_runtime, open_sizer
+from .step_inputs import StepInputs, step_order
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PLACEMENT = Placement()
 
 
 class ModelRunner:
@@ -35,31 +47,61 @@ class ModelRunner:
         path: Path,
         *,
         dtype: str,
-        num_blocks: int,
+        num_blocks: int | None,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         connector: KVConnectorWorker | None = None,
+        placement: Placement = DEFAULT_PLACEMENT,
+        runtime: DeviceRuntime | None = None,
+        progress: Callable[[str], None] = logger.info,
     ) -> None:
-        """Load the model under `path` and allocate everything a step needs.
+        """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
+        the pool takes what a GPU's memory has left; `runtime` is that of the placement's device.
 
         Raises ConfigError where the weights do not fit `spec`, or the pool cannot hold one request
         of `max_model_len` tokens.
         """
-        compute = compute_dtype(dtype)
-        layout = spec.layout(block_size, dtype_name(compute))
-        check_pool_size(layout, num_blocks, max_model_len)
-        self.model = Decoder.load(path, spec, max_model_len, compute)
-        self.pool = KvPool(layout, num_blocks)
+        device = placement.device
+        runtime = runtime or open_runtime(placement)
+        compute = compute_dtype(dtype, device.type)
+        layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
+        elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
+        load = partial(
+            Decoder.load, path, spec, max_model_len, compute, device, elementwise,
+            is_random=placement.random_weights,
+        )  # fmt: skip
+        check_room(spec, placement, compute)
+        if num_blocks is None:
+            sizer = open_sizer(placement)
+            self.model = load()
+            num_blocks = sizer.blocks(
+                self.model,
+                layout,
+                max_model_len=max_model_len,
+                max_tokens=max_num_batched_tokens,
+                max_requests=max_num_seqs,
+            )
+        else:
+            check_pool_size(layout, num_blocks, max_model_len, device)
+            self.model = load()
+        self.pool = KvPool(layout, num_blocks, device)
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks_per_row = -(-max_model_len // block_size)
         table = BlockTable(max_num_seqs, blocks_per_row, block_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
         self._requests: dict[str, WorkerRequest] = {}
-        self._planner = AttentionPlanner(layout, compute, max_model_len)
-        self._attention = PagedAttention(
-            self.pool.tensor, layout, spec.num_heads, self._planner.max_group_blocks
+        self._forward = make_forward(
+            runtime,
+            self.model,
+            self.pool,
+            placement,
+            compute,
+            max_model_len=max_model_len,
+            max_tokens=max_num_batched_tokens,
+            max_requests=max_num_seqs,
+            progress=progress,
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
@@ -136,7 +178,6 @@ class ModelRunner:
         token_rows = np.repeat(rows, counts)
         slots = batch.tables[0].slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        plan = self._planner.plan(batch.tables[0], rows, computed, counts, slots)
         # Only a request that reaches its last known token has something to sample from.
         ready = computed + counts == batch.num_tokens[rows]
         last = wanted = (np.cumsum(counts) - 1)[ready]
@@ -144,15 +185,12 @@ class ModelRunner:
         pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
         if pieces:
             wanted = np.concatenate([last, *[piece.rows for piece in pieces]])
+        launch = self._forward.prepare(
+            StepInputs(batch.tables[0], rows, computed, counts, token_ids, positions, slots, wanted)
+        )
         if self._connector is not None:
             self._connector.wait_before_forward()
-        hidden = self.model.forward(
-            torch.from_numpy(token_ids),
-            torch.from_numpy(positions),
-            self._attention,
-            plan,
-            torch.from_numpy(wanted),
-        )
+        hidden = launch()
         batch.num_computed[rows] += counts
         result.sampled_token_ids = {request_id: [] for request_id in scheduled}
         if len(last):
@@ -162,7 +200,7 @@ class ModelRunner:
             prompts.deliver(result)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
-        """Rows in ascending order and their token counts."""
+        """Rows in the order of the step, and their token counts."""
         rows = np.fromiter((self.batch.row_of[i] for i in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         total = int(counts.sum())
@@ -170,7 +208,7 @@ class ModelRunner:
             raise ValueError(
                 f"a step of {total} tokens is over the limit of {self.max_num_batched_tokens}"
             )
-        order = np.argsort(rows)
+        order = step_order(rows, counts)
         return rows[order], counts[order]
 
     def _sample(self, logits: torch.Tensor, rows: IntArray, result: ModelRunnerOutput) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..logprobs import PromptLogprobs
+from ..sampling.copies import to_device
 from ..sampling.logprobs import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput
 from .block_table import IntArray
@@ -105,7 +105,7 @@ class PromptLogprobsCollector:
                 end = min(begin + LOGITS_ROWS, stop)
                 tokens = wish.request.prompt_token_ids[begin + 1 : end + 1].astype(np.int64)
                 logits = self._logits(hidden[offset : offset + end - begin])
-                made = prompt_logprobs(logits, torch.from_numpy(tokens), wish.count)
+                made = prompt_logprobs(logits, to_device(tokens, logits.device), wish.count)
                 wish.entries[begin + 1 : end + 1] = made
                 offset += end - begin
 

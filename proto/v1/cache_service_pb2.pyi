@@ -11,14 +11,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    BLOCK_STATE_MISS: _ClassVar[BlockState]
+    BLOCK_STATE_UNSPECIFIED: _ClassVar[BlockState]
     BLOCK_STATE_HIT: _ClassVar[BlockState]
     BLOCK_STATE_PENDING: _ClassVar[BlockState]
     BLOCK_STATE_WANTED: _ClassVar[BlockState]
     BLOCK_STATE_KEPT: _ClassVar[BlockState]
     BLOCK_STATE_NO_ROOM: _ClassVar[BlockState]
     BLOCK_STATE_CORRUPT: _ClassVar[BlockState]
-BLOCK_STATE_MISS: BlockState
+BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_HIT: BlockState
 BLOCK_STATE_PENDING: BlockState
 BLOCK_STATE_WANTED: BlockState

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from stratakv.benchmarks.offload_report import PHASES, WARM_PHASES, Phase, Plan,
 from stratakv.benchmarks.report import Report, percentile
 from stratakv.benchmarks.served import Answer, ServedModel, ServerFailed
 from stratakv.engine.cli.main import main
+from stratakv.engine.config import ConfigError
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL
 
@@ -39,6 +42,20 @@ def test_every_phase_of_a_small_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cold / this" in capsys.readouterr().out
 
 
+def test_on_a_gpu_only_the_phases_are_measured() -> None:
+    def chosen(**given: Any) -> list[str]:
+        given = {"device": "cuda", "sections": None, "quick": False} | given
+        return offload.sections_for(argparse.Namespace(**given))
+
+    assert chosen() == chosen(sections="phases") == chosen(quick=True) == ["phases"]
+    assert len(chosen(device="cpu")) > 1
+    with pytest.raises(ConfigError, match="--sections convoy count processor seconds of a CPU"):
+        chosen(sections="phases,convoy")
+    words = replace(PLAN, device="cuda:1").serve_arguments(Path("ssd"))
+    assert words[words.index("--device") + 1] == "cuda:1"
+    assert words[words.index("--dtype") + 1] == "float32"
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
@@ -50,6 +67,8 @@ def test_every_phase_of_a_small_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--output-tokens", "0", "--output-tokens must be at least 1"),
         ("--block-size", "7", "--block-size takes a power of two"),
         ("--model", "/nowhere", "/nowhere is not a directory"),
+        ("--device", "tpu", "--device takes cpu or cuda"),
+        ("--device", "cuda:0,cuda:1", "names several GPUs"),
     ],
 )
 def test_a_plan_that_cannot_work(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -178,6 +179,13 @@ class Fake:
         return self.chances
 
 
+class Found:
+    """An engine of which nothing is asked but what it has found."""
+
+    def stats(self) -> dict[str, Any]:
+        return {"lookup_hits": {}}
+
+
 def fake(name: str = "plain", seconds: float = 1.0, asked: list[str] | None = None) -> Any:
     return Fake(name, seconds, [] if asked is None else asked)
 
@@ -201,6 +209,37 @@ def test_sides_take_turns() -> None:
 def test_the_ratio_is_the_median_of_ratios() -> None:
     runs = [[Run([], {}, seconds) for seconds in side] for side in ([4.0, 1.0, 2.0], [2.0] * 3)]
     assert Pairs(runs[0], runs[1]).cpu_ratio == 1.0
+
+
+def test_neighbours_are_compared_together() -> None:
+    def runs(*seconds: float) -> list[Run]:
+        return [Run([], {}, each, each) for each in seconds]
+
+    # Every second request is a hit, which costs a quarter: half of the pairs say nothing of a mix.
+    pairs = Pairs(runs(1, 4, 1, 4), runs(4, 4, 4, 4), window=2)
+    assert pairs.cpu_ratio == 8 / 5
+    assert pairs.figures(10)["window"] == 2
+
+
+def test_a_mix_has_its_share_of_hits_in_every_window(bench: offload_bench.Bench) -> None:
+    asked: list[bool] = []
+
+    class Noting(offload_bench.Bench):
+        def pairs(self, what: str, *others: Any) -> Pairs:
+            prompts_of, window = others[2], others[4]
+            asked.extend(prompts_of(number)[0][0] == "known" for number in range(3 * window))
+            return Pairs([Run([], {}, 1.0, 1.0)], [Run([], {}, 1.0, 1.0)])
+
+    for mix, (hits, window) in offload_scale.MIXES.items():
+        asked.clear()
+        sections._cell(
+            Noting(EMBEDDED_MODEL, bench.scratch, TINY, lambda _what: None),
+            "a cell", cast("Any", Found()), cast("Any", None), mix, 96,
+            itertools.repeat(cast("Any", ["known"])),
+        )  # fmt: skip
+        assert 100 * hits == mix * window
+        for start in range(2 * window):
+            assert sum(asked[start : start + window]) == hits
 
 
 def test_ties_are_counted_and_nothing_else() -> None:

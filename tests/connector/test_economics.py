@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 
 import pytest
@@ -182,15 +181,10 @@ def test_break_even_is_where_the_choice_changes() -> None:
     assert economics(ssd=(0.0, 1.0)).break_even_tokens("ssd") is None
 
 
-def test_the_estimates_are_plain_values_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        made = economics(ssd=(0.0, 1.0))
-        made.note_step(10, 0, 0.1)
-    [line] = caplog.messages
-    assert line == (
-        "loading beats computing a prompt, in tokens: from cpu from 16 on, from ssd never"
-    )
+def test_the_estimates_are_plain_values() -> None:
+    made = economics(ssd=(0.0, 1.0))
     figures = json.loads(json.dumps(made.stats()))
     assert figures["break_even_tokens"]["ssd"] is None
     assert figures["bytes_per_second"]["cpu"] == pytest.approx(BLOCK_BYTES / 1e-5)
+    assert figures["fixed_seconds"]["cpu"] == pytest.approx(1e-3)
     assert figures["prefill_tokens_per_second"] > 0

@@ -90,3 +90,18 @@ def test_a_lower_bound_alone_never_makes_a_link_quicker() -> None:
     assert link.seconds(10**6) == pytest.approx(2e-3)
     link.note(10**6, 1.0)
     assert link.seconds(10**6) > 2e-3
+
+
+def test_a_trial_is_believed_at_once_and_its_fixed_part_is_not() -> None:
+    link = LinkRate(1e-3, 1e9)
+    assert not link.is_measured
+    link.believe(10**8, 0.05)
+    assert link.is_measured
+    assert link.fixed_seconds == 1e-3
+    assert link.seconds(10**8) == pytest.approx(0.051)
+
+
+def test_a_first_sample_is_a_measurement_too() -> None:
+    link = LinkRate(1e-3, 1e9)
+    link.note(10**6, 1e-3, 1.0)
+    assert link.is_measured

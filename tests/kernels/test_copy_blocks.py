@@ -20,6 +20,7 @@ from stratakv.kernels.copy_blocks import (
     copy_blocks,
     gather_blocks,
     scatter_blocks,
+    transfer_blocks,
 )
 from stratakv.kernels.copy_blocks_launch import CHUNK_WORDS
 
@@ -351,3 +352,17 @@ def test_buffers_in_cpu_memory(device: torch.device) -> None:
         other = torch.zeros_like(pool)
         scatter_blocks(data, other, block_ids)
         assert torch.equal(as_bytes(other[block_ids]), as_bytes(pinned))
+
+
+@KERNELS
+def test_blocks_go_from_one_tensor_to_another(kernel: str, device: torch.device) -> None:
+    """The same numbers may stand on both sides: the tensors are two."""
+    source = torch.randint(0, 256, (5, 24), dtype=torch.uint8, device=device)
+    slots = torch.zeros(6, 32, dtype=torch.uint8, device=device)
+    target = slots[:, :24]  # slots that are longer than blocks
+    source_ids = torch.tensor([4, 0, 2, -1], device=device)
+    target_ids = torch.tensor([0, 2, 5, 1], device=device)
+    transfer_blocks(source, target, source_ids, target_ids, kernel=kernel)
+    expected = torch.zeros_like(slots)
+    expected[[0, 2, 5], :24] = source[[4, 0, 2]]
+    assert torch.equal(slots, expected)

@@ -38,15 +38,18 @@ NAMES = {2: "cudaErrorMemoryAllocation", 713: "cudaErrorHostMemoryNotRegistered"
 class RecordingLibrary:
     """The functions of libcudart that are used, with their signatures for one version."""
 
-    def __init__(self, version: int = 13000, code: int = 0) -> None:
+    def __init__(self, version: int = 13000, code: int = 0, driver: int = 13000) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.attributes: bytes = b""
         self.code = code
 
-        def get_version(number: Any) -> int:
-            number._obj.value = version
-            return 0
+        def version_of(value: int) -> Callable[[Any], int]:
+            def get_version(number: Any) -> int:
+                number._obj.value = value
+                return 0
+
+            return get_version
 
         def copy_batch(*arguments: Any) -> int:
             # CUDA 13 took the index of the failed copy out of the middle.
@@ -64,7 +67,8 @@ class RecordingLibrary:
             return self.code
 
         # Functions, because a method takes no `argtypes`.
-        self.cudaRuntimeGetVersion = get_version
+        self.cudaRuntimeGetVersion = version_of(version)
+        self.cudaDriverGetVersion = version_of(driver)
         self.cudaMemcpyBatchAsync = self._recording("copy", copy_batch)
         self.cudaHostRegister = self._recording("register", lambda *_: self.code)
         self.cudaHostUnregister = self._recording("unregister", lambda *_: self.code)
@@ -143,10 +147,27 @@ def test_a_failure_is_named_and_taken_from_the_runtime(version: int) -> None:
     assert library.names == ["copy", "name", "text", "last error"]
 
 
-@pytest.mark.parametrize(("version", "shown"), [(12060, "12.6"), (11080, "11.8")])
-def test_a_runtime_that_is_too_old(version: int, shown: str) -> None:
-    with pytest.raises(KernelRefused, match=rf"12\.8 or newer, and torch has loaded {shown};"):
-        CudaRuntime(RecordingLibrary(version))
+@pytest.mark.parametrize(
+    ("version", "driver", "message"),
+    [
+        (12060, 13000, r"CUDA runtime 12\.8 or newer, and torch has loaded 12\.6; install a newer"),
+        (11080, 13000, r"CUDA runtime 12\.8 or newer, and torch has loaded 11\.8; install a newer"),
+        (
+            12080,
+            12040,
+            r"a driver for CUDA 12\.8 or newer, and this one is for 12\.4; install a new",
+        ),
+        (13000, 0, r"a driver for CUDA 12\.8 or newer, and this one is for 0\.0; install a newer"),
+    ],
+)
+def test_versions_without_batches(version: int, driver: int, message: str) -> None:
+    library = RecordingLibrary(version, driver=driver)
+    runtime = CudaRuntime(library)
+    with pytest.raises(KernelRefused, match=f"batched copies need {message}"):
+        runtime.copy_batch(Batch([8], [16], [4]), STREAM)
+    assert library.calls == []
+    with PageLockedMemory(4096, runtime):
+        assert library.names == ["register"], "the rest is there"
 
 
 @pytest.mark.parametrize(

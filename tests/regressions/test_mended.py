@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The faults behind the pinned seeds, each in a few plain lines."""
+"""Faults that were found and mended, those behind the pinned seeds too, in a few lines each."""
 
 from __future__ import annotations
 
 import logging
+import random
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.block import pack_key
+from stratakv.tiers.breaker import LATE_ANSWERS
+from stratakv.tiers.fault_plan import parse_faults
+from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
 from ..connector.order_checker import RecordingDevice
 from ..connector.order_walk import LAYOUT, Role, Walk
+from ..simulation.clock import VirtualClock, virtual_time
 from ..simulation.small_slab import small_slab
 
 
@@ -55,3 +61,62 @@ def test_203883_a_refused_block_that_is_in_another_store_only() -> None:
         assert wanted not in write_back._dirty
     hierarchy.end_load(held)
     assert hierarchy.close(1.0)
+
+
+def faulty_hierarchy(faults: str) -> Hierarchy:
+    """Sixteen slots over a store that has the blocks 0 to 9, and its faults."""
+    inner = MemoryStore(LAYOUT, 10**6, name="ssd")
+    names = [pack_key(bytes([i]) * 32) for i in range(10)]
+    inner.store(names, [memoryview(bytearray(LAYOUT.page_bytes))] * 10).result(0)
+    store = FaultyStore(inner, parse_faults(faults))
+    slab = small_slab(LAYOUT, 16)
+    return Hierarchy(slab, [store], wakeup=lambda: None, watermark=1.0, read_seconds=0.5)
+
+
+def test_few_requests_to_a_store_that_hangs() -> None:
+    """Three late answers within a second opened the breaker, so requests that came more rarely
+    each waited for the deadline, and each left slots behind that nothing gave back."""
+    clock = VirtualClock()
+    with virtual_time(clock, random.Random(1)):
+        hierarchy = faulty_hierarchy("load:hang=1")
+        waited = 0
+        for number in range(10):
+            began = clock.now
+            ticket = hierarchy.begin_load([pack_key(bytes([number]) * 32)])
+            while not ticket.done():
+                clock.advance(0.1)
+                hierarchy.poll()
+            hierarchy.end_load(ticket)
+            waited += clock.now > began
+            clock.advance(5.0)
+            hierarchy.poll()
+        assert waited == LATE_ANSWERS
+        assert hierarchy.stats()["cpu"].reserved_blocks == LATE_ANSWERS
+        assert hierarchy.close(1.0)
+
+
+def test_reads_of_a_store_that_cannot_be_written_to() -> None:
+    """One breaker for both: writes that failed opened it and reads closed it, in turn for ever, and
+    what a read-only disk had was not to be had most of the time."""
+    hierarchy = faulty_hierarchy("store:error=1")
+    for number in range(100, 200):
+        hierarchy.end_store(hierarchy.begin_store([pack_key(bytes([number]) * 32)]), ok=True)
+        hierarchy.poll()
+    assert hierarchy.traffic()["ssd"].write_breaker == "open"
+    assert hierarchy.find([pack_key(bytes([3]) * 32)]).tiers == ["ssd"]
+    assert hierarchy.close(1.0)
+
+
+@pytest.mark.parametrize("faults", ["store:error=1", "store:hang=1"])
+def test_a_flush_into_a_store_that_takes_nothing(faults: str) -> None:
+    """It took all the time it was given, asking a hundred times a second."""
+    clock = VirtualClock()
+    with virtual_time(clock, random.Random(1)):
+        hierarchy = faulty_hierarchy(faults)
+        names = [pack_key(bytes([i]) * 32) for i in range(100, 110)]
+        hierarchy.end_store(hierarchy.begin_store(names), ok=True)
+        began, really_began = clock.now, time.monotonic()
+        assert not hierarchy.flush(300.0)
+        assert clock.now - began < 10.0
+        assert time.monotonic() - really_began < 5.0
+        assert hierarchy.close(1.0)

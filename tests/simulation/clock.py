@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from stratakv.tiers import hierarchy
+from stratakv.tiers import completions
 from stratakv.tiers.alarm import Alarm
 from stratakv.tiers.breaker import Breaker
 
@@ -97,7 +97,7 @@ class VirtualEvent:
 
 
 class _Threading:
-    """The part of `threading` that a hierarchy uses."""
+    """The part of `threading` that completions use."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.Event = functools.partial(VirtualEvent, clock)
@@ -117,5 +117,5 @@ def virtual_time(clock: VirtualClock, rng: random.Random) -> Iterator[None]:
             for name, part in real.items():
                 if module_name.startswith(PRODUCT) and vars(module).get(name) is part:
                     stack.enter_context(mock.patch.object(module, name, virtual[name]))
-        stack.enter_context(mock.patch.object(hierarchy, "threading", _Threading(clock)))
+        stack.enter_context(mock.patch.object(completions, "threading", _Threading(clock)))
         yield

@@ -22,7 +22,8 @@ from stratakv.tiers.errors import TierBusy, TierClosed, TierError
 from .clock import VirtualClock
 
 # How a store is at a time; what a mode does to a call is drawn anew for each.
-MODES = ("up", "slow", "hung", "down", "flaky", "full", "damaged")
+# What a store that hangs was asked goes on when it is back; of one that lost it, it does not.
+MODES = ("up", "slow", "hung", "lost", "down", "flaky", "full", "damaged")
 SOON_SECONDS, SLOW_SECONDS = 0.003, 0.6
 FLAKY = 0.3  # of the calls
 
@@ -63,6 +64,7 @@ class SimStore(StoreTier):
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._open: dict[Future[Any], _Call] = {}
         self._hung: list[_Call] = []
+        self._lost: list[_Call] = []
         self._closed = False
 
     def set_mode(self, mode: str) -> None:
@@ -72,6 +74,13 @@ class SimStore(StoreTier):
             hung, self._hung = self._hung, []
             for call in hung:
                 self._end_later(call)
+
+    def give_up_lost(self) -> None:
+        """What was lost ends at last, as everything must."""
+        lost, self._lost = self._lost, []
+        for call in lost:
+            if self._open.pop(call.future, None) is not None:
+                call.future.set_exception(TierError("the answer was lost"))
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         self._maybe_raise("lookup")
@@ -136,6 +145,8 @@ class SimStore(StoreTier):
         call = self._open[future] = _Call(future, finish)
         if self.mode == "hung":
             self._hung.append(call)
+        elif self.mode == "lost":
+            self._lost.append(call)
         else:
             self._end_later(call)
         return future

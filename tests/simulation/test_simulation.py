@@ -79,7 +79,7 @@ def test_the_lives_were_worth_living(seen: Counter[str]) -> None:
         assert seen[f"reused_tokens_{tier}"], tier
     for what in (*MODES, "ahead", "overtaken", "loads", "meetings", "preemptions", "ended_abort",
                  "ended_error", "store_copy", "load_copy", "partial", "unavailable",
-                 "loads_given_up"):  # fmt: skip
+                 "loads_given_up", "failed with its load"):  # fmt: skip
         assert seen[what], what
 
 
@@ -119,7 +119,7 @@ def ignore_overtaken(self: OffloadWorker, meta: ConnectorMetadata) -> None:
     start_step(self, meta)
 
 
-def believe_every_read(self: ReadUp, read: Read, answers: list[Answer]) -> None:
+def believe_every_read(self: ReadUp, read: Read, answers: list[Answer], fault: str) -> None:
     """A read that found nothing, or found it damaged, counts as good."""
     end_read(self, read, [Answer.HIT] * len(read.keys))
 

@@ -62,6 +62,7 @@ class TinyEngine(Engine):
         *,
         max_model_len: int,
         watermark: float = 0.0,
+        fails_with_load: bool = False,
         targets: Callable[[], set[int]] = set,
         pass_time: Callable[[], None] = lambda: None,
     ) -> None:
@@ -72,6 +73,7 @@ class TinyEngine(Engine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=parts.side,
+            fails_with_load=fails_with_load,
         )
         super().__init__(scheduler, slots=slots)  # type: ignore[arg-type]
         self.parts = parts

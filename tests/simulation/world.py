@@ -17,19 +17,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from stratakv.connector.economics import Choice
-from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.output import SchedulerOutput
-from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
+from stratakv.engine.scheduler.scheduler import LOAD_FAILED, RETRY_SECONDS
 from stratakv.tiers.admission import FILTERS, make_filter
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
-from stratakv.tiers.write_back import BATCHES_IN_FLIGHT
+from stratakv.tiers.writes import STALL_SECONDS
 
 from ..engine.scheduler.conftest import SIZE, reference
 from ..engine.scheduler.test_random_lives import check_invariants
+from .books import check_breakers, check_writes
 from .clock import VirtualClock, virtual_time
 from .device import SimDevice
 from .small_slab import small_slab
@@ -40,7 +41,10 @@ MAX_MODEL_LEN = 48
 # Of virtual time, for a request that meets every deadline there is.
 LIFE_SECONDS = 600.0
 IDLE_SECONDS, SHUTDOWN_SECONDS = 5.0, 30.0
+RECOVERY_SECONDS = 2.0
 MAX_STEPS = 20_000
+# Beside stores that take nothing: until they are given up, and what their closing may take.
+MOST_SHUTDOWN_SECONDS = STALL_SECONDS + CLOSE_SECONDS + 2.0
 # An engine that steps so often in a row without a token or a sleep is spinning.
 MAX_EMPTY_STEPS = 100
 
@@ -57,10 +61,12 @@ class World:
         self._trace = hashlib.sha256()
         self._show = show
         self._faulty = rng.random() < 0.8
+        self._fails_with_load = rng.random() < 0.2
         self._pass_seconds = rng.choice([0.0005, 0.003])
         self._token_seconds = rng.choice([1e-6, 1e-4, 1e-2])  # what the engine says of its prefill
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self._spoilt: set[str] = set()
+        self._calm_at = 0.0  # what is to befall the stores has befallen them
         self._woken = False
         self._empty_steps = 0
         size = MAX_MODEL_LEN - 1
@@ -108,6 +114,7 @@ class World:
             wakeup=signal.wake,
             watermark=rng.choice([0.25, 1.0]),
             read_seconds=rng.choice([0.05, 5.0]),
+            write_seconds=rng.choice([0.05, 15.0]),
             inclusive=rng.random() < 0.6,
             admission=make_filter(admission, 100),
         )
@@ -126,6 +133,7 @@ class World:
             self._config(),
             max_model_len=MAX_MODEL_LEN,
             watermark=rng.choice([0.0, 0.2]),
+            fails_with_load=self._fails_with_load,
             targets=lambda: self.device.targets,
             pass_time=lambda: clock.advance(self._pass_seconds),
         )
@@ -193,10 +201,11 @@ class World:
     def _swizzle(self) -> None:
         """All tiers go away one after the other, and come back one by one."""
         moment = self.clock.now
-        for mode in (self.rng.choice(["down", "hung"]), "up"):
+        for mode in (self.rng.choice(["down", "hung", "lost"]), "up"):
             for store in self.rng.sample(self.stores, len(self.stores)):
                 moment += self.rng.uniform(0.0, 0.5)
                 self.clock.at(moment, lambda s=store, m=mode: self._set_mode(s, m))  # type: ignore[misc]
+        self._calm_at = moment
 
     def _set_mode(self, store: SimStore, mode: str) -> None:
         store.set_mode(mode)
@@ -261,20 +270,26 @@ class World:
         slab = self.slab
         assert len(slab._free) + len(slab._slots) == slab.num_slots
         hierarchy = self.engine.parts.side._hierarchy
-        assert hierarchy._write_backs.in_flight <= BATCHES_IN_FLIGHT * len(self.stores)
+        check_writes(hierarchy)
 
     def _open(self) -> list[str]:
         return sorted(self.engine.scheduler.requests)
 
     def _end(self) -> None:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""
+        self.clock.advance(max(0.0, self._calm_at - self.clock.now))
         for store in self.stores:
             self._set_mode(store, "up")
+            store.give_up_lost()
+        healed = self.clock.now
         self._step()  # tells the worker who is gone
-        while self.engine.scheduler.has_runnable_work() or is_busy(
-            self.engine
-        ):  # asking may start some
+        while (
+            self.engine.scheduler.has_runnable_work()  # asking may start some
+            or is_busy(self.engine)
+            or self.clock.now <= healed + RECOVERY_SECONDS
+        ):
             self._turn()
+        check_breakers(self.engine.parts.side._hierarchy)
         check_nothing_left(self.engine)
         self._check_answers()
         assert self.engine.states == {}
@@ -282,9 +297,13 @@ class World:
             self.seen[name] += count
         for name, count in self.engine.scheduler.counts.items():
             self.seen[name] += count
+        broken = self._faulty and self.rng.random() < 0.5
+        for store in self.stores if broken else ():
+            self._set_mode(store, self.rng.choice(["down", "hung", "lost", "full"]))
         began = self.clock.now
         shut_down(self.engine, SHUTDOWN_SECONDS)
-        assert self.clock.now - began <= SHUTDOWN_SECONDS + 10.0
+        took = self.clock.now - began
+        assert took <= (MOST_SHUTDOWN_SECONDS if broken else SHUTDOWN_SECONDS), took
         assert not self.wrong, self.wrong
 
     def _check_answers(self) -> None:
@@ -293,7 +312,14 @@ class World:
             assert [output.finish_reason is not None for output in told].count(True) == 1
             expected = reference(text, count, MAX_MODEL_LEN)
             said = self.engine.said(name)
-            if name in self._spoilt:
+            error = told[-1].error or ""
+            if error.startswith(LOAD_FAILED.partition("{")[0]):
+                assert self._fails_with_load and told[-1].finish_reason == "error"
+                # A block may be displaced while it is being read.
+                assert self._faulty or "(missed)" in error, "nothing went wrong, and yet it failed"
+                self.seen["failed with its load"] += 1
+                assert said == expected[: len(said)], name
+            elif name in self._spoilt:
                 assert said == expected[: len(said)], name
             else:
                 assert said == expected, name

@@ -63,7 +63,8 @@ def test_reuse_admits_what_goes_on_and_refuses_what_does_not() -> None:
     assert not any(admission.admit(chain_of("a question", 40), 4010.0))
     assert all(admission.admit(chain_of("a chat", 10), 4010.0))
     # So long after the last use a chat is over.
-    assert not any(admission.admit(chain_of("a chat", 10), 5000.0))
+    admission.observe(chain_of("an old chat", 10), 4010.0)
+    assert not any(admission.admit(chain_of("an old chat", 10), 5000.0))
 
 
 def test_a_wrong_no_is_made_good_when_the_block_is_asked_for_again() -> None:
@@ -74,6 +75,18 @@ def test_a_wrong_no_is_made_good_when_the_block_is_asked_for_again() -> None:
     assert not any(admission.admit(question, 4020.0)), "not asked for since"
     admission.observe(question, 4030.0)
     assert all(admission.admit(question, 4040.0))
+
+
+def test_nothing_that_is_written_stands_behind_a_hole() -> None:
+    """Tails are lost first. What comes before an admitted one follows it, however late."""
+    admission = learned()
+    for name in ("a chat", "another"):
+        admission.observe(chain_of(name, 10), 4000.0)
+    chat, other = chain_of("a chat", 10)[::-1], chain_of("another", 10)[::-1]
+    assert all(admission.admit(chat[:3], 4010.0))
+    assert all(admission.admit(chat[3:7], 5000.0))
+    assert not any(admission.admit(other, 5000.0)), "of this one nothing was written"
+    assert all(admission.admit(chat[7:], 5010.0))
 
 
 def test_what_a_chat_left_behind_is_refused() -> None:

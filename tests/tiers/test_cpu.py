@@ -101,6 +101,18 @@ def test_a_known_key_is_not_reserved_again(slab: CpuSlab) -> None:
     assert slab.stats().dropped_stores == 0
 
 
+def test_touch_is_a_use_but_no_hit(slab: CpuSlab) -> None:
+    keys = make_keys(4)
+    slab.reserve(keys)
+    slab.commit(keys[:3], [True] * 3)
+    assert slab.keys() == [keys[2], keys[1], keys[0]]
+    slab.touch([keys[1], keys[2], keys[3], *make_keys(1, "unknown")])
+    assert slab.keys() == [keys[0], keys[2], keys[1]]
+    stats = slab.stats()
+    assert (stats.hits, stats.misses, stats.pinned_blocks) == (0, 0, 0)
+    slab.commit(keys[3:], [False])
+
+
 def test_pin_touches_the_tail_first(slab: CpuSlab) -> None:
     keys = make_keys(4)
     fill(slab, keys)

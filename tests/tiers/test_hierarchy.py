@@ -12,13 +12,15 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.look_up import FIRST_BLOCKS
+from stratakv.tiers.tickets import Prefix
 
 from .rig import LAYOUT, WAIT_SECONDS, Rig, keys, with_rig
 
 
 def test_a_stored_block_is_found_and_loaded(rig: Rig) -> None:
     rig.put(1, 2, 3)
-    assert rig.hierarchy.find(keys(1, 2, 9, 3)) == (["cpu", "cpu"], False)
+    assert rig.hierarchy.find(keys(1, 2, 9, 3)) == Prefix(["cpu", "cpu"], False)
     assert rig.get(1, 2, 3) == [0, 1, 2]
 
 
@@ -72,13 +74,13 @@ def test_blocks_being_read_may_be_joined_and_blocks_being_stored_are_pending(rig
     rig.store.hold_loads = True
     reading = rig.hierarchy.begin_load(keys(1))
     storing = rig.hierarchy.begin_store(keys(2))
-    assert rig.hierarchy.find(keys(1)) == (["ssd"], False)
-    assert rig.hierarchy.find(keys(5, 2)) == (["cpu"], True)
+    assert rig.hierarchy.find(keys(1)) == Prefix(["ssd"], False)
+    assert rig.hierarchy.find(keys(5, 2)) == Prefix(["cpu"], True)
     assert rig.finish(rig.hierarchy.begin_load(keys(5, 2, 1))) == [0]  # as far as it is known
     rig.hierarchy.end_store(storing, ok=False)
     rig.store.release()
     assert rig.finish(reading) == [0]
-    assert rig.hierarchy.find(keys(1)) == (["cpu"], False)
+    assert rig.hierarchy.find(keys(1)) == Prefix(["cpu"], False)
 
 
 @with_rig(read_seconds=0.05)
@@ -92,7 +94,7 @@ def test_a_late_read_fails_and_cannot_touch_a_slot_of_others(rig: Rig) -> None:
     assert time.monotonic() - began < 2.0
     assert rig.errors() == {"late": 1}
     # Nobody waits for it any more, and nobody joins it.
-    assert rig.hierarchy.find(keys(1)) == ([], False)
+    assert rig.hierarchy.find(keys(1)) == Prefix([], False)
     assert rig.get(1) == []
     # Its slots stay reserved however much room is needed.
     rig.put(*range(10, 40))
@@ -151,7 +153,7 @@ def test_a_look_up_that_fails_is_a_miss(rig: Rig) -> None:
         raise RuntimeError("a bug in a store")
 
     rig.store.fault = broken
-    assert rig.hierarchy.find(keys(1, 2)) == (["cpu"], False)
+    assert rig.hierarchy.find(keys(1, 2)) == Prefix(["cpu"], False)
     assert rig.get(1, 2) == [0]
     assert rig.errors()["RuntimeError"] == 2
     rig.store.fault = None
@@ -239,7 +241,44 @@ def test_without_a_store_the_slab_is_all_there_is() -> None:
     for number in range(8):
         hierarchy.end_store(hierarchy.begin_store(keys(number)), ok=True)
     assert not hierarchy.poll()
-    assert hierarchy.find(keys(7, 6, 0)) == (["cpu", "cpu"], False)
+    assert hierarchy.find(keys(7, 6, 0)) == Prefix(["cpu", "cpu"], False)
     assert set(hierarchy.stats()) == {"cpu"}
     assert hierarchy.flush(0.0)
     assert hierarchy.close(1.0)
+
+
+def test_a_poll_costs_nothing_while_nothing_happens(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratakv.tiers.hierarchy.POLL_SECONDS", 1000.0)
+    rig.put(1, 2)
+    asked: list[None] = []
+    free_slots = rig.slab.free_slots
+    monkeypatch.setattr(rig.slab, "free_slots", lambda: (asked.append(None), free_slots())[1])
+    rig.put(3)
+    assert asked
+    asked.clear()
+    assert not rig.hierarchy.poll() and not rig.hierarchy.poll()
+    assert not asked
+    rig.put_below(9)
+    rig.store.hold_loads = True
+    ticket = rig.hierarchy.begin_load(keys(9))
+    rig.hierarchy.poll()
+    rig.store.release()
+    assert rig.hierarchy.poll() and ticket.done()
+    assert rig.finish(ticket) == [0]
+
+
+def test_a_look_up_of_what_is_nowhere_asks_for_few_blocks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    lookup = rig.store.lookup
+    monkeypatch.setattr(
+        rig.store, "lookup", lambda keys: (asked.append(len(keys)), lookup(keys))[1]
+    )
+    assert rig.tiers(*range(1000)) == []
+    assert sum(asked) == FIRST_BLOCKS
+    rig.put_below(*range(900))
+    assert len(rig.tiers(*range(1000))) == 900
+    assert len(asked) < 10

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import pytest
+
 from stratakv.tiers.base import Answer
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy
@@ -131,3 +133,48 @@ def test_a_flush_does_not_write_down_what_was_forgotten(rig: Rig) -> None:
     assert rig.store.written == written
     assert rig.store.stats().blocks == 0
     rig.store.hold_stores = False
+
+
+def _full_rig() -> Rig:
+    """64 slots, each with a block that the store has; batches of 8."""
+    rig = Rig(64)
+    for number in range(64):
+        rig.put(number)
+    assert sorted(rig.store.written) == keys(*range(64))
+    return rig
+
+
+def test_a_batch_waits_to_be_full() -> None:
+    rig = _full_rig()
+    for number in range(64, 71):
+        rig.put(number)
+    assert len(rig.store.written) == 64
+    rig.put(71)
+    assert rig.store.batches[-1] == ("store", 8)
+    assert rig.store.written[64:] == keys(*range(64, 72))
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_batch_that_nothing_fills_goes_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratakv.tiers.write_backs.FILL_SECONDS", 0.05)
+    rig = _full_rig()
+    rig.woken.clear()
+    rig.put(64)
+    while rig.store.written[64:] != keys(64):
+        assert rig.woken.wait(WAIT_SECONDS), "no wake-up came"  # an earlier one may come first
+        rig.woken.clear()
+        rig.hierarchy.poll()
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_block_that_goes_next_is_written_at_once() -> None:
+    rig = _full_rig()
+    rig.put(64)
+    rig.get(*range(2, 64))
+    rig.put(65)  # in the place of 1; the next to go is 64
+    assert rig.store.written[64:] == keys(64, 65)
+    rig.hierarchy.poll()
+    rig.put(66)
+    assert rig.tiers(64) == ["ssd"]
+    assert rig.traffic().lost_blocks == 0
+    assert rig.hierarchy.close(WAIT_SECONDS)

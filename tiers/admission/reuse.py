@@ -8,9 +8,12 @@ shorter that is and the less is worth writing. Where almost everything will be u
 with the least chance is still left out.
 
 What was refused and is asked for again is admitted when it is lost next, whatever the model says of
-it, unless its conversation has gone on without it. Knows nothing of budgets (`../write_budget.py`),
-disks or threads. Blocks are remembered for four times the tier below, at least `MIN_BLOCKS` and no
-more than `MAX_BLOCKS`; one takes about 400 bytes.
+it, unless its conversation has gone on without it. What comes before an admitted block is admitted
+too, since a block behind a hole serves nobody.
+
+Knows nothing of budgets (`../write_budget.py`), disks or threads. Blocks are remembered for four
+times the tier below, at least `MIN_BLOCKS` and no more than `MAX_BLOCKS`; one takes about 400
+bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ class ReuseFilter(AdmissionFilter):
         self._model = ReuseModel()
         self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
         self._refused: OrderedDict[bytes, int] = OrderedDict()  # with its uses until then
+        # What stands directly before an admitted block. Tails are lost before their heads, so it is
+        # mostly still to come.
+        self._needed: OrderedDict[bytes, None] = OrderedDict()
         self._history = History(
             self._limit,
             self._model,
@@ -85,12 +91,17 @@ class ReuseFilter(AdmissionFilter):
                 self._low += STEP * (WORST - (chance < self._low))
             # A "no" that was wrong: asked for again.
             recalled = self._refused.pop(key, block.uses) < block.uses
-            admitted = worth or (recalled and run.name != LEFT_BEHIND)
+            needed = key in self._needed
+            self._needed.pop(key, None)
+            admitted = worth or needed or (recalled and run.name != LEFT_BEHIND)
             verdicts.append(admitted)
             if not admitted:
                 self._refused[key] = block.uses
-        while len(self._refused) > self._limit:
-            self._refused.popitem(last=False)
+            elif block.parent is not None:
+                self._needed[block.parent.key] = None
+        for names in (self._refused, self._needed):
+            while len(names) > self._limit:
+                names.popitem(last=False)
         self._written += sum(verdicts)
         return verdicts
 

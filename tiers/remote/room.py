@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..admission import AdmissionFilter
-from ..base import Answer, SlabTier, StoreTier, TierStats
+from ..base import Answer, StoreTier, TierStats
+from ..cpu import CpuSlab
 from ..errors import TierClosed
 from ..hierarchy import Hierarchy
 from ..leases import Lease, Leases
 from ..read_up import LoadTicket
 from ..tickets import StoreTicket
 from .key_salt import KeySalt
-from .wire import State, block_tag
+from .wire import NO_TAG, State, Tagger
 
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
@@ -53,6 +54,7 @@ class Loan:
 
     keys: list[bytes]
     slots: list[int | None]
+    stored: list[bytes]
     ticket: LoadTicket
 
 
@@ -72,7 +74,7 @@ class Room:
 
     def __init__(
         self,
-        slab: SlabTier,
+        slab: CpuSlab,
         stores: Sequence[StoreTier],
         salt: KeySalt,
         *,
@@ -83,7 +85,7 @@ class Room:
         self._slab = slab
         self._stores = list(stores)
         self._salt = salt
-        self._layout_id = slab.layout.layout_id()
+        self.tagger = Tagger(slab.layout.layout_id(), slab.layout.page_bytes)
         self._changed = threading.Condition()
         self._woken = threading.Event()
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
@@ -111,6 +113,11 @@ class Room:
         """Blocks refused since the start because their bytes did not match their tag."""
         return self._corrupt_blocks
 
+    @property
+    def memory_fd(self) -> int:
+        """The memfd whose slots the tenant's processes on this host may map."""
+        return self._slab.fd
+
     def buffer(self, slot: int) -> memoryview:
         """The payload bytes of a slot that a loan or an intake names."""
         return self._slab.buffer(slot)[: self.page_bytes]
@@ -136,7 +143,7 @@ class Room:
             # A key given twice is read once.
             ticket = self._hierarchy.begin_load(list(dict.fromkeys(known)))
             self._hierarchy.poll()
-        return Loan(list(keys), [None] * len(keys), ticket)
+        return Loan(list(keys), [None] * len(keys), stored, ticket)
 
     def wait(self, loan: Loan, deadline: float) -> None:
         """Wait until the blocks of a loan are in their slots, until `deadline` (monotonic) at the
@@ -148,7 +155,7 @@ class Room:
             if not loan.ticket.done():
                 return
             places = dict(zip(loan.ticket.keys, loan.ticket.slots, strict=True))
-            loan.slots = [places.get(key) for key in self._salt.stored(loan.keys)]
+            loan.slots = [places.get(key) for key in loan.stored]
 
     def end_load(self, loan: Loan) -> None:
         """Let go of the blocks. Idempotent."""
@@ -157,14 +164,20 @@ class Room:
                 self._hierarchy.end_load(loan.ticket)
                 self._hierarchy.poll()
 
-    def tag(self, key: bytes, slot: int) -> bytes:
-        """The tag of a block that a loan holds. Hashes the block where no tag came with it."""
-        (stored,) = self._salt.stored((key,))
-        known = self._tags[slot]
-        if known is None or known[0] != stored:
-            known = stored, block_tag(key, self._layout_id, self.buffer(slot))
-            self._tags[slot] = known
-        return known[1]
+    def tags(self, loan: Loan) -> list[bytes]:
+        """The tag of each block of a loan; nothing but zeros for a miss. Hashes those whose tag
+        did not come with them."""
+        tags = []
+        for key, stored, slot in zip(loan.keys, loan.stored, loan.slots, strict=True):
+            if slot is None:
+                tags.append(NO_TAG)
+                continue
+            known = self._tags[slot]
+            if known is None or known[0] != stored:
+                known = stored, self.tagger.tag(key, self.buffer(slot))
+                self._tags[slot] = known
+            tags.append(known[1])
+        return tags
 
     def begin_store(self, keys: Sequence[bytes]) -> Intake:
         """Slots for those blocks that are not here. PENDING: another is storing it now."""
@@ -230,7 +243,7 @@ class Room:
         bytes that came without being hashed on the way."""
         result = []
         for key, slot, tag in zip(intake.keys, intake.slots, tags, strict=True):
-            good = slot is not None and tag == block_tag(key, self._layout_id, self.buffer(slot))
+            good = slot is not None and tag == self.tagger.tag(key, self.buffer(slot))
             result.append(tag if good else None)
         return result
 
@@ -263,9 +276,7 @@ class Room:
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
-            pinned = self._slab.pin(stored)
-            there = [key for key, slot in zip(stored, pinned, strict=True) if slot is not None]
-            self._slab.unpin(there)
+            self._slab.touch(stored)
             for store in self._stores:
                 store.touch(stored)
 

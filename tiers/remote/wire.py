@@ -17,7 +17,7 @@ or over a Unix socket, where the server hands out the tenant's memory and only s
     COMMIT   lease, n tags                    reply: a state for each; ends the lease. n is the
                                               number of WANTED; a tag of zeros gives the slot back
 
-    block    payload of page_bytes, then its tag (`block_tag`)
+    block    payload of page_bytes, then its tag (`Tagger`)
 
 All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
 send a request before the reply to the last; replies come in the order of requests. Whatever does
@@ -34,7 +34,7 @@ from typing import NamedTuple
 import xxhash
 
 from ..block import KEY_BYTES
-from ..record import RecordHeader, encode_header
+from ..record import KEY_OFFSET, RecordHeader, encode_header
 
 MAGIC = b"STRKVDAT"
 VERSION = 1
@@ -51,6 +51,10 @@ GREETING = struct.Struct("<8sHHI32s")  # magic, version, zero, zero, ticket
 WELCOME = struct.Struct("<8sHHI16sQQQ")  # magic, version, status, zero, boot id, see Welcome
 REQUEST = struct.Struct("<BBHIQQ")  # verb, zero, zero, count, number, argument
 REPLY = struct.Struct("<BBHIQQ")  # verb, status, zero, blocks, number, argument
+
+
+_PART_BYTES = 8 * 1024**2
+_PART_SHARE = 8
 
 
 class WireError(Exception):
@@ -194,27 +198,34 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
-def block_tag(key: bytes, layout_id: bytes, payload: memoryview) -> bytes:
-    """The 16 bytes that follow a block: the checksum of the record header that names key, layout
+def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
+    """How many blocks of a batch are held at a time: enough to hide a round trip or a seek behind a
+    transfer, and a small share of the room's memory, so that blocks from the disk find slots."""
+    return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
+
+
+class Tagger:
+    """Makes tags of blocks of one layout: the checksum of the record header that names key, layout
     and length (generation 0), and of the payload. Who expects another key finds another tag."""
-    header = RecordHeader(key, layout_id, payload.nbytes, 0)
-    return encode_header(header, payload)[-TAG_BYTES:]
 
+    def __init__(self, layout_id: bytes, payload_bytes: int) -> None:
+        header = RecordHeader(bytes(KEY_BYTES), layout_id, payload_bytes, 0)
+        checked = encode_header(header, b"")[:-TAG_BYTES]
+        self._before = xxhash.xxh3_128(checked[:KEY_OFFSET])
+        self._after = checked[KEY_OFFSET + KEY_BYTES :]
 
-class TagHasher:
-    """`block_tag` of a payload that comes in parts, so that each is hashed while it is warm."""
+    def begin(self, key: bytes) -> xxhash.xxh3_128:
+        """A hasher that the payload follows, in as many parts as it comes in; its digest is then
+        the tag. So each part can be hashed while it is warm."""
+        hasher = self._before.copy()
+        hasher.update(key + self._after)
+        return hasher
 
-    def __init__(self, key: bytes, layout_id: bytes, payload_bytes: int) -> None:
-        header = RecordHeader(key, layout_id, payload_bytes, 0)
-        self._hasher = xxhash.xxh3_128(encode_header(header, b"")[:-TAG_BYTES])
-
-    def update(self, part: memoryview) -> None:
-        """The next bytes of the payload."""
-        self._hasher.update(part)
-
-    def tag(self) -> bytes:
-        """The tag of all parts so far."""
-        return self._hasher.digest()
+    def tag(self, key: bytes, payload: memoryview) -> bytes:
+        """The tag of a whole block."""
+        hasher = self.begin(key)
+        hasher.update(payload)
+        return hasher.digest()
 
 
 def _status(status: int) -> Status:

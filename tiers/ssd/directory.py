@@ -21,14 +21,15 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import TierConfigError
+from ..errors import TierConfigError, TierDown
 from .space import SpacePlan
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
 
 class StoreDirectory:
-    """Holds the lock until `close`. Raises TierConfigError with cause and cure.
+    """Holds the lock until `close`. Raises TierConfigError with cause and cure, TierDown where the
+    path cannot be written to at present.
 
     With `create` false a directory that is no store is refused.
     """
@@ -54,7 +55,7 @@ class StoreDirectory:
                 "another path or remove that file"
             ) from None
         except OSError as error:
-            raise TierConfigError(
+            raise TierDown(
                 f"the SSD tier cannot write to {self.path} ({error.strerror}); use another path "
                 "or change its permissions"
             ) from error

@@ -20,7 +20,7 @@ import lmdb
 from ..base import TierStats
 from ..block import BlockLayout
 from ..codecs.base import Codec
-from ..errors import TierConfigError
+from ..errors import TierConfigError, TierDown
 from . import guard
 from .directory import StoreDirectory
 from .identity_file import Note, make_note, read_note, write_note
@@ -72,7 +72,8 @@ def open_store(
     scan_timeout_seconds: float,
     codec: Codec | None = None,
 ) -> OpenedStore:
-    """Raises TierConfigError with cause and cure, and then leaves nothing open."""
+    """Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
+    leaves nothing open."""
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
     wanted = _identity(layout, namespace, codec)
@@ -106,7 +107,8 @@ def open_store(
             epoch = index_file.next_epoch(note.epoch if note else None)
             write_note(directory.path, make_note(wanted, layout.page_bytes, epoch))
         except (OSError, lmdb.Error, IndexDamaged) as error:
-            raise TierConfigError(
+            kind = TierDown if isinstance(error, OSError | lmdb.DiskError) else TierConfigError
+            raise kind(
                 f"the SSD tier cannot use {directory.path} ({error}); use another path or make "
                 "room there"
             ) from error

@@ -147,25 +147,23 @@ class Reader:
     def _read(self, parts: Sequence[Part], scratch: Scratch) -> list[Outcome]:
         """Read neighbours at once; one by one what that did not bring, so that a bad sector or
         the end of a truncated file costs the neighbours nothing."""
-        outcomes: list[Outcome] = []
         try:
-            whole = self._read_records(parts, scratch)
+            payloads = [part.payload for part in parts]
+            whole = self._state.slot_file.read(parts[0].entry.slot, payloads, scratch)
         except OSError as error:
             if len(parts) == 1:
                 return [error]
             whole = 0
-        for index, part in enumerate(parts[:whole]):
-            outcomes.append(self._verify(part, scratch.headers[index]))
+        outcomes: list[Outcome] = [
+            self._verify(part, header)
+            for part, header in zip(parts[:whole], scratch.headers, strict=False)
+        ]
         rest = parts[whole:]
         if len(parts) == 1 and rest:
             return [Defect.SHORT]
         for part in rest:
             outcomes += self._read([part], scratch)
         return outcomes
-
-    def _read_records(self, parts: Sequence[Part], scratch: Scratch) -> int:
-        payloads = [part.payload for part in parts]
-        return self._state.slot_file.read(parts[0].entry.slot, payloads, scratch)
 
     def _verify(self, part: Part, header: memoryview) -> Defect | None:
         return check_record(header, part.payload, self._state.header_of(part.entry))

@@ -83,6 +83,10 @@ class SlotIndex:
     def keys(self) -> list[bytes]:
         return list(self._slots)
 
+    def coldest_slots(self, limit: int) -> list[int]:
+        """Up to `limit` slots in use, those first whose last use is longest ago."""
+        return list(islice(self._recency, limit))
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note the use of known keys, given head first: of a chain the tail is evicted first."""
         for key in reversed(list(keys)):

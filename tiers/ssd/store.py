@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from ..base import Answer, StoreTier, TierStats
+from ..base import Answer, ReadSample, StoreTier, TierStats
 from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from .opening import open_store
 from .reader import Part, Reader
 from .state import Job
+from .trial_read import TRIAL_BYTES, trial_read
 from .writer import Writer
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class SsdStore(StoreTier):
         )
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes
+        self._io_threads = io_threads
         self._reader = Reader(self._state, io_threads, codec)
         self._writer = Writer(
             self._state,
@@ -145,6 +147,13 @@ class SsdStore(StoreTier):
         with self._state.lock:
             index = self._state.index
             index.touch([key for key in keys if key in index])
+
+    def trial_read(self, seconds: float) -> ReadSample | None:
+        with self._state.lock:
+            if self._closed:
+                return None
+            slots = self._state.index.coldest_slots(max(1, TRIAL_BYTES // self.layout.slot_bytes))
+        return trial_read(self._state.slot_file, self.layout, slots, self._io_threads, seconds)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._state.lock:

@@ -10,22 +10,27 @@ The order of a batch is what makes the store safe at any moment of a crash or po
 A slot that no row names is free, so nothing has to be repaired at the start. While one batch is
 synced and committed, the records of the next are written already:
 
-    batch 1   write ───────── sync, commit
-    batch 2            write ─────────────── sync, commit
+    batch 1   write ──── sync, commit
+    batch 2         write ───       │
+    batch 3             write ───── sync, commit
+
+Batches that were written while another one was synced and committed are ended together: a flush
+stands in the disk's queue behind what is being written, and one for all costs no more than one for
+each.
 
 Why the order holds although batches overlap:
 - Only this thread gives out slots and commits rows. A slot becomes free after the commit that
   removed its row has returned, and belongs to its batch until that batch is settled; so whatever
   is being written, no row on the disk and no reader means it, at any point of another batch.
 - The rows of a batch are in no commit before a sync that began after the last write of the batch
-  had returned. A sync that ran while the next batch was being written is not counted for that one.
+  had returned. A sync that ran while another batch was being written is not counted for that one.
 - The kernel reports a failed sync once. What was being written meanwhile may be lost as well, so
-  all batches under way are given up together with the one that was synced.
+  all batches under way are given up together with those that were synced.
 
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
 offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
 many batches at once. Steps 1 to 3 keep their order, so a power cut may lose what was acknowledged
-in the last `SYNC_SECONDS`, but leaves no row without its record.
+in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
 
 Knows nothing of how blocks are read.
 """
@@ -35,13 +40,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 
 from ..codecs.base import Codec
 from .index_file import IndexFile
 from .io_pool import GRACE_SECONDS
+from .offered import OfferedBlocks
 from .record_writer import Batch, Placed, RecordWriter
-from .row_writer import ROWS_PER_COMMIT, RowWriter
+from .row_writer import RowWriter
 from .slot_index import Entry
 from .state import Job, StoreState
 from .write_queue import Write, WriteQueue
@@ -50,7 +57,6 @@ BATCH_BYTES = 64 * 1024**2  # a sync for each costs nothing measurable beside wr
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
-SYNC_SECONDS = 2.0  # of a store that is not durable: the most that a power cut takes
 
 _EPOCH_SHIFT = 32
 
@@ -71,15 +77,13 @@ class Writer:
         self.queue = WriteQueue()
         self._state = state
         self._durable = durable
-        self._rows = RowWriter(state, index_file, self._slots_left)
+        self._offered = OfferedBlocks()  # always empty where the store is durable
+        self._rows = RowWriter(state, index_file, self._offered.slots_left)
         # Generations are unique over all openings: the epoch above, a count of writes below.
         self._generation = epoch << _EPOCH_SHIFT
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
         self._flying: deque[Batch] = deque()  # begun and not settled, the oldest first
         self._failed_syncs = 0
-        # Offered, but not synced and committed: by slot, of one batch the head last.
-        self._uncommitted: dict[int, Entry] = {}
-        self._sync_at = 0.0
         self._last_end = time.monotonic()
         self._work = threading.Condition(state.lock)
         self._records = RecordWriter(state, io_threads, codec, self._work.notify)
@@ -116,7 +120,7 @@ class Writer:
         self._rows.write_last_uses(self._stop_at or 0.0)
 
     def _step(self) -> bool:
-        """Begin the next batch or end the oldest, whichever can be done first; False after the
+        """Begin the next batch or end the oldest ones, whichever can be done first; False after the
         last one. Keeps no view of a buffer when it returns, but those of batches under way."""
         writes, is_closing = self._next_writes()
         if writes:
@@ -125,8 +129,8 @@ class Writer:
             self._tidy()
             return not is_closing
         elif self._flying[0].is_written():
-            self._end_oldest()
-        if self._is_sync_due():
+            self._end_written()
+        if self._offered.is_due():
             self._commit_offered()
         return True
 
@@ -150,7 +154,7 @@ class Writer:
 
     def _patience(self) -> float:
         """Seconds until something is to be done though nobody asks for it."""
-        return max(0.0, self._sync_at - time.monotonic()) if self._uncommitted else IDLE_SECONDS
+        return self._offered.seconds_left() if self._offered else IDLE_SECONDS
 
     def _begin(self, writes: list[Write]) -> Batch:
         """Have the blocks written, as far as there are slots. Their buffers are in use from here
@@ -174,7 +178,7 @@ class Writer:
             with self._state.lock:
                 self._state.index.give_back(slots)
                 self._work.wait_for(self._flying[0].is_written)
-            self._end_oldest()
+            self._end_written()
             slots = self._take_slots(len(wanted))
         return [
             (write, Entry(write.key, slot, self._next_generation()))
@@ -194,45 +198,49 @@ class Writer:
                 slots = sorted(slots + index.allocate(count - len(slots)))
         return slots
 
-    def _end_oldest(self) -> None:
-        """Bring the oldest batch, which is written, to its end."""
-        batch = self._flying[0]
-        kept: list[Placed] = []
+    def _end_written(self) -> None:
+        """Bring the oldest batches, as far as they are written, to their end."""
+        batches = list(takewhile(Batch.is_written, self._flying))
+        kept: list[list[Placed]] = [[] for _ in batches]
         try:
-            kept = self._keep(batch)
+            kept = self._keep(batches)
         except Exception as error:  # noqa: BLE001 - the thread and the futures must go on
             self._state.count_fault(error)
-        self._flying.popleft()
-        self._settle(batch, kept)
+        for batch, blocks in zip(batches, kept, strict=True):
+            self._flying.popleft()
+            self._settle(batch, blocks)
 
-    def _keep(self, batch: Batch) -> list[Placed]:
-        """The blocks that may be offered now: all that were written, or, where sync or commit
-        fails, none."""
-        written = [batch.placed[position] for position in sorted(batch.written)]
-        if batch.failed_syncs != self._failed_syncs:
-            return []
-        entries = [entry for _, entry in written]
+    def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
+        """The blocks of each batch that may be offered now: all that were written, or, where sync
+        or commit fails, none."""
+        nothing: list[list[Placed]] = [[] for _ in batches]
+        written = [
+            [batch.placed[position] for position in sorted(batch.written)]
+            if batch.failed_syncs == self._failed_syncs
+            else []
+            for batch in batches
+        ]
         if not self._durable:
-            if not self._uncommitted:
-                self._sync_at = time.monotonic() + SYNC_SECONDS
-            self._uncommitted.update((entry.slot, entry) for entry in reversed(entries))
+            for blocks in written:
+                self._offered.add([entry for _, entry in blocks])
             return written
+        # The newest batch first, each head first: the order in which rows say who was used last.
+        entries = [entry for blocks in reversed(written) for _, entry in blocks]
         if not self._sync(entries):
-            return []
+            return nothing
         if not self._rows.commit(entries):
-            # Whether the rows are on the disk nobody knows, so their slots are not simply free.
-            with self._state.lock:
-                self._state.index.keep_leaving(entries)
-                self._woken = True
-            unsure = {id(entry) for entry in entries}
-            batch.placed = [each for each in batch.placed if id(each[1]) not in unsure]
-            return []
+            self._doubt(batches, entries)
+            return nothing
         return written
 
-    def _is_sync_due(self) -> bool:
-        return len(self._uncommitted) >= ROWS_PER_COMMIT or (
-            bool(self._uncommitted) and time.monotonic() >= self._sync_at
-        )
+    def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
+        """Whether their rows are on the disk nobody knows, so their slots are not simply free."""
+        with self._state.lock:
+            self._state.index.keep_leaving(entries)
+            self._woken = True
+        unsure = {id(entry) for entry in entries}
+        for batch in batches:
+            batch.placed = [each for each in batch.placed if id(each[1]) not in unsure]
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
         """False where it fails: what then is on the disk nobody knows."""
@@ -248,30 +256,20 @@ class Writer:
     def _commit_offered(self) -> None:
         """Of a store that is not durable: bring to the disk what is offered already, or forget it
         where that fails."""
-        # The newest batch first, each head first: the order in which rows say who was used last.
-        entries = list(reversed(self._uncommitted.values()))
+        entries = self._offered.take()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
-            self._uncommitted.clear()
             return
-        self._uncommitted.clear()
         with self._state.lock:
             for entry in entries:
                 self._state.index.forget(entry)
             self._woken = True
 
-    def _slots_left(self, entries: Iterable[Entry]) -> None:
-        """Slots are free for others, so no row may be committed for what they held."""
-        for entry in entries:
-            held = self._uncommitted.get(entry.slot)
-            if held is not None and held.generation == entry.generation:
-                del self._uncommitted[entry.slot]
-
     def _tidy(self) -> None:
         """With nothing to write: remove what left and note who was used."""
         self._rows.remove_leaving()
-        if not self._uncommitted:
+        if not self._offered:
             self._rows.commit([])
-        elif self._is_sync_due():
+        elif self._offered.is_due():
             self._commit_offered()
 
     def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...worker.block_table import IntArray
+from ..copies import to_device
 
 
 class Entries(NamedTuple):
@@ -23,19 +24,19 @@ class Entries(NamedTuple):
     token_ids: Tensor
 
 
-def entries_of(parts: Sequence[tuple[int, IntArray]]) -> Entries:
-    """The positions of `(index of a row, token ids there)`."""
+def entries_of(parts: Sequence[tuple[int, IntArray]], device: torch.device) -> Entries:
+    """The positions of `(index of a row, token ids there)`, on the device of the logits."""
     sizes = [len(ids) for _, ids in parts]
     indices = np.repeat(np.array([index for index, _ in parts], np.int64), sizes)
     token_ids = np.concatenate([np.empty(0, np.int64), *(ids for _, ids in parts)])
-    return Entries(torch.from_numpy(indices), torch.from_numpy(token_ids))
+    return Entries(to_device(indices, device), to_device(token_ids, device))
 
 
 def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
     """Make these tokens impossible, in place."""
     if parts:
-        banned = torch.tensor(-torch.inf, dtype=logits.dtype)
-        logits.index_put_(tuple(entries_of(parts)), banned)
+        banned = logits.new_full((), -torch.inf)
+        logits.index_put_(tuple(entries_of(parts, logits.device)), banned)
     return logits
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ...worker.batch_update import AddedRow
 from ...worker.block_table import IntArray
+from ..copies import to_device
 from .entries import entries_of
 from .stateful import StatefulProcessor
 
@@ -32,8 +32,10 @@ class LogitBias(StatefulProcessor[Biases]):
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         asked = self._states.of(rows)
         if asked:
-            entries = entries_of([(index, biases.token_ids) for index, biases in asked])
-            values = torch.from_numpy(np.concatenate([biases.values for _, biases in asked]))
+            parts = [(index, biases.token_ids) for index, biases in asked]
+            entries = entries_of(parts, logits.device)
+            added = np.concatenate([biases.values for _, biases in asked])
+            values = to_device(added, logits.device)
             logits.index_put_(tuple(entries), values.to(logits.dtype), accumulate=True)
         return logits
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...worker.batch_update import AddedRow, BatchUpdate
 from ...worker.block_table import IntArray
+from ..copies import to_device
 from ..row_states import RowValues
 from .base import LogitsProcessor, ProcessorContext
 
@@ -42,10 +43,10 @@ class MinP(LogitsProcessor):
         asked = np.flatnonzero(log_shares > -np.inf)
         if len(asked) == 0:
             return logits
-        shares = torch.from_numpy(log_shares[asked])[:, None].to(logits.dtype)
+        shares = to_device(log_shares[asked][:, None], logits.device).to(logits.dtype)
         if len(asked) == len(rows):
             return _keep_likely(logits, shares)
-        index = torch.from_numpy(asked)
+        index = to_device(asked, logits.device)
         logits[index] = _keep_likely(logits[index], shares)
         return logits
 

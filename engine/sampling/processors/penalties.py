@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...worker.batch_update import AddedRow
 from ...worker.block_table import IntArray
+from ..copies import to_device
 from .entries import entries_of
 from .stateful import StatefulProcessor
 
@@ -92,12 +93,13 @@ class Penalties(StatefulProcessor[SeenTokens]):
         seen = [tokens for _, tokens in asked]
         for tokens in seen:
             tokens.count_new()
-        entries = entries_of([(index, tokens.token_ids) for index, tokens in asked])
+        device = logits.device
+        entries = entries_of([(index, tokens.token_ids) for index, tokens in asked], device)
         values = logits[tuple(entries)]
         repetition, subtracted = _by_entry(seen)
-        divisor = torch.from_numpy(repetition).to(values.dtype)
+        divisor = to_device(repetition, device).to(values.dtype)
         values = torch.where(values > 0, values / divisor, values * divisor)
-        values -= torch.from_numpy(subtracted).to(values.dtype)
+        values -= to_device(subtracted, device).to(values.dtype)
         # A tiny divisor overflows (0 is never divided, so there is no 0 / 0), and an infinite logit
         # would leave no distribution to draw from.
         values.clamp_(max=torch.finfo(values.dtype).max)

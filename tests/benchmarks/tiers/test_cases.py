@@ -4,42 +4,67 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stratakv.benchmarks.report import Report
 from stratakv.benchmarks.tiers import checksum_case, codec_case, disk_limit
-from stratakv.benchmarks.tiers.contest import Contest, Outcome, WrongWork, take_rounds
+from stratakv.benchmarks.tiers.command import Results
+from stratakv.benchmarks.tiers.contest import (
+    Contest,
+    Outcome,
+    WrongWork,
+    quartiles,
+    take_rounds,
+)
 from stratakv.benchmarks.tiers.gates import Gate
 from stratakv.benchmarks.tiers.index_case import IndexCase
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
 from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.tiers import record
+from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.ssd import SsdStore, reader
 
 
-def test_both_sides_take_turns() -> None:
+def test_both_sides_take_turns_after_a_warm_up() -> None:
     seen: list[str] = []
 
     def noting(name: str, rates: list[float]) -> float:
         seen.append(name)
-        return rates.pop()
+        return rates.pop(0)
 
-    ours, limits = [4.0, 1.0, 3.0], [2.0, 1.0, 2.0]
+    ours, limits = [90.0, 3.0, 1.0, 4.0], [90.0, 2.0, 1.0, 2.0]
     contest = Contest(
         "one", "bytes/s", "other", lambda: noting("a", ours), lambda: noting("b", limits)
     )
     outcome = take_rounds(contest, 3)
-    assert "".join(seen) == "ab" + "ba" + "ab"
-    assert outcome.ratio == 1.5, "the median of 3/2, 1/1 and 4/2"
+    assert "".join(seen) == "ab" + "ab" + "ba" + "ab"
+    assert outcome.ratios == [1.5, 1.0, 2.0], "the warm-up is not among them"
+    assert outcome.ratio == 1.5
     assert outcome.figures()["median"] == 3.0
+
+
+def test_the_limit_against_itself() -> None:
+    contest = Contest("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
+    outcome = Outcome(contest, [1.0] * 5, [4.0, 2.0, 2.0, 4.0, 9.0])
+    assert outcome.limit_twice == [2.0, 2.0], "once the earlier above, once the later"
+
+
+def test_quartiles() -> None:
+    assert quartiles([5.0, 1.0, 2.0, 3.0, 4.0]) == (2.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0)
 
 
 def test_a_cost_is_the_time_that_is_added() -> None:
     contest = Contest("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
-    assert checksum_case.cost(Outcome(contest, [4.0], [5.0])) == 0.25
+    report = Report("tiers", "stratakv bench tiers")
+    Results(report).add(Outcome(contest, [4.0, 2.0], [5.0, 2.0]), checksum_case.cost)
+    assert report.ratios["one"] == pytest.approx(1 / 0.9 - 1)
+    assert report.figures["spreads"]["one"] == pytest.approx((0.0625, 0.1875))
+    assert report.figures["spreads"]["one_aa"] == pytest.approx((-0.6, 1.5 - 2.1))
 
 
 def test_gates() -> None:
@@ -68,12 +93,19 @@ def test_layouts_and_keys_are_what_they_say() -> None:
     assert {len(key_of(number)) for number in range(10)} == {40}
 
 
+@pytest.fixture
+def slab() -> Iterator[CpuSlab]:
+    slab = CpuSlab(layout_of(2**18), 4 * MIB)
+    yield slab
+    slab.close()
+
+
 @pytest.mark.parametrize("choice", ["fio", "loop"])
-def test_the_limit_of_a_disk(tmp_path: Path, choice: str) -> None:
+def test_the_limit_of_a_disk(tmp_path: Path, choice: str, slab: CpuSlab) -> None:
     if choice == "fio" and shutil.which("fio") is None:
         pytest.skip("fio is not installed")
     path = tmp_path / "limit"
-    limit = disk_limit.make_limit(choice, path, 2**18, 8 * MIB)
+    limit = disk_limit.make_limit(choice, path, 2**18, 8 * MIB, slab)
     assert limit.name == choice
     assert path.stat().st_blocks * 512 >= 8 * MIB, "laid out"
     before = path.read_bytes()
@@ -86,19 +118,52 @@ def test_the_limit_of_a_disk(tmp_path: Path, choice: str) -> None:
     assert not path.exists()
 
 
-def test_without_fio_the_loop_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("choice", ["fio", "loop"])
+def test_the_buffers_of_a_limit_lie_in_the_slab(
+    tmp_path: Path, choice: str, slab: CpuSlab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fio is told the place by an option that is documented as something else."""
+    if choice == "fio" and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    limit = disk_limit.make_limit(choice, tmp_path / "limit", 2**18, 8 * MIB, slab)
+    for start in (0, MIB + 4096, 2 * MIB):  # of the 2 MiB that eight buffers take
+        monkeypatch.setattr(disk_limit, "_place_in", lambda _slab, _size, start=start: start)
+        slab.memory()[:] = bytes(4 * MIB)
+        limit.read(32 * MIB)
+        filled = [at for at in range(0, 4 * MIB, 4096) if any(slab.memory()[at : at + 4096])]
+        assert filled == list(range(start, start + 2 * MIB, 4096))
+    limit.close()
+
+
+def test_the_place_of_the_buffers_is_any_in_the_slab(slab: CpuSlab) -> None:
+    places = {disk_limit._place_in(slab, 2**18) for _ in range(3000)}
+    assert len(places) > 400, "of 513"
+    assert max(places) <= 2 * MIB and not any(place % 4096 for place in places)
+
+
+def test_a_slab_too_small_for_the_limit_is_refused(tmp_path: Path, slab: CpuSlab) -> None:
+    with pytest.raises(ValueError, match="take 8388608 bytes and the slab has 4194304"):
+        disk_limit.make_limit("loop", tmp_path / "limit", MIB, 8 * MIB, slab)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_fio_the_loop_is_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: CpuSlab
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB)
+    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB, slab)
     assert limit.name == "loop"
     limit.close()
 
 
-def test_a_failing_fio_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_fio_is_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: CpuSlab
+) -> None:
     fio = tmp_path / "fio"
     fio.write_text("#!/bin/sh\necho no such engine >&2\nexit 3\n")
     fio.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB)
+    limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB, slab)
     with pytest.raises(WrongWork, match="status 3: no such engine"):
         limit.write(MIB)
 
@@ -116,8 +181,7 @@ def test_the_slab_case_moves_every_block() -> None:
 
 
 def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
-    limit = disk_limit.make_limit("loop", tmp_path / "limit", SIZES["256KiB"], MIB)
-    case = StoreCase(tmp_path / "store", SIZES["256KiB"], QUICK, limit)
+    case = StoreCase(tmp_path / "case", SIZES["256KiB"], QUICK, "loop")
     assert case.write() > 0 and case.churn() > 0
     assert case.store.stats().blocks == case.num_live
     assert case.read() > 0
@@ -130,8 +194,7 @@ def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
 
 
 def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
-    limit = disk_limit.make_limit("loop", tmp_path / "limit", SIZES["2MiB"], 2 * MIB)
-    case = StoreCase(tmp_path / "store", SIZES["2MiB"], QUICK, limit)
+    case = StoreCase(tmp_path / "case", SIZES["2MiB"], QUICK, "loop")
     real = record._checksum, reader.check_record
     reads, writes = checksum_case.contests(case)
     assert reads.limit() > 0 and writes.limit() > 0

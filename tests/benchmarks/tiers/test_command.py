@@ -82,7 +82,7 @@ def test_huge_pages_that_are_not_there_are_refused(
     meminfo.write_text("MemTotal: 1 kB\nHugePages_Free:       7\n")
     monkeypatch.setattr(place.check_huge_pages, "__defaults__", (meminfo,))
     assert main(["bench", "tiers", "--huge-pages", "--out", str(tmp_path)]) == 2
-    assert "takes 100 free pages of the host's pool, which has 7" in capsys.readouterr().err
+    assert "takes 70 free pages of the host's pool, which has 7" in capsys.readouterr().err
     place.check_huge_pages(7 * 2**21)
 
 

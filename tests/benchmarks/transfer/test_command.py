@@ -11,6 +11,7 @@ import pytest
 
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.benchmarks.transfer import command
+from stratakv.benchmarks.transfer.layer_ranges import RANGES, SUFFIXES, cell_name
 from stratakv.benchmarks.transfer.scale import GATES
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
@@ -25,7 +26,13 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfer", "--quick", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "transfer.json").read_text())
-    assert list(written["ratios"]) == list(GATES)
+    layer_ranges = written["figures"]["layer_ranges"]
+    assert list(written["ratios"]) == [*GATES, *layer_ranges]
+    assert list(layer_ranges) == [
+        cell_name("1k", suffix, ranges) for suffix in SUFFIXES for ranges in RANGES
+    ]
+    for cell in layer_ranges.values():
+        assert 1.0 <= cell["most_to_win"] <= 2.0
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     for name, contest in written["figures"]["contests"].items():
         assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 3

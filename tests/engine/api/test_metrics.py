@@ -136,7 +136,14 @@ def offload_stats() -> dict[str, Any]:
         hits=3, evicted_blocks=2,
     )  # fmt: skip
     traffic = Traffic(
-        active_promotions=1, lost_blocks=7, unadmitted_blocks=5, breaker="open", breaker_opened=2
+        active_promotions=1,
+        lost_blocks=7,
+        unadmitted_blocks=5,
+        breaker="open",
+        breaker_opened=2,
+        write_breaker="probing",
+        write_breaker_opened=3,
+        late_write_blocks=4,
     )
     for seconds in (0.0001, 0.002, 99.0):
         traffic.promotion_seconds.observe(seconds)
@@ -157,6 +164,7 @@ def offload_stats() -> dict[str, Any]:
         "loads_in_flight": 1, "stores_in_flight": 0, "probes": 2, "declined_tokens": {"ssd": 64},
         "estimates": {
             "break_even_tokens": {"cpu": 48, "ssd": None}, "bytes_per_second": {"cpu": 2e9},
+            "fixed_seconds": {"cpu": 1e-3}, "prefill_tokens_per_second": 9000.0,
         },
     }  # fmt: skip
     return {
@@ -191,6 +199,10 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert samples["stratakv:load_seconds_paid_total"] == 1.5
     assert samples["stratakv:offload_failures_total{reason=late}"] == 1
     assert samples["vllm:num_preemptions_total"] == 0
+    assert samples["stratakv:break_even_tokens{tier=cpu}"] == 48
+    assert "stratakv:break_even_tokens{tier=ssd}" not in samples, "it never pays"
+    assert samples["stratakv:tier_estimated_fixed_seconds{tier=cpu}"] == 1e-3
+    assert samples["stratakv:prefill_estimated_tokens_per_second"] == 9000
 
 
 def test_what_lies_between_tiers_is_shown_by_their_place(offload_stats: dict[str, Any]) -> None:
@@ -216,6 +228,9 @@ def test_what_lies_between_tiers_is_shown_by_their_place(offload_stats: dict[str
         state: f"stratakv:tier_breaker{{state={state},tier=ssd}}" for state in ("closed", "open")
     }
     assert (samples[states["closed"]], samples[states["open"]]) == (0, 1)
+    assert samples["stratakv:tier_write_breaker{state=probing,tier=ssd}"] == 1
+    assert samples["stratakv:tier_write_breaker_opened_total{tier=ssd}"] == 3
+    assert samples["stratakv:tier_late_write_blocks{tier=ssd}"] == 4
     # Buckets hold what is at most their bound, and all those before them.
     latency = "promotion_latency_seconds"
     buckets = {

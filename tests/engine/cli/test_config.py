@@ -28,7 +28,7 @@ def config_file(tmp_path: Path) -> Path:
         f"kv_offload_ssd_path: '{tmp_path}/with space'\n"
         "kv_offload_ssd_bytes: 16MiB\n"
         "kv-offloading-size: 0.5\n"
-        "gpu_memory_utilization: 0.9\n"
+        "disable_log_requests: true\n"
         f"tenant_secret: {SECRET}\n"
         "enable_chunked_prefill: no\n"
     )
@@ -77,7 +77,7 @@ def test_the_lines_say_the_same(
     assert size.split() == ["block_size:", "32", "#", "block_size", "of", str(config_file)]
     assert any(line.split() == ["#", "api_key:", "***", "#", "STRATAKV_API_KEY"] for line in lines)
     assert any(
-        line.startswith("# gpu_memory_utilization of ") and "has no effect" in line
+        line.startswith("# disable_log_requests of ") and "has no effect" in line
         for line in lines
     )
 
@@ -99,7 +99,7 @@ def test_what_is_shown_is_a_file_that_says_the_same(
     assert config.model.served_name == "on", "quoted where YAML has another word for it"
     assert config.offload.cpu_bytes == 512 * MIB
     first = show(capsys, "--config", str(config_file), *words)
-    assert show(capsys, "--config", str(copy)) == first.partition("# gpu_memory")[0]
+    assert show(capsys, "--config", str(copy)) == first.partition("# disable_log")[0]
 
 
 def test_the_model_and_what_follows_from_it(

@@ -16,7 +16,7 @@ from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorC
 from stratakv.engine.sampling.processors.min_p import MinP
 from stratakv.engine.sampling.processors.min_tokens import MinTokens
 from stratakv.engine.sampling.processors.penalties import Penalties
-from stratakv.engine.sampling.sampler import _cutoff
+from stratakv.engine.sampling.truncation import truncate
 
 from .batches import added, row_of
 
@@ -106,8 +106,8 @@ def test_top_k_and_top_p(dtype, top_k, top_p):
         expected = theirs.TopPLogitsWarper(top_p)(texts, expected)
     scaled = logits - logits.amax(-1, keepdim=True)
     many = len(logits)
-    cutoff = _cutoff(scaled, torch.full((many,), top_k), torch.full((many,), top_p).double())
-    assert torch.equal(scaled >= cutoff, expected > -torch.inf)
+    assert truncate(scaled, np.full(many, top_k), np.full(many, top_p)) is None
+    assert torch.equal(scaled > -torch.inf, expected > -torch.inf)
 
 
 @DTYPES

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from stratakv.engine.sampling import row_parts
-from stratakv.engine.sampling.sampler import FIRST_CANDIDATES, Sampler
+from stratakv.engine.sampling.sampler import Sampler
+from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
 
 from .batches import VOCAB, added, row_of
 from .chi_square import SMALLEST_P, assert_follows, p_value

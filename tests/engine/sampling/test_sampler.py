@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling.sampler import FIRST_CANDIDATES, Sampler, uniform_of
+from stratakv.engine.sampling import row_parts, truncation
+from stratakv.engine.sampling.sampler import Sampled, Sampler, uniform_of
+from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
 
@@ -228,3 +230,31 @@ def test_half_precision_logits_are_widened():
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     sampler, _ = sampler_for({"temperature": temperature}, {"temperature": 1.0, "top_k": 1})
     assert draw(sampler, LOGITS.expand(2, -1)) == [2, 2]
+
+
+@pytest.mark.parametrize("at_once", [2**20, 1])
+def test_rows_drawn_again_after_the_wait_are_those_that_are_drawn_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU one sees only with the answer that top-p needed more candidates."""
+    monkeypatch.setattr(row_parts, "LOGITS_AT_ONCE", at_once)
+    vocab, shares = 3 * FIRST_CANDIDATES, (0.97, 0.3, 1.0) * 4
+    wishes: list[dict[str, Any]] = [
+        *({"temperature": 1.0, "seed": i, "top_p": share} for i, share in enumerate(shares)),
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3, "top_k": 40, "top_p": 0.5},
+    ]
+    wishes = [wish | {"logprobs": 2} for wish in wishes]
+    logits = torch.randn(len(wishes), vocab) * 0.1
+    logits[4] *= 200  # whose first candidates are enough
+
+    def run() -> Sampled:
+        sampler = Sampler(64, vocab, (2,), seed=5)
+        sampler.update(added(*(row_of(row, one) for row, one in enumerate(wishes))))
+        return sampler.sample(logits.clone(), np.arange(len(wishes)))
+
+    at_first = run()
+    monkeypatch.setattr(truncation, "is_free_to_look", lambda device: False)
+    again = run()
+    assert again == at_first
+    assert sum(token_id > 0 for token_id in again.token_ids) > 8

@@ -245,6 +245,7 @@ def make_engine() -> MakeEngine:
         max_model_len: int = 200,
         watermark: float = 0.0,
         caching: bool = True,
+        fails_with_load: bool = False,
         **options: object,
     ) -> Engine:
         config = SchedulerConfig(
@@ -265,6 +266,7 @@ def make_engine() -> MakeEngine:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             connector=tiers,
+            fails_with_load=fails_with_load,
         )
         engine = Engine(scheduler, tiers)
         if tiers is not None:

@@ -165,6 +165,9 @@ class DictTiers(KVConnectorScheduler):
         tokens = SIZE * (len(load.keys) - load.loaded_from)
         return LoadReport(request_id, tokens, {"cpu": tokens} if tokens else {})
 
+    def back_load_failure(self, request_id: str) -> str | None:
+        return "torn" if self.back_loads[request_id].has_failed else None
+
     def num_wanted_ahead(self) -> int:
         return 0 if self.rng is None else self.rng.choice([0, 0, 2])
 
@@ -189,7 +192,8 @@ class DictTiers(KVConnectorScheduler):
                 for offset, state in enumerate(self.kept[key]):
                     self.slots[block, offset] = state
             by_tier = {"cpu": count * SIZE} if count else {}
-            reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5))
+            failure = None if count == len(load.keys) else "lost"
+            reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure))
         for request_id, back_load in list(self.back_loads.items()):
             self._land(back_load)
             if back_load.is_over and not back_load.copies:

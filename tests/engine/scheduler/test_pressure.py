@@ -103,7 +103,7 @@ def test_a_prompt_that_would_drive_others_out_waits(make_engine):
 def test_prompts_under_way_count_whole(make_engine):
     """The first has been given a chunk only; what it still needs is not there for the second."""
     engine = make_engine(num_blocks=21, max_num_batched_tokens=16, **SHARES)
-    engine.scheduler._chunk_limit = 8
+    engine.scheduler._running._chunk_limit = 8
     engine.scheduler._admission._chunk_limit = 8
     fill(engine, [tokens(12 * SIZE - 1, 0), tokens(6 * SIZE - 1, 10)])
     step(engine)

@@ -22,17 +22,12 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("kv_offloading_backend", "native", {}),
     ("num_gpu_blocks_override", "77", {"num_blocks": 77}),
     ("prefix_caching_hash_algo", "sha256_cbor", {"block_hash": "sha256_cbor"}),
-    ("gpu_memory_utilization", "0.9", {}),
-    ("kv_cache_dtype", "auto", {}),
-    ("load_format", "auto", {}),
-    ("load_format", "safetensors", {}),
     ("tensor_parallel_size", "1", {}),
     ("tensor_parallel_size", 1, {}),
     ("pipeline_parallel_size", "1", {}),
     ("tokenizer_mode", "auto", {}),
     ("scheduling_policy", "fcfs", {}),
     ("trust_remote_code", False, {}),
-    ("enforce_eager", True, {}),
     ("swap_space", "0", {}),
     ("kv_transfer_config", False, {}),
     ("seed", "0", {}),
@@ -43,10 +38,7 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("disable_log_requests", True, {}),
     ("enable_prompt_tokens_details", True, {}),
 ]  # fmt: skip
-WITH_A_NOTE = {
-    "gpu_memory_utilization", "enforce_eager", "disable_log_requests",
-    "enable_prompt_tokens_details",
-}  # fmt: skip
+WITH_A_NOTE = {"disable_log_requests", "enable_prompt_tokens_details"}
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("kv_offloading_size", "much", "takes a number, not 'much'"),
@@ -57,16 +49,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("kv_offloading_backend", "lmcache", "takes native here, not 'lmcache'; .*--kv-offload cpu"),
     ("num_gpu_blocks_override", "many", "--num-gpu-blocks-override takes a whole number"),
     ("prefix_caching_hash_algo", "xxhash", "takes sha256 or sha256_cbor, not 'xxhash'"),
-    ("gpu_memory_utilization", "90", "takes a share above 0 and up to 1"),
-    ("gpu_memory_utilization", "nan", "takes a share above 0 and up to 1"),
-    ("kv_cache_dtype", "fp8", "takes auto here, not 'fp8'; .*--dtype"),
-    ("load_format", "pt", "takes auto or safetensors here, not 'pt'; .*safetensors files only"),
     ("tensor_parallel_size", "2", "takes 1 here, not '2'; the engine computes on one device"),
     ("pipeline_parallel_size", 2, "takes 1 here, not 2"),
     ("tokenizer_mode", "slow", "takes auto here"),
     ("scheduling_policy", "priority", "takes fcfs here"),
     ("trust_remote_code", True, "is not taken: no code of model repositories is run"),
-    ("enforce_eager", "maybe", "takes true or false"),
     ("swap_space", "4", "is not taken: .*--kv-offload cpu"),
     ("kv_transfer_config", '{"kv_connector":"X"}', "is not taken: .*--kv-offload cpu,ssd"),
     ("seed", "42", "takes 0 here, not '42'; every request brings its own seed"),

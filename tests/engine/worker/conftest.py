@@ -138,6 +138,7 @@ class Driver:
         max_num_seqs: int = 16,
         max_model_len: int = 1024,
         connector: KVConnectorWorker | None = None,
+        **options: Any,
     ) -> None:
         spec = load_model_spec(path)
         self.runner = ModelRunner(
@@ -150,8 +151,9 @@ class Driver:
             max_num_batched_tokens=4096,
             max_model_len=min(max_model_len, spec.max_context),
             connector=connector,
+            **options,
         )
-        self.runner.pool.tensor[1:] = float("nan")
+        self.runner.pool.tensor[1:] = torch.full((), float("nan")).to(self.runner.pool.tensor.dtype)
         self.block_size = block_size
         self.free = list(range(1, num_blocks))
         random.Random(7).shuffle(self.free)

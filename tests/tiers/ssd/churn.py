@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 
 from stratakv.tiers.contract import SECONDS, fetch, filled_buffers, make_keys, put
-from stratakv.tiers.ssd import SsdStore, writer
+from stratakv.tiers.ssd import SsdStore, offered
 from stratakv.tiers.ssd.index_file import IndexFile, Row
 
 from ..blocks import ODD
@@ -69,7 +69,7 @@ def churn(job: Job) -> None:
     for plant in job["plants"]:
         PLANTS[plant]()
     announce_rows(log)
-    writer.SYNC_SECONDS = 0.2  # of an asynchronous store, so that there is something to lose
+    offered.SYNC_SECONDS = 0.2  # of an asynchronous store, so that there is something to lose
     keys = make_keys(20_000, str(job["seed"]))
     known = 0
     while True:

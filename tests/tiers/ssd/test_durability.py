@@ -14,7 +14,7 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.ssd import SsdStore, writer
+from stratakv.tiers.ssd import SsdStore, offered, writer
 from stratakv.tiers.ssd.index_file import IndexFile
 from stratakv.tiers.ssd.slot_file import SlotFile
 
@@ -58,7 +58,7 @@ def test_when_a_block_is_acknowledged(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
     """sync: after record, sync and row. async: after the record; sync and row follow."""
-    monkeypatch.setattr(writer, "SYNC_SECONDS", 0.3)
+    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.3)
     events: list[str] = []
     monkeypatch.setattr(SlotFile, "write", noting(events, "write", SlotFile.write))
     monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
@@ -105,7 +105,7 @@ def test_an_async_store_that_is_full_turns_over(open_store: Open, tmp_path: Path
 def test_async_blocks_whose_sync_or_commit_fails_are_forgotten(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
-    monkeypatch.setattr(writer, "SYNC_SECONDS", 0.1)
+    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.1)
     store = open_store(durability="async")
     keys = make_keys(6)
 
@@ -164,6 +164,59 @@ def test_a_batch_is_acknowledged_while_the_next_one_is_written(
     assert None not in fetch(store, two.keys)
 
 
+def store_three_batches(
+    store: SsdStore, monkeypatch: pytest.MonkeyPatch, keys: list[bytes]
+) -> list[bool]:
+    """Store three blocks, a batch each, of which the first is the last to be written."""
+    monkeypatch.setattr(store._writer, "_batch_blocks", 1)
+    flying, number, real = store._writer._flying, iter(range(3)), SlotFile.write
+
+    def write(self: SlotFile, *arguments: object) -> None:
+        if next(number) == 0:
+            wait_until(lambda: [batch.is_written() for batch in flying] == [False, True, True])
+        real(self, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotFile, "write", write)
+        return store.store(keys, filled_buffers(keys, SMALL)).result(SECONDS)
+
+
+def test_batches_that_are_written_are_ended_together(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    keys = make_keys(3)
+    events: list[str] = []
+    monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
+    monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
+    assert store_three_batches(store, monkeypatch, keys) == [True] * 3
+    assert events == ["sync", "row"]
+    assert [row.key for row in store._state.index.rows()] == keys, "the oldest is evicted first"
+    store.close(SECONDS)
+    store = open_store()
+    assert [row.key for row in store._state.index.rows()] == keys
+    assert None not in fetch(store, keys)
+
+
+@pytest.mark.parametrize("fault", ["sync", "commit"])
+def test_batches_that_are_ended_together_fail_together(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    store = open_store(slots=3)
+    keys = make_keys(3)
+
+    def fail(*_arguments: object) -> None:
+        raise OSError(errno.EIO, "as asked") if fault == "sync" else lmdb.DiskError("as asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((SlotFile, "sync") if fault == "sync" else (IndexFile, "put")), fail)
+        assert store_three_batches(store, monkeypatch, keys) == [False] * 3
+    assert store.lookup(keys) == [Answer.MISS] * 3
+    assert put(store, make_keys(3, "after")) == [True] * 3, "their slots are free again"
+    store.close(SECONDS)
+    assert open_store(slots=3).lookup(keys) == [Answer.MISS] * 3
+
+
 def test_a_failed_sync_takes_what_was_being_written_meanwhile(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +267,7 @@ def test_a_due_sync_does_not_wait_for_a_slow_write(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the thread does not spin meanwhile."""
-    monkeypatch.setattr(writer, "SYNC_SECONDS", 0.1)
+    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.1)
     monkeypatch.setattr(writer, "BATCH_BLOCKS", 1)
     store = open_store(durability="async")
     steps: list[str] = []

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Would it pay to compute the first layers while the last ones are still being loaded?
+
+Whole:   slots are copied to the pool, then the rest of the prompt is computed
+Ranges:  of every block first the lower layers are copied, then the upper ones; each layer waits for
+         its range alone, so computing and copying overlap
+
+Both copy with one thread, as the device's load stream does, and compute the embedded model's own
+attention over the pool; both must give the same logits. What can be won at most is the shorter of
+the two parts, and is told beside it. The engine does not do this; `docs/tiers.md` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...connector.device.cpu import pool_pages
+from ...engine.models.attention import AttentionPlan, PagedAttention
+from ...engine.models.decoder import Decoder
+from ...engine.models.spec import load_model_spec
+from ...engine.options import EMBEDDED_MODEL
+from ...engine.worker.attention_metadata import AttentionPlanner
+from ...engine.worker.block_table import BlockTable
+from ...engine.worker.kv_pool import KvPool
+from ..report import median, percentile
+from ..tiers.contest import WrongWork
+from .rig import WAIT_SECONDS
+
+BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is worth a copy
+RANGES = (2, 6)  # how many a block is cut into; the model has 6 layers
+CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
+SUFFIXES = (32, 512)
+# After a suffix as long as this nothing can be won that could be seen, so fewer rounds do.
+LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
+
+
+@dataclass(slots=True)
+class Taken:
+    """Seconds to the first token, one entry for each round."""
+
+    whole: list[float] = field(default_factory=list)
+    ranges: list[float] = field(default_factory=list)
+    whole_cpu: list[float] = field(default_factory=list)  # of processors
+    ranges_cpu: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of each round, the whole one over that in ranges."""
+        return [one / other for one, other in zip(self.whole, self.ranges, strict=True)]
+
+    @property
+    def cpu_ratios(self) -> list[float]:
+        return [one / other for one, other in zip(self.whole_cpu, self.ranges_cpu, strict=True)]
+
+
+def cell_name(cached: str, suffix: int, ranges: int) -> str:
+    """The name of a ratio: over 1, ranges are quicker."""
+    return f"layer_ranges_{cached}_{suffix}_in_{ranges}"
+
+
+def take_layer_ranges(cached: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """The figures of every cell. Raises WrongWork where the two differ in what they compute."""
+    place = _Place(max(CACHED[name] for name in cached) + max(SUFFIXES))
+    figures: dict[str, dict[str, Any]] = {}
+    for name in cached:
+        for suffix in SUFFIXES:
+            prompt = _Prompt(place, CACHED[name], suffix)
+            share = LONG_ROUNDS_SHARE if suffix >= LONG_SUFFIX else 1
+            count = -(-rounds // share)
+            alone = [(prompt.copy_seconds(), prompt.compute_seconds()) for _ in range(count)]
+            copying = median([copy for copy, _ in alone])
+            computing = median([compute for _, compute in alone])
+            for ranges in RANGES:
+                taken = Taken()
+                for number in range(count):
+                    _take_pair(prompt, ranges, taken, whole_first=bool(number % 2))
+                figures[cell_name(name, suffix, ranges)] = {
+                    "copy_seconds": copying,
+                    "compute_seconds": computing,
+                    "most_to_win": (copying + computing) / max(copying, computing),
+                    "whole_seconds": median(taken.whole),
+                    "ranges_seconds": median(taken.ranges),
+                    "ratio": median(taken.ratios),
+                    "ratio_quartiles": [percentile(taken.ratios, at) for at in (25.0, 75.0)],
+                    "cpu_ratio": median(taken.cpu_ratios),
+                }
+    return figures
+
+
+def _take_pair(prompt: _Prompt, ranges: int, taken: Taken, *, whole_first: bool) -> None:
+    logits = []
+    for count in (1, ranges) if whole_first else (ranges, 1):
+        busy, began = time.process_time(), time.perf_counter()
+        logits.append(prompt.load_and_compute(count))
+        seconds = time.perf_counter() - began
+        (taken.whole if count == 1 else taken.ranges).append(seconds)
+        busy = time.process_time() - busy
+        (taken.whole_cpu if count == 1 else taken.ranges_cpu).append(busy)
+        prompt.forget()
+    if not torch.equal(*logits):
+        raise WrongWork("a prompt loaded by layers gave other logits than one loaded whole")
+
+
+class _Place:
+    """The embedded model with a longer context, a pool, and memory in the place of a slab."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.spec = dataclasses.replace(load_model_spec(EMBEDDED_MODEL), max_positions=num_tokens)
+        self.model = Decoder.load(EMBEDDED_MODEL, self.spec, num_tokens, torch.float32)
+        layout = self.spec.layout(BLOCK_TOKENS, "float32")
+        self.num_blocks = -(-num_tokens // BLOCK_TOKENS) + 1
+        pool = KvPool(layout, self.num_blocks)
+        self.pool = pool_pages(pool.tensor, layout.page_bytes)
+        self.slab = np.empty_like(self.pool)
+        noise = np.random.default_rng(1).standard_normal(layout.page_bytes // 4, np.float32)
+        self.slab[:] = noise.view(np.uint8)
+        self.planner = AttentionPlanner(layout, torch.float32, num_tokens)
+        self.attention = PagedAttention(
+            pool.tensor, layout, self.spec.num_heads, self.planner.max_group_blocks
+        )
+
+
+class _Prompt:
+    """`cached` tokens that lie in the slab, and `suffix` ones after them to be computed."""
+
+    def __init__(self, place: _Place, cached: int, suffix: int) -> None:
+        self._place = place
+        self._cached, self._suffix = cached, suffix
+        rng = np.random.default_rng(cached)
+        blocks = 1 + rng.permutation(place.num_blocks - 1)[: -(-(cached + suffix) // BLOCK_TOKENS)]
+        slots = rng.permutation(place.num_blocks)[: cached // BLOCK_TOKENS]
+        self._moves = list(zip(slots.tolist(), blocks.tolist(), strict=False))
+        self._table = BlockTable(1, place.num_blocks, BLOCK_TOKENS)
+        self._table.array[0, : len(blocks)] = blocks
+
+    def load_and_compute(self, num_ranges: int) -> torch.Tensor:
+        """The logits of the last token."""
+        here = [threading.Event() for _ in range(num_ranges)]
+        thread = threading.Thread(target=self._copy, args=(here,))
+        thread.start()
+        layers = self._place.spec.num_layers // num_ranges
+        if num_ranges == 1:
+            _wait(here[0])
+        logits = self._compute(_Waiting(self._place.attention, here, layers))
+        thread.join()
+        return logits
+
+    def forget(self) -> None:
+        """Whoever reads a layer before it is there is to find nothing."""
+        for _, block in self._moves:
+            self._place.pool[block] = 0
+
+    def copy_seconds(self) -> float:
+        began = time.perf_counter()
+        self._copy([threading.Event()])
+        return time.perf_counter() - began
+
+    def compute_seconds(self) -> float:
+        began = time.perf_counter()
+        self._compute(_Waiting(self._place.attention, [], 0))
+        return time.perf_counter() - began
+
+    def _copy(self, here: Sequence[threading.Event]) -> None:
+        """Range by range, the lower layers of all blocks first."""
+        source, target = self._place.slab, self._place.pool
+        size = source.shape[1] // len(here)
+        for index, event in enumerate(here):
+            part = slice(index * size, (index + 1) * size)
+            for slot, block in self._moves:
+                target[block, part] = source[slot, part]
+            event.set()
+
+    @torch.inference_mode()
+    def _compute(self, attention: _Waiting) -> torch.Tensor:
+        place, count = self._place, self._suffix
+        positions = np.arange(self._cached, self._cached + count)
+        row, computed = np.zeros(1, np.int64), np.array([self._cached])
+        slots = self._table.slot_mapping(np.zeros(count, np.int64), positions)
+        plan = place.planner.plan(self._table, row, computed, np.array([count]), slots)
+        hidden = place.model.forward(
+            torch.arange(count),
+            torch.from_numpy(positions),
+            attention,
+            plan,
+            torch.tensor([count - 1]),
+        )
+        return place.model.logits(hidden)
+
+
+class _Waiting:
+    """Attention that waits for the range of its layer; for nothing where there are none."""
+
+    def __init__(self, inner: PagedAttention, here: Sequence[threading.Event], layers: int) -> None:
+        self._inner = inner
+        self._here = here
+        self._layers = layers  # of one range
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, plan: AttentionPlan
+    ) -> torch.Tensor:
+        if self._here and layer % self._layers == 0:
+            _wait(self._here[layer // self._layers])
+        return self._inner(q, k, v, layer, plan)
+
+
+def _wait(event: threading.Event) -> None:
+    if not event.wait(WAIT_SECONDS):
+        raise WrongWork(f"a range of layers did not come within {WAIT_SECONDS:g} s")

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
+
+Nothing of CUDA is imported for the CPU. Knows nothing of the engine's settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ...tiers.errors import TierConfigError
+from .base import CopyDevice, DeviceError
+from .cpu import CpuCopyDevice
+
+_CUDA = re.compile(r"cuda(?::(\d{1,3}))?", re.ASCII)
+
+
+def make_device(name: str, progress: Callable[[int, int], None] | None = None) -> CopyDevice:
+    """`progress` is told, as bytes done and bytes in all, how much of the slab is page-locked.
+    Raises TierConfigError for a name that stands for nothing, for several GPUs, and where there is
+    no such device."""
+    if name == "cpu":
+        return CpuCopyDevice()
+    match = _CUDA.fullmatch(name)
+    if match is None:
+        if name.count("cuda") > 1 or (name.startswith("cuda") and "," in name):
+            raise TierConfigError(
+                f"{name!r} names several GPUs, and blocks are copied from one; name one, as "
+                "cuda:0, and start an engine for each"
+            )
+        raise TierConfigError(f"a device is cpu, cuda or one GPU as cuda:1, not {name!r}")
+    import torch
+
+    from .cuda import CudaCopyDevice
+    from .cuda_runtime import TorchRuntime
+
+    try:
+        # Without a number, which of them is current in this thread.
+        return CudaCopyDevice(TorchRuntime(torch.device(name)), progress=progress)
+    except DeviceError as error:
+        raise TierConfigError(f"offloading from {name}: {error}") from error

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks of `contract.py` are made on: a device with a pool, a slab and its surroundings.
+
+A device that is to be tried describes its surroundings here. Knows nothing of what is checked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...tiers.block import BlockLayout
+from ...tiers.cpu import CpuSlab
+from .base import CopyDevice, Event, Stream
+
+# Pages that are shorter than their slots, and pages that fill them, so that neighbours touch.
+SHORT_PAGES = BlockLayout(2, 4, 1, 24, "bfloat16")
+WHOLE_PAGES = BlockLayout(2, 16, 1, 32, "bfloat16")
+LAYOUTS = (SHORT_PAGES, WHOLE_PAGES)
+NUM_BLOCKS = 12
+NUM_SLOTS = 40
+WAIT_SECONDS = 10.0
+MOMENT_SECONDS = 0.02  # in which something that must not happen would have happened
+
+
+class ContractBroken(AssertionError):
+    """A device does not do what it promises."""
+
+
+class Gate(NamedTuple):
+    """An event that copies can wait for, and what ends it."""
+
+    event: Event
+    open: Callable[[], None]
+
+
+class Surroundings(ABC):
+    """What a device needs around it to be tried."""
+
+    @abstractmethod
+    def device(self) -> CopyDevice:
+        """A new one, without pool and slab."""
+
+    @abstractmethod
+    def pool(self, num_blocks: int, layout: BlockLayout) -> torch.Tensor:
+        """A new pool with random numbers in it, where the device wants it."""
+
+    @abstractmethod
+    def gate(self, device: CopyDevice) -> Gate:
+        """A closed one. Several may be open or closed in any order."""
+
+    def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
+        """Fill a block the way the engine does: where kernels are queued, behind them."""
+        pool[block_id] = value
+
+    def settle(self) -> None:  # noqa: B027 - nothing to do where the caller computes itself
+        """Return when what the caller has done to the pool is done."""
+
+
+class Rig:
+    """A device with a pool of random numbers and an empty slab."""
+
+    def __init__(self, surroundings: Surroundings, layout: BlockLayout) -> None:
+        self.layout = layout
+        self.surroundings = surroundings
+        self.slab = CpuSlab(layout, NUM_SLOTS * layout.slot_bytes, populate_threads=1)
+        self.device = surroundings.device()
+        self.notified = 0
+        self.device.set_notify(self._count)
+        self.pool = surroundings.pool(NUM_BLOCKS, layout)
+        self.device.register_slab(self.slab)
+        self.device.register_pool(self.pool)
+        surroundings.settle()
+
+    def close(self) -> None:
+        """Raises ContractBroken where the device does not end."""
+        expect(self.device.close(WAIT_SECONDS), "an idle device closes")
+        expect(self.device.close(WAIT_SECONDS), "a closed device may be closed again")
+        self.slab.close()
+
+    def gate(self) -> Gate:
+        """A closed gate."""
+        return self.surroundings.gate(self.device)
+
+    def block(self, block_id: int) -> bytes:
+        """The bytes of a block as they are now."""
+        block = self.pool[block_id].cpu().contiguous().view(torch.uint8)
+        return bytes(block.flatten().tolist())
+
+    def write(self, block_id: int, value: int) -> bytes:
+        """Fill a block; its bytes."""
+        self.surroundings.write(self.pool, block_id, value)
+        self.surroundings.settle()
+        return self.block(block_id)
+
+    def slot(self, slot: int) -> bytes:
+        """The bytes of a slot as they are now."""
+        return bytes(self.slab.buffer(slot)[: self.layout.page_bytes])
+
+    def fill(self, slot: int, value: int) -> bytes:
+        """Fill a slot; its bytes."""
+        page = bytes([value]) * self.layout.page_bytes
+        self.slab.buffer(slot)[: self.layout.page_bytes] = page
+        return page
+
+    def copy(self, stream: Stream, pairs: dict[int, int], *after: Event) -> Event:
+        """Queue a copy of `{block: slot}`."""
+        return self.device.copy(stream, list(pairs), list(pairs.values()), after)
+
+    def _count(self) -> None:
+        self.notified += 1
+
+
+def expect(is_so: bool, what: str) -> None:
+    """Raise ContractBroken unless it is."""
+    if not is_so:
+        raise ContractBroken(f"expected that {what}")
+
+
+def expect_end(event: Event) -> None:
+    """A copy ends, and ends well."""
+    expect(event.wait(WAIT_SECONDS) and event.done(), "a copy ends")
+    expect(event.error() is None, f"a copy ends well, not with {event.error()!r}")
+    expect(event.seconds() >= 0.0, "a copy takes time")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a copy job becomes copies: addresses, merged neighbours, ways, all without a device.
+
+    job   block ids and slots
+     ├─ slots that are page-locked      → one batch, by the copy engine or by a capped kernel
+     └─ slots that are not (or not yet) → through page-locked memory, or as the driver does it
+
+Sources are always read in the order of the stream. For stores nothing else is right: the block may
+still be written by a kernel queued before. For loads CUDA would also allow reading during the call,
+or at any time, where nothing queued writes the source; but a slot may be the target of a store
+that is queued in the other stream, so a load waits like any other copy. Knows nothing of CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ...kernels.copy_engine import Batch
+from ...tiers.errors import InvalidBlock
+from .base import Stream
+
+
+class Way(Enum):
+    """How the bytes get there."""
+
+    BATCHED = "one call for all"
+    SINGLE = "one call each"
+    KERNEL = "a kernel of few programs"
+    STAGED = "through a page-locked buffer"
+    PAGEABLE = "as the driver copies ordinary memory"
+
+
+# In the order in which they are taken where two are about as fast: the cheaper one to submit first.
+LOCKED_WAYS = (Way.BATCHED, Way.SINGLE, Way.KERNEL)
+PAGEABLE_WAYS = (Way.PAGEABLE, Way.STAGED)
+ABOUT_AS_FAST = 0.95
+# A kernel takes time from those that compute, which the copy engine does not.
+KERNEL_GAIN = 1.5
+# Below this the copy engine is known to be slow, and a kernel is worth compiling to be compared.
+FRAGMENT_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where blocks and slots lie. `piece_slots` neighbouring slots are page-locked by one call; a
+    copy that reaches into two such pieces is refused by CUDA."""
+
+    pool_address: int
+    num_blocks: int
+    slab_address: int
+    num_slots: int
+    page_bytes: int
+    slot_bytes: int
+    piece_slots: int
+
+
+Pairs = list[tuple[int, int]]  # (block, slot)
+
+
+def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+    """InvalidBlock for numbers that are not there, and for a slot or block that is named twice:
+    the copies of a batch have no order among themselves."""
+    if len(block_ids) != len(slots):
+        raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
+    _check("block", block_ids, geometry.num_blocks)
+    _check("slot", slots, geometry.num_slots)
+
+
+def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
+    """Sorted by block, so that neighbours are found in whatever order they were given."""
+    return sorted(zip(block_ids, slots, strict=True))
+
+
+def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
+    """Those whose slot is one of the first `num_locked`, and the rest."""
+    return (
+        [pair for pair in pairs if pair[1] < num_locked],
+        [pair for pair in pairs if pair[1] >= num_locked],
+    )
+
+
+def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
+    """One copy for each run of neighbours, within one page-locked piece."""
+    size, slot_size, piece = geometry.page_bytes, geometry.slot_bytes, geometry.piece_slots
+    pool: list[int] = []
+    slab: list[int] = []
+    sizes: list[int] = []
+    next_block = next_slot = -1
+    # Plain Python: for the tens of pairs of a job it is quicker than arrays. Where slots are longer
+    # than blocks there is a gap behind each, and nothing is contiguous.
+    for block, slot in pairs:
+        if block == next_block and slot == next_slot and slot % piece and size == slot_size:
+            sizes[-1] += size
+        else:
+            pool.append(geometry.pool_address + block * size)
+            slab.append(geometry.slab_address + slot * slot_size)
+            sizes.append(size)
+        next_block, next_slot = block + 1, slot + 1
+    return Batch(pool, slab, sizes) if stream is Stream.STORE else Batch(slab, pool, sizes)
+
+
+def cut(batch: Batch, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The copies in groups of at most so many bytes, each `(source, target, size)`; those that are
+    larger than a group are cut."""
+    group: list[tuple[int, int, int]] = []
+    room = most_bytes
+    table = (batch.sources.tolist(), batch.targets.tolist(), batch.sizes.tolist())
+    for source, target, size in zip(*table, strict=True):
+        done = 0
+        while done < size:
+            length = min(room, size - done)
+            group.append((source + done, target + done, length))
+            done += length
+            room -= length
+            if not room:
+                yield group
+                group, room = [], most_bytes
+    if group:
+        yield group
+
+
+def choose_locked(rates: Mapping[Way, float]) -> Way:
+    """The way between the pool and page-locked slots, given bytes per second. The copy engine,
+    unless a kernel gains so much that the time it takes from others is paid for."""
+    engine = _choose({way: rate for way, rate in rates.items() if way is not Way.KERNEL})
+    if rates.get(Way.KERNEL, 0.0) > KERNEL_GAIN * rates[engine]:
+        return Way.KERNEL
+    return engine
+
+
+def choose_pageable(rates: Mapping[Way, float]) -> Way:
+    """The way between the pool and ordinary memory."""
+    return _choose({way: rate for way, rate in rates.items() if way in PAGEABLE_WAYS})
+
+
+def _choose(rates: Mapping[Way, float]) -> Way:
+    best = max(rates.values())
+    good = [way for way in (*LOCKED_WAYS, *PAGEABLE_WAYS) if way in rates]
+    return next(way for way in good if rates[way] >= ABOUT_AS_FAST * best)
+
+
+def _check(what: str, ids: Sequence[int], count: int) -> None:
+    if len(ids) == 0:
+        return
+    if min(ids) < 0 or max(ids) >= count:
+        raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")
+    if len(set(ids)) < len(ids):
+        raise InvalidBlock(f"a {what} is named twice in one copy: {list(ids)}")

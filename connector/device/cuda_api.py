@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of the CUDA runtime that streams, events and single copies need, bound by ctypes.
+
+torch has most of them too, but its streams come from a pool in which two may be one, its events
+name no error codes, and nobody can say what the numbers below are without the header. Every row
+here is compared with a table read from the headers of CUDA 12.8 and 13. Batched copies and
+page-locking are in `kernels/copy_engine.py`. Importing this needs no CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from ...kernels.copy_engine import CudaError
+
+# Flags of `cudaStreamCreateWithPriority`, `cudaEventCreateWithFlags`, `cudaMemcpyAsync`.
+STREAM_NON_BLOCKING = 1
+EVENT_BLOCKING_SYNC = 1
+MEMCPY_HOST_TO_DEVICE = 1
+MEMCPY_DEVICE_TO_HOST = 2
+# What a thread may call while another one captures a graph.
+CAPTURE_MODE_RELAXED = 2
+
+SUCCESS = 0
+NOT_READY = 600
+# "Any further CUDA work will return the same error", as the header says of each: the process has
+# to be restarted. The last two say it in other words, by what they are.
+STICKY = {
+    214: "cudaErrorECCUncorrectable",
+    226: "cudaErrorContained",
+    700: "cudaErrorIllegalAddress",
+    702: "cudaErrorLaunchTimeout",
+    709: "cudaErrorContextIsDestroyed",
+    710: "cudaErrorAssert",
+    714: "cudaErrorHardwareStackError",
+    715: "cudaErrorIllegalInstruction",
+    716: "cudaErrorMisalignedAddress",
+    717: "cudaErrorInvalidAddressSpace",
+    718: "cudaErrorInvalidPc",
+    719: "cudaErrorLaunchFailure",
+    721: "cudaErrorTensorMemoryLeak",
+    810: "cudaErrorMpsClientTerminated",
+    911: "cudaErrorExternalDevice",
+    4: "cudaErrorCudartUnloading",
+    999: "cudaErrorUnknown",
+}
+
+_pointer, _int, _unsigned, _size = (
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+)  # fmt: skip
+# All return `cudaError_t`, an int. Streams and events are pointers.
+SIGNATURES: dict[str, tuple[type[Any], ...]] = {
+    "cudaSetDevice": (_int,),
+    "cudaThreadExchangeStreamCaptureMode": (_pointer,),
+    "cudaDeviceGetStreamPriorityRange": (_pointer, _pointer),
+    "cudaStreamCreateWithPriority": (_pointer, _unsigned, _int),
+    "cudaStreamDestroy": (_pointer,),
+    "cudaStreamWaitEvent": (_pointer, _pointer, _unsigned),
+    "cudaEventCreateWithFlags": (_pointer, _unsigned),
+    "cudaEventRecord": (_pointer, _pointer),
+    "cudaEventQuery": (_pointer,),
+    "cudaEventSynchronize": (_pointer,),
+    "cudaEventElapsedTime": (_pointer, _pointer, _pointer),
+    "cudaEventDestroy": (_pointer,),
+    "cudaMemcpyAsync": (_pointer, _pointer, _size, _int, _pointer),
+}
+
+
+class CudaApi:
+    """The functions of one library, as Python calls them. Any thread may.
+
+    Those that wait release the interpreter's lock, as every call by ctypes does. Raises CudaError.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        for name, types in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, ctypes.c_int
+        library.cudaGetErrorName.restype = ctypes.c_char_p
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def set_device(self, index: int) -> None:
+        """Make it the calling thread's current device."""
+        self._call("cudaSetDevice", index)
+
+    def relax_capture(self) -> None:
+        """Let the calling thread go on while another one captures a graph; otherwise its calls
+        would be refused and the capture lost."""
+        mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+        self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
+
+    def create_stream(self) -> int:
+        """A stream of the lowest priority, which does not wait for the default stream."""
+        least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        self._call(
+            "cudaDeviceGetStreamPriorityRange", ctypes.addressof(least), ctypes.addressof(greatest)
+        )
+        self._call(
+            "cudaStreamCreateWithPriority",
+            ctypes.addressof(stream),
+            STREAM_NON_BLOCKING,
+            least.value,
+        )
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """What is queued in it still runs."""
+        self._call("cudaStreamDestroy", stream)
+
+    def create_event(self) -> int:
+        """An event with a time, for which a thread sleeps and does not spin."""
+        event = ctypes.c_void_p()
+        self._call("cudaEventCreateWithFlags", ctypes.addressof(event), EVENT_BLOCKING_SYNC)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Whoever waits for it in a stream still does."""
+        self._call("cudaEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        """It ends when everything that is in the stream now has run."""
+        self._call("cudaEventRecord", event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What is queued in the stream from now on runs after the event as it was last recorded;
+        at once, if it never was."""
+        self._call("cudaStreamWaitEvent", stream, event, 0)
+
+    def has_ended(self, event: int) -> bool:
+        """Whether the event has been reached."""
+        code = self._library.cudaEventQuery(event)
+        if code == NOT_READY:
+            return False
+        self._check(code, "cudaEventQuery")
+        return True
+
+    def synchronise_event(self, event: int) -> None:
+        """Sleep until it has been reached, without end."""
+        self._call("cudaEventSynchronize", event)
+
+    def seconds_between(self, start: int, end: int) -> float:
+        """Of two events that have been reached."""
+        milliseconds = ctypes.c_float()
+        self._call("cudaEventElapsedTime", ctypes.addressof(milliseconds), start, end)
+        return milliseconds.value / 1e3
+
+    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        """Queue one copy. With ordinary memory on either side this may wait for the stream."""
+        self._call("cudaMemcpyAsync", target, source, size, kind, stream)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(getattr(self._library, name)(*arguments), name)
+
+    def _check(self, code: int, what: str) -> None:
+        if code != SUCCESS:
+            raise CudaError.of(self._library, code, what)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of the CUDA device: what streams wait for, and what threads wait for.
+
+A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment
+in which it is queued; before that moment CUDA would take it for reached, so whoever depends on it
+must wait as a thread does. Knows nothing of copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ...kernels.copy_engine import CudaError
+from .base import DeviceError, Event
+from .cpu import CpuEvent
+from .cuda_runtime import Runtime
+
+# Between two looks at an event for which no thread sleeps in CUDA.
+SHORTEST_NAP, LONGEST_NAP = 50e-6, 1e-3
+
+Blame = Callable[[CudaError], DeviceError]
+
+
+class Point:
+    """A recorded event of CUDA; freed with the last one who might let a stream wait for it."""
+
+    __slots__ = ("_runtime", "handle")
+
+    def __init__(self, runtime: Runtime, stream: int) -> None:
+        self._runtime = runtime
+        self.handle = runtime.create_event()
+        runtime.record_event(self.handle, stream)
+
+    def synchronise(self) -> None:
+        """Sleep until the stream has come past it."""
+        self._runtime.synchronise_event(self.handle)
+
+    def __del__(self) -> None:
+        try:
+            self._runtime.destroy_event(self.handle)
+        except Exception:  # noqa: BLE001, S110 - nobody could be told; the process may be ending
+            pass
+
+
+class CopyEvent(CpuEvent):
+    """The end of a copy, ended by its lane. `point` is there from the moment in which all of the
+    copy is queued in CUDA, and the CPU's part of it, if it has one, is done."""
+
+    __slots__ = ("_unqueued", "point")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point: Point | None = None
+        self._unqueued = threading.Lock()
+        self._unqueued.acquire()
+
+    def queued(self, point: Point | None) -> None:
+        """Called once, also for a copy that cannot be queued, which may have no point."""
+        self.point = point
+        self._unqueued.release()
+
+    def wait_queued(self, timeout_seconds: float) -> None:
+        """Until `point` is what it will be, at most so long."""
+        if self._unqueued.acquire(timeout=max(0.0, timeout_seconds)):
+            self._unqueued.release()  # for the next one who waits
+
+
+class ComputeEvent:
+    """Everything that computes and was queued before. Asked about rarely by threads, so nobody
+    sleeps in CUDA for it: whoever waits looks now and then."""
+
+    __slots__ = ("_blame", "_ended", "_error", "_runtime", "point")
+
+    def __init__(self, runtime: Runtime, blame: Blame) -> None:
+        self._runtime = runtime
+        self._blame = blame
+        self._ended = False
+        self._error: Exception | None = None
+        self.point = Point(runtime, runtime.compute_stream())
+
+    def done(self) -> bool:
+        if not self._ended:
+            try:
+                self._ended = self._runtime.has_ended(self.point.handle)
+            except CudaError as error:
+                self._error = self._blame(error)
+                self._ended = True
+        return self._ended
+
+    def wait(self, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        nap = SHORTEST_NAP
+        while not self.done() and time.monotonic() < deadline:
+            time.sleep(min(nap, max(0.0, deadline - time.monotonic())))
+            nap = min(2 * nap, LONGEST_NAP)
+        return self.done()
+
+    def error(self) -> Exception | None:
+        return self._error if self._ended else None
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+def point_of(event: Event) -> Point | None:
+    """What a stream can wait for in place of the event; None where now only a thread can."""
+    return event.point if isinstance(event, CopyEvent | ComputeEvent) else None
+
+
+def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
+    """What a stream can wait for, as soon as there is something; None if instead the event has
+    ended. Raises DeviceError where the time is too short for either."""
+    deadline = time.monotonic() + timeout_seconds
+    if isinstance(event, CopyEvent) and not event.done():
+        event.wait_queued(timeout_seconds)
+    point = point_of(event)
+    if point is None and not event.wait(max(0.0, deadline - time.monotonic())):
+        raise DeviceError("a copy waited too long for what it depends on")
+    return point

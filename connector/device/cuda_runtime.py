@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CUDA device needs of CUDA, as a protocol, and the real one.
+
+The protocol is as thin as it can be, so that a test can put streams made of queues under the whole
+device. Streams and events are handles of the CUDA runtime; addresses are numbers. Every method may
+be called from any thread that has called `enter_thread`, and raises CudaError. Knows nothing of
+jobs, slabs or tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...kernels.choice import TRITON, KernelRefused
+from ...kernels.copy_blocks import transfer_blocks
+from ...kernels.copy_engine import Batch, CudaError, PageLockedMemory, cuda_library, cuda_runtime
+from .base import DeviceError
+from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
+
+log = logging.getLogger(__name__)
+
+# Of a copy kernel that leaves decode undisturbed.
+FEW_PROGRAMS = 12
+
+
+class PageLocked(Protocol):
+    """Page-locked memory that somebody owns."""
+
+    address: int
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as uint8."""
+
+    def close(self) -> None:
+        """Give it back; no copy may use it any more."""
+
+
+class Runtime(Protocol):
+    """One device, and the CUDA runtime that torch has loaded."""
+
+    device: torch.device
+    batch_refusal: str | None  # why there are no batched copies, if there are none
+
+    def enter_thread(self, *, is_own: bool) -> None:
+        """Once in every thread that calls anything else. One's own may go on while another thread
+        captures a graph; of a caller's nothing is changed but its current device."""
+
+    def compute_stream(self) -> int:
+        """Where the calling thread's kernels are queued."""
+
+    def create_stream(self) -> int:
+        """Of the lowest priority."""
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def create_event(self) -> int:
+        """With a time; threads sleep while they wait for it."""
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def record_event(self, event: int, stream: int) -> None: ...
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """The stream waits, if the event was recorded before; the caller does not."""
+
+    def has_ended(self, event: int) -> bool: ...
+
+    def synchronise_event(self, event: int) -> None:
+        """The caller sleeps, without a limit and without the interpreter's lock."""
+
+    def seconds_between(self, start: int, end: int) -> float: ...
+
+    def copy_batch(self, batch: Batch, stream: int) -> None:
+        """Queue all copies in one call, sources read in stream order. Page-locked memory only."""
+
+    def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
+        """Queue one after the other. With ordinary memory the caller may have to wait, and sources
+        on the host may be read before the stream gets there."""
+
+    def move_blocks(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Queue a kernel of few programs. KernelRefused where there is none."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Page-lock memory that exists."""
+
+    def unregister_host(self, address: int) -> None: ...
+
+    def page_locked(self, num_bytes: int) -> PageLocked:
+        """New page-locked memory."""
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """New memory of the device, uint8."""
+
+
+class TorchRuntime:
+    """CUDA as torch has loaded it. Raises DeviceError where there is none, and for a device that
+    is not there."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            engine = cuda_runtime()
+        except KernelRefused as refusal:
+            raise DeviceError(f"no CUDA device can be used: {refusal}") from refusal
+        count = torch.cuda.device_count()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if index >= count:
+            raise DeviceError(f"cuda:{index} was named, and there are devices 0 to {count - 1}")
+        self.device = torch.device("cuda", index)
+        self.batch_refusal = engine.refusal
+        api = self._api = CudaApi(cuda_library())
+        self.create_stream = api.create_stream
+        self.destroy_stream = api.destroy_stream
+        self.create_event = api.create_event
+        self.destroy_event = api.destroy_event
+        self.record_event = api.record_event
+        self.wait_event = api.wait_event
+        self.has_ended = api.has_ended
+        self.synchronise_event = api.synchronise_event
+        self.seconds_between = api.seconds_between
+        self.copy_batch = engine.copy_batch
+        self.register_host = engine.register_host
+        self.unregister_host = engine.unregister_host
+        self._engine = engine
+
+    def enter_thread(self, *, is_own: bool) -> None:
+        self._api.set_device(self.device.index)
+        if is_own:
+            self._api.relax_capture()
+
+    def compute_stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
+        kind = MEMCPY_DEVICE_TO_HOST if to_host else MEMCPY_HOST_TO_DEVICE
+        table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
+        for target, source, size in zip(*table, strict=True):
+            self._api.copy(target, source, size, kind, stream)
+
+    def move_blocks(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        stream: int,
+    ) -> None:
+        queue = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(queue):
+            # From ordinary memory this thread would wait here for all that is queued before.
+            ids = torch.tensor([source_ids, target_ids]).pin_memory()
+            ids = ids.to(self.device, non_blocking=True)
+            transfer_blocks(
+                source, target, ids[0], ids[1], max_programs=FEW_PROGRAMS, kernel=TRITON
+            )
+
+    def page_locked(self, num_bytes: int) -> PageLocked:
+        try:
+            return PageLockedMemory(num_bytes, self._engine)
+        except (CudaError, OSError) as error:
+            # The driver's own memory does not count against the limit of locked memory.
+            memory = _cupy_memory(num_bytes)
+            if memory is None:
+                raise
+            log.info("a page-locked buffer is CuPy's, because %s", error)
+            return memory
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+class CupyMemory:
+    """Page-locked memory that the driver has allocated, by way of CuPy."""
+
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Any]) -> None:
+        self._memory: Any = allocate(num_bytes)
+        self._num_bytes = num_bytes
+        self.address = int(self._memory.ptr)
+
+    def tensor(self) -> torch.Tensor:
+        # It may be longer than what was asked for.
+        return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._num_bytes))
+
+    def close(self) -> None:
+        """Freed with the last tensor that shows it."""
+        self._memory = None
+
+
+def _cupy_memory(num_bytes: int) -> CupyMemory | None:
+    """None without CuPy."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return CupyMemory(num_bytes, cupy.cuda.alloc_pinned_memory)

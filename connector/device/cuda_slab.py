@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-locks a slab in pieces, in the background, and lets go of it at the end.
+
+Locking takes a second for some gigabytes, and the copy engine reaches only what is locked. So a
+thread locks one piece after the other while the engine serves already, and copies of slots that
+come later go the slower way until it gets there. Where the system locks no more, the rest stays
+ordinary memory. Knows nothing of copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable
+
+from ...kernels.copy_engine import CudaError
+from .cuda_runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 20  # short enough for the driver's locks, long enough to be few
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+class LockedSlab:
+    """`num_slots` of `slot_bytes` from `address` on. `refused` is called once, with the reason, if
+    not everything can be locked."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        address: int,
+        num_slots: int,
+        slot_bytes: int,
+        *,
+        progress: Progress | None = None,
+        refused: Callable[[str], None],
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._runtime = runtime
+        self._address = address
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self.piece_slots = max(1, piece_bytes // slot_bytes)
+        self._progress = progress
+        self._refused = refused
+        self._pieces: list[int] = []
+        self._stop = threading.Event()
+        # Slots from 0 on that the copy engine reaches. It only grows, so nobody needs a lock.
+        self.num_locked = 0
+        self._thread = threading.Thread(target=self._run, name="stratakv-page-lock", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until all is locked, or no more can be; False if the time was too short."""
+        self._thread.join(max(0.0, timeout_seconds))
+        return not self._thread.is_alive()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Unlock everything. No copy may use it any more. False if the thread is still locking.
+        Raises CudaError where CUDA will not; what it says of the rest is then lost."""
+        self._stop.set()
+        if not self.wait(timeout_seconds):
+            return False
+        self.num_locked = 0
+        pieces, self._pieces = self._pieces, []
+        failure: CudaError | None = None
+        for address in pieces:
+            try:
+                self._runtime.unregister_host(address)
+            except CudaError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return True
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            self._runtime.enter_thread(is_own=True)
+            for first in range(0, self._num_slots, self.piece_slots):
+                if self._stop.is_set():
+                    return
+                count = min(self.piece_slots, self._num_slots - first)
+                self._lock(first, count)
+                if self._progress is not None:
+                    self._progress(self.num_locked * self._slot_bytes, self._bytes())
+        except CudaError as error:
+            self._refused(
+                f"{self.num_locked * self._slot_bytes} of the slab's {self._bytes()} bytes are "
+                f"page-locked: {error}. {locked_memory_advice(self._bytes())}"
+            )
+            return
+        log.info("%d bytes page-locked in %.1f s", self._bytes(), time.monotonic() - began)
+
+    def _lock(self, first: int, count: int) -> None:
+        address = self._address + first * self._slot_bytes
+        self._runtime.register_host(address, count * self._slot_bytes)
+        self._pieces.append(address)
+        self.num_locked = first + count
+
+    def _bytes(self) -> int:
+        return self._num_slots * self._slot_bytes
+
+
+def locked_memory_advice(wanted_bytes: int) -> str:
+    """What to do where memory cannot be locked."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= wanted_bytes:
+        return "The limit of locked memory is not the reason; a smaller slab may do"
+    return (
+        f"The limit of locked memory is {limit} bytes; `ulimit -l unlimited` raises it for a "
+        "shell, LimitMEMLOCK=infinity for a systemd unit, and --ulimit memlock=-1 for a container"
+    )

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
+
+While the copy engine fills or empties one half, the CPU empties or fills the other. It is the
+calling thread that does the CPU's part, so it must be one that may wait. Knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from ...kernels.copy_engine import Batch
+from .copy_plan import cut
+from .cuda_events import Point
+from .cuda_runtime import Runtime
+
+HALF_BYTES = 8 << 20
+Copies = list[tuple[int, int, int]]
+Copy = Callable[[Batch, int], None]
+
+
+class StagingBuffer:
+    """One for each direction. `copy` queues a batch of page-locked memory in a stream."""
+
+    def __init__(self, runtime: Runtime, half_bytes: int = HALF_BYTES) -> None:
+        self._runtime = runtime
+        self._half_bytes = half_bytes
+        self.memory = runtime.page_locked(2 * half_bytes)
+
+    def store(self, batch: Batch, stream: int, copy: Copy) -> None:
+        """From the device; all bytes are in place on return."""
+        landing: deque[tuple[Copies, Copies, Point]] = deque()
+        for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
+            if len(landing) == 2:
+                self._land(*landing.popleft())
+            placed = _placed(half, group)
+            copy(_batch([(source, at, size) for (source, _, size), at in placed]), stream)
+            out = [(at, target, size) for (_, target, size), at in placed]
+            landing.append((group, out, Point(self._runtime, stream)))
+        while landing:
+            self._land(*landing.popleft())
+
+    def load(self, batch: Batch, stream: int, copy: Copy) -> None:
+        """To the device; all sources have been read on return."""
+        busy: deque[Point] = deque()
+        for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
+            if len(busy) == 2:
+                busy.popleft().synchronise()
+            placed = _placed(half, group)
+            for (source, _, size), at in placed:
+                ctypes.memmove(at, source, size)
+            copy(_batch([(at, target, size) for (_, target, size), at in placed]), stream)
+            busy.append(Point(self._runtime, stream))
+        # The next one finds both halves empty.
+        while busy:
+            busy.popleft().synchronise()
+
+    def close(self) -> None:
+        """No copy may use it any more."""
+        self.memory.close()
+
+    def _halves(self) -> itertools.cycle[int]:
+        return itertools.cycle((self.memory.address, self.memory.address + self._half_bytes))
+
+    def _land(self, group: Copies, out: Copies, point: Point) -> None:
+        point.synchronise()
+        for source, target, size in out:
+            ctypes.memmove(target, source, size)
+
+
+def _placed(half: int, group: Copies) -> list[tuple[tuple[int, int, int], int]]:
+    """Each copy with its place in a half, one behind the other."""
+    ends = itertools.accumulate((size for _, _, size in group), initial=half)
+    return list(zip(group, ends, strict=False))
+
+
+def _batch(copies: Copies) -> Batch:
+    sources, targets, sizes = zip(*copies, strict=True)
+    return Batch(sources, targets, sizes)

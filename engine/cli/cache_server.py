@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv cache-server`: keeps blocks for the engines of a cluster, in a process of its own.
+
+Flags come before the file that --config names. A signal ends it in an orderly way: it says
+NOT_SERVING, running calls may finish, blocks are written down; a second signal ends it at once.
+Runs with the base installation and imports neither torch nor the engine's parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...tiers.errors import TierConfigError
+from .. import logs
+from ..config import ConfigError, show_size
+from ..nearest import did_you_mean
+from ..options import LOG_LEVELS, Option, flag_of
+from ..settings import readers
+from ..settings.file import called, read_file
+
+if TYPE_CHECKING:
+    from ...tiers.remote.limits import Limits
+    from ...tiers.remote.server import CacheServer, ServerSettings
+    from ...tiers.remote.tenants import Tenants
+
+DESCRIPTION = "Keep blocks for many engines; they use it with --kv-offload ...,grpc://host:port."
+
+logger = logging.getLogger(__name__)
+
+MAX_PORT = 65535
+DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
+_MAX_TOKEN_BYTES = 8192
+_EXIT_NOT_WRITTEN = 1
+
+# M_MMAP_THRESHOLD (the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
+_MALLOC = ((-3, 32 * 1024**2), (-1, 64 * 1024**2), (-2, 8 * 1024**2))
+_SWITCH_SECONDS = 0.0005
+
+_port = readers.integer_within(0, MAX_PORT)
+
+
+def _seconds(name: str, value: Any) -> float:
+    seconds: float = readers.number(name, value)
+    if not 0 <= seconds <= 3600:
+        raise ConfigError(f"{name} takes seconds from 0 to 3600, not {seconds}")
+    return seconds
+
+
+def _count(name: str, value: Any) -> int:
+    return readers.integer_within(1, 1_000_000)(name, value)
+
+
+def _option(name: str, read: Any, text: str, metavar: str = "", default: Any = None) -> Any:
+    return name, Option("server", name, read, text, metavar), default
+
+
+_TABLE = (
+    _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
+    _option("ssd_path", readers.path, "directory for blocks on a disk", "PATH"),
+    _option("ssd_bytes", readers.size, "most bytes there, of all tenants", "SIZE"),
+    _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
+    _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
+    _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
+    _option("data_connections", readers.switch, "move blocks without gRPC too", "", True),
+    _option(
+        "shared_memory", readers.switch,
+        "let clients of this user on this machine map their tenant's memory", "", True,
+    ),
+    _option("tenants", readers.path, "TOML file of tenants", "FILE"),
+    _option("token_file", readers.path, "file of the token that clients send", "FILE"),
+    _option("secret_file", readers.path, "file of the server's secret", "FILE"),
+    _option("tls_cert", readers.path, "PEM file of the server's certificate", "FILE"),
+    _option("tls_key", readers.path, "PEM file of its key", "FILE"),
+    _option("tls_client_ca", readers.path, "ask clients for certificates of this CA", "FILE"),
+    _option(
+        "insecure", readers.switch,
+        "listen where others can reach it without TLS and credentials", "", False,
+    ),
+    _option("metrics_host", readers.text, "address of /metrics", "ADDRESS", "127.0.0.1"),
+    _option("metrics_port", _port, "port of /metrics; 0 takes a free one", "N"),
+    _option("reflection", readers.switch, "let clients ask for the protocol", "", False),
+    _option("drain_seconds", _seconds, "for ending in an orderly way", "SECONDS", 30.0),
+    _option("max_calls", _count, "calls at once", "N", 512),
+    _option("max_data_connections", _count, "data connections at once", "N", 256),
+    _option("max_bytes_in_flight", readers.size, "blocks in gRPC streams", "SIZE", "256MiB"),
+    _option("call_seconds", _seconds, "longest time of one call", "SECONDS", 30.0),
+    _option(
+        "log_level", readers.one_of(*LOG_LEVELS), ", ".join(LOG_LEVELS), "LEVEL", "info"
+    ),
+    _option("log_json", readers.switch, "one JSON object for each log line", "", False),
+)  # fmt: skip
+OPTIONS: Mapping[str, Option] = {name: option for name, option, _ in _TABLE}
+DEFAULTS: Mapping[str, Any] = {name: default for name, _, default in _TABLE}
+# Defaults in words, where there is no value.
+UNSET: Mapping[str, str] = {
+    "data_port": "the one after --port",
+    "secret_file": f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
+}
+
+
+def default_text(name: str) -> str:
+    """A default as help and docs show it."""
+    value = DEFAULTS[name]
+    if value is None:
+        return UNSET.get(name, "none")
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for each option, and --config and --new-token."""
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of these options")
+    parser.add_argument(
+        "--new-token", metavar="NAME", help="make a token for a tenant, print it and end"
+    )
+    for name, option in OPTIONS.items():
+        form: dict[str, Any] = (
+            {"metavar": option.metavar}
+            if option.metavar
+            else {"action": argparse.BooleanOptionalAction}
+        )
+        parser.add_argument(
+            flag_of(name), dest=name, default=argparse.SUPPRESS,
+            help=f"{option.help} (default: {default_text(name)})", **form,
+        )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal (0, or 1 if not everything could be written down)."""
+    try:
+        if args.new_token is not None:
+            return _print_new_token(args.new_token)
+        options = _read_options(args)
+        settings = _server_settings(options)
+        logs.set_up(options["log_level"], json=options["log_json"])
+        _prepare_process()
+        return asyncio.run(_serve(settings))
+    except TierConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Every option: as flags say, else the file, else its default."""
+    given: dict[str, tuple[str, Any]] = {}
+    if args.config is not None:
+        path = readers.path("--config", args.config)
+        for name, value in read_file(path).items():
+            if name not in OPTIONS:
+                raise ConfigError(f"{called(path, name)} is no option{did_you_mean(name, OPTIONS)}")
+            given[name] = called(path, name), value
+    flags = vars(args)
+    given |= {name: (flag_of(name), flags[name]) for name in OPTIONS if name in flags}
+    options: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        origin, value = given.get(name, (flag_of(name), DEFAULTS[name]))
+        options[name] = None if value is None else option.read(origin, value)
+    return options
+
+
+def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
+    """Raises ConfigError or TierConfigError."""
+    from ...tiers.remote.secret import read_secret
+    from ...tiers.remote.server import ServerSettings
+
+    ssd_path: Path | None = options["ssd_path"]
+    if (ssd_path is None) != (options["ssd_bytes"] is None):
+        raise ConfigError("--ssd-path and --ssd-bytes go together; give both or neither")
+    secret_file = options["secret_file"]
+    if secret_file is None and ssd_path is not None:
+        secret_file = ssd_path / DEFAULT_SECRET_NAME
+    return ServerSettings(
+        tenants=_tenants(options),
+        secret=os.urandom(32) if secret_file is None else read_secret(secret_file),
+        host=options["host"],
+        port=options["port"],
+        data_port=_data_port(options),
+        shares_memory=options["shared_memory"],
+        metrics_host=options["metrics_host"],
+        metrics_port=options["metrics_port"],
+        ssd_path=ssd_path,
+        tls=_tls(options),
+        insecure=options["insecure"],
+        reflection=options["reflection"],
+        drain_seconds=options["drain_seconds"],
+        limits=_limits(options),
+    )
+
+
+def _limits(options: Mapping[str, Any]) -> Limits:
+    from ...tiers.remote.limits import Limits
+
+    names = ("max_calls", "max_data_connections", "max_bytes_in_flight", "call_seconds")
+    return Limits(**{name: options[name] for name in names})
+
+
+def _data_port(options: Mapping[str, Any]) -> int | None:
+    if not options["data_connections"]:
+        return None
+    if options["data_port"] is not None:
+        port: int = options["data_port"]
+        return port
+    return options["port"] + 1 if 0 < options["port"] < MAX_PORT else 0
+
+
+def _tls(options: Mapping[str, Any]) -> Any:
+    from ...tiers.remote.tls import TlsFiles
+
+    cert, key, client_ca = (options[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    if (cert is None) != (key is None) or (client_ca is not None and cert is None):
+        raise ConfigError("--tls-cert and --tls-key go together, --tls-client-ca with both")
+    return None if cert is None else TlsFiles(cert, key, client_ca)
+
+
+def _tenants(options: Mapping[str, Any]) -> Tenants:
+    from ...tiers.remote.tenants import check_totals, only_tenant, read_tenants
+
+    path, token_file = options["tenants"], options["token_file"]
+    cpu_bytes, ssd_bytes = options["cpu_bytes"], options["ssd_bytes"] or 0
+    if path is None:
+        token = None if token_file is None else _text_of(token_file, "--token-file").strip()
+        has_client_ca = options["tls_client_ca"] is not None
+        return only_tenant(cpu_bytes, ssd_bytes, token, has_client_ca=has_client_ca)
+    if token_file is not None:
+        raise ConfigError("--token-file is for a server without --tenants; give one of the two")
+    tenants = read_tenants(_text_of(path, "--tenants"), f"the tenants file {path}", readers.size)
+    check_totals(tenants, cpu_bytes, ssd_bytes)
+    return tenants
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error
+
+
+def _print_new_token(name: str) -> int:
+    from ...tiers.remote.tenants import new_token, token_digest
+
+    readers.text("--new-token", name)
+    token = new_token()
+    print(f"token: {token}\n")
+    print(
+        "Give it to the client in a file (--token-file or token_file=), and this to the server:\n"
+    )
+    print("[[tenant]]")
+    print(f'name = "{name}"')
+    print(f'token_sha256 = "{token_digest(token).hex()}"')
+    print('cpu_bytes = "1GiB"')
+    return 0
+
+
+def _prepare_process() -> None:
+    """Files for this user alone; as many descriptors as the system gives; no memory in dumps."""
+    os.umask(0o077)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # grpc's own thread takes each event in; by default it would wait 5 ms for every one of them
+    # while the event loop works.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what grpc frees, message after message of a MiB, instead of giving it back
+    to the kernel and faulting it in anew: streams run about half as fast again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have none
+        for parameter, value in _MALLOC:
+            mallopt(parameter, value)
+
+
+async def _serve(settings: ServerSettings) -> int:
+    from ...tiers.remote.server import CacheServer
+
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    server = CacheServer(settings)
+    await server.start()
+    logs.announce(_announcement(server))
+    await told.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)
+    logger.info("ending within about %g s", settings.drain_seconds)
+    return 0 if await server.drain() else _EXIT_NOT_WRITTEN
+
+
+def _announcement(server: CacheServer) -> str:
+    settings = server.settings
+    tenants = ", ".join(
+        f"{each.name} (cpu {show_size(each.cpu_bytes)}, ssd "
+        f"{show_size(each.ssd_bytes) if each.ssd_bytes else 'none'})"
+        for each in settings.tenants
+    )
+    security = "TLS" if settings.tls is not None else "no TLS"
+    data = f"data port {server.data_plane.port}" if server.data_plane.port else "no data port"
+    metrics = (
+        f"metrics at http://{settings.metrics_host}:{server.metrics_port}/metrics"
+        if server.metrics_port
+        else "no metrics"
+    )
+    return (
+        f"StrataKV cache server at {server.address} ({security}), {data}; tenants {tenants}; "
+        f"{metrics}"
+    )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intake: from what a client's message asks for to a request that the scheduler can take.
+
+Checks what only the model knows: its vocabulary and its context. Knows nothing of queues or of
+what runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+
+from ...tiers.block import tenant_salt
+from ..request import BlockHasher, Request, TokenArray
+from ..sampling_params import SamplingParams
+from ..token_ids import BYTES_PER_TOKEN
+from ..wire import AddRequest
+
+
+class Intake:
+    """Of one model. Without a `hasher` no request is found in a cache."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        hasher: BlockHasher | None,
+        tenant_secret: bytes,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._hasher = hasher
+        self._tenant_secret = tenant_secret
+
+    def make_request(self, request: AddRequest) -> Request:
+        """Raises ValueError for tokens that cannot be."""
+        tokens = self._check_tokens(request.prompt_token_ids)
+        params = request.sampling_params
+        _check_vocabulary(params, self._vocab_size)
+        # What is found in a cache is not computed, so it has no logits to tell of.
+        needs_all_logits = params.prompt_logprobs is not None
+        return Request(
+            request.request_id,
+            tokens,
+            _fit_max_tokens(params, self._max_model_len - len(tokens)),
+            priority=request.priority,
+            cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
+            block_hasher=self._hasher,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
+        )
+
+    def _check_tokens(self, packed: bytes) -> TokenArray:
+        if not packed or len(packed) % BYTES_PER_TOKEN:
+            raise ValueError("the prompt is empty or no list of int32; give at least one token id")
+        tokens = np.frombuffer(packed, "<i4")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"token ids must be from 0 to {self._vocab_size - 1}, and the prompt holds "
+                f"{low if low < 0 else high}"
+            )
+        if len(tokens) >= self._max_model_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, but a context of {self._max_model_len} must "
+                "hold it and at least one new token; shorten it"
+            )
+        return tokens.astype(np.int32, copy=False)
+
+
+def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError for token ids in the parameters that the model does not have."""
+    for name, ids in (
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words_token_ids", list(itertools.chain(*params.bad_words_token_ids))),
+    ):
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name} must be token ids from 0 to {vocab_size - 1}, got {wrong}")
+
+
+def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
+    """The same with no more tokens than the context has left (at least 1, refused elsewhere)."""
+    if params.max_tokens <= room:
+        return params
+    most = max(room, 1)
+    changes = {"max_tokens": most, "min_tokens": min(params.min_tokens, most)}
+    return msgspec.structs.replace(params, **changes)

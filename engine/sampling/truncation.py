@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k and top-p: which logits of a row are left out of a draw.
+
+Every token is kept whose logit equals the last one kept, so the order in which equal logits happen
+to be sorted changes nothing. Knows nothing of temperatures, random numbers or requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..worker.block_table import IntArray
+from .copies import to_device
+
+# Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.
+FIRST_CANDIDATES = 256
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def truncate(
+    scaled: Tensor, top_k: IntArray, top_p: FloatArray, *, all_candidates: bool = False
+) -> Tensor | None:
+    """Set to -inf what top-k (first) and top-p (over what is left) leave out, in place.
+
+    `scaled` is `[rows, vocab]`; a `top_k` of the vocabulary's size keeps all, and so does a `top_p`
+    of 1. To see whether the first candidates were enough, one must wait for the device. On the CPU
+    that costs nothing, and the rest is done here. Elsewhere what comes back is a bool `[rows]`,
+    True where they were not: those rows must be truncated anew with `all_candidates`. None: every
+    row is done.
+    """
+    limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
+    if len(limited) == 0:
+        return None
+    index = to_device(limited, scaled.device)
+    part = scaled[index]
+    cutoff, is_short = _cutoff(part, top_k[limited], top_p[limited], all_candidates)
+    scaled[index] = part.masked_fill_(part < cutoff, -torch.inf)
+    if is_short is None:
+        return None
+    return torch.zeros(len(scaled), dtype=torch.bool, device=scaled.device).index_copy_(
+        0, index, is_short
+    )
+
+
+def _cutoff(
+    scaled: Tensor, top_k: IntArray, top_p: FloatArray, all_candidates: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The smallest logit kept in each row, `[rows, 1]`, and the rows for which there were too few
+    candidates to find it."""
+    vocab, device = scaled.shape[1], scaled.device
+    has_k, has_p = top_k < vocab, top_p < 1.0
+    by_share_alone = has_p & ~has_k
+    width = int(top_k[has_k].max()) if has_k.any() else 1
+    # Where top-k limits a row too, top-p needs no more candidates than top-k leaves.
+    if by_share_alone.any():
+        width = vocab if all_candidates else max(width, FIRST_CANDIDATES)
+    width = min(vocab, width)
+    no_k = to_device(~has_k[:, None], device)
+    share = to_device(top_p, device)
+    while True:
+        best = scaled.topk(width, dim=-1).values  # descending
+        kth = best.gather(1, to_device(np.minimum(top_k, width)[:, None] - 1, device))
+        kth.masked_fill_(no_k, -torch.inf)
+        if not has_p.any():
+            return kth, None
+        total = scaled.masked_fill(scaled < kth, -torch.inf).exp_().sum(-1, dtype=torch.float64)
+        sums = best.masked_fill(best < kth, -torch.inf).exp_().cumsum(-1, dtype=torch.float64)
+        # Kept are the first tokens whose sum reaches the share, so the last has `count` before it.
+        count = (sums < (share * total)[:, None]).sum(dim=-1)
+        is_short = None
+        if width < vocab and by_share_alone.any():
+            is_short = (count >= width) & to_device(by_share_alone, device)
+        if is_short is None or not is_free_to_look(device) or not bool(is_short.any()):
+            break
+        width = vocab
+    pth = best.gather(1, count.clamp(max=width - 1)[:, None])
+    pth.masked_fill_(to_device(~has_p[:, None], device), -torch.inf)
+    return torch.maximum(kth, pth), None if is_free_to_look(device) else is_short
+
+
+def is_free_to_look(device: torch.device) -> bool:
+    """Whether reading a result costs no wait."""
+    return device.type == "cpu"

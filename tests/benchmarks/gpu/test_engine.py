@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole-engine sections: rehearsals, what a bound counts, and what stops a section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratakv.benchmarks.gpu import engine_model, engine_phases, engine_step
+from stratakv.benchmarks.gpu.engine_phases import PHASES
+from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.offload_engines import MeasuredEngine, Run
+from stratakv.engine.models.spec import load_model_spec
+
+from .copy_rehearsal import is_plot, no_results, rehearsal, rehearse
+
+
+def test_a_step_reads_its_weights_and_its_kv_once(tmp_path: Path) -> None:
+    results = rehearse(engine_step.SECTION, tmp_path)
+    rows = results.rows("engine-step")
+    assert [row["case"] for row in rows] == [
+        f"{way}, {batch}"
+        for way in ("recorded", "launched", "fp8 KV")
+        for batch in ("1 x 32", "3 x 64")
+    ]
+    hidden, mlp, kv, vocab, layers = 64, 96, 2 * 16, 512, 2
+    layer = 2 * hidden * hidden + 2 * kv * hidden + 3 * hidden * mlp + 2 * hidden
+    weights = layers * layer + hidden + vocab * hidden
+    for row in rows:
+        middle = row["context"] + engine_step.WARM_UPS + 1
+        token_bytes = 2 * kv * layers * (1 if row["way"] == "fp8 KV" else 8)
+        assert row["read_bytes"] == 8 * weights + row["requests"] * middle * token_bytes
+        assert row["tokens_per_second"] == pytest.approx(row["requests"] / row["seconds"])
+    assert "engine_step_over_bound" not in results.report.ratios, "no ceiling was measured"
+    results.set_ceiling("device_copy_gb_per_second", 10.0)
+    rows[1]["bound_over_step"] = results.ratio_to_ceiling(5.0, "device_copy_gb_per_second")
+    engine_step.set_ratio(results)
+    assert results.report.ratios["engine_step_over_bound"] == 0.5
+    assert is_plot(engine_step.plot(results, tmp_path))
+
+
+def test_a_step_that_answers_nothing_stops_the_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = engine_step.ModelRunner.execute
+
+    def silent(self: object, output: object) -> object:
+        result = execute(self, output)  # type: ignore[arg-type]
+        result.sampled_token_ids = {key: [] for key in result.sampled_token_ids}
+        return result
+
+    monkeypatch.setattr(engine_step.ModelRunner, "execute", silent)
+    with pytest.raises(WrongResult, match="a request got no token"):
+        rehearse(engine_step.SECTION, tmp_path)
+
+
+def test_phases_come_from_their_places(tmp_path: Path) -> None:
+    results = rehearse(engine_phases.SECTION, tmp_path)
+    rows = results.rows("engine-phases")
+    assert [row["phase"] for row in rows] == list(PHASES)
+    for row in rows:
+        assert row["tokens"] == 320 and len(row["all_seconds"]) == 3
+        assert row["cold_over_this"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
+    assert "ttft_cold_over_cpu" not in results.report.ratios, "another length was asked for"
+    assert is_plot(engine_phases.plot(results, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("place", "320 tokens: 0 came from there"), ("token", "none of the 20 likeliest")],
+)
+def test_a_phase_from_elsewhere_or_an_unlikely_token_stops_the_section(
+    fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = MeasuredEngine.run
+
+    def wrong(self: MeasuredEngine, prompts: object, params: object, **options: bool) -> Run:
+        run = real(self, prompts, params, **options)  # type: ignore[arg-type]
+        if fault == "place":
+            run.cached_tokens.clear()
+        else:
+            run.token_ids = [[-1]]
+        return run
+
+    monkeypatch.setattr(MeasuredEngine, "run", wrong)
+    with pytest.raises(WrongResult, match=message):
+        rehearse(engine_phases.SECTION, tmp_path)
+
+
+def test_the_model_is_llama_3_1_8b_in_shape(tmp_path: Path) -> None:
+    place = rehearsal()
+    place.is_rehearsal = False
+    with engine_model.model_directory(place) as path:
+        spec = load_model_spec(path)
+    assert spec.max_context == 131072
+    assert spec.layout(16, "bfloat16").page_bytes == 2 * 2**20
+    assert engine_model.read_weight_bytes(spec, 2) == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
+    for section in (engine_step, engine_phases):
+        assert section.plot(no_results(), tmp_path) is None

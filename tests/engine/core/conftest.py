@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cores on the tiny model, stepped by hand: requests for them, and what became of these."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.config import EngineConfig
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.options import engine_config
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.token_ids import pack_token_ids
+from stratakv.engine.wire import AddRequest, TokenOutput
+
+VOCAB = 257
+MAX_STEPS = 3000
+Reference = Callable[[Sequence[int], int], list[int]]
+MakeCore = Callable[..., EngineCore]
+
+
+def config_of(model: Path, **options: Any) -> EngineConfig:
+    defaults = {"dtype": "float64", "block_size": 8, "num_blocks": 80, "max_num_seqs": 8,
+                "max_num_batched_tokens": 64, "num_threads": 1}  # fmt: skip
+    return engine_config(model, defaults | options)
+
+
+@pytest.fixture
+def make_core(tiny_model: Path) -> Iterator[MakeCore]:
+    """Makes cores on the tiny model and shuts them down."""
+    cores: list[EngineCore] = []
+
+    def make(progress: Callable[[str], None] | None = None, **options: Any) -> EngineCore:
+        cores.append(EngineCore(config_of(tiny_model, **options), progress=progress))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.shutdown(5.0)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(VOCAB - 1), k=length)
+
+
+def request(request_id: str, prompt: Sequence[int], **fields: Any) -> AddRequest:
+    """A greedy request for 6 tokens; `fields` of AddRequest and of SamplingParams."""
+    of_request = {k: fields.pop(k) for k in list(fields) if k in AddRequest.__struct_fields__}
+    params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **fields})
+    return AddRequest(request_id, pack_token_ids(prompt), params, **of_request)
+
+
+def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str, TokenOutput]:
+    """Step until `count` requests have ended; what each of them got, merged."""
+    merged: dict[str, TokenOutput] = {}
+    ended = 0
+    for _ in range(MAX_STEPS):
+        for output in outputs:
+            whole = merged.setdefault(output.request_id, TokenOutput(output.request_id, []))
+            whole.new_token_ids += output.new_token_ids
+            whole.cached_tokens_by_tier = (
+                output.cached_tokens_by_tier or whole.cached_tokens_by_tier
+            )
+            whole.finish_reason, whole.error = output.finish_reason, output.error
+            whole.timings = output.timings
+            ended += output.finish_reason is not None
+        if ended == count:
+            return merged
+        outputs = core.step()
+    raise AssertionError(f"requests did not end: {merged}")
+
+
+def run(core: EngineCore, *requests: AddRequest) -> dict[str, TokenOutput]:
+    return finish(core, [o for r in requests for o in core.add(r)], len(requests))

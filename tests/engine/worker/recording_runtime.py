@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device without a device: buffers apart from the staging memory, and graphs that are records.
+
+Once something has waited for the copies, the staging memory is spoilt, so that whoever writes into
+it before the wait shows in a wrong answer. A record holds on to what it was made over: replaying it
+runs the same work, over the same buffers, and writes into the same output, spoilt in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stratakv.engine.worker.device_runtime import Mark, Work
+
+SPOILT = 10**6  # no token, position, slot, length or block of any test
+
+
+class RecordingRuntime:
+    """Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.can_record = True
+        self.num_waits = self.num_replays = self.num_recorded = 0
+        self._staging: list[Tensor] = []
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._staging.append(torch.zeros(*shape, dtype=dtype))
+        return self._staging[-1]
+
+    def mark(self) -> Mark:
+        return _Counted(self._waited)
+
+    def record(self, work: Work) -> Work:
+        with torch.inference_mode(False):
+            output = work().clone()
+        self.num_recorded += 1
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            output.fill_(float("nan"))
+            return output.copy_(work())
+
+        return replay
+
+    def _waited(self) -> None:
+        self.num_waits += 1
+        for memory in self._staging:
+            memory.fill_(SPOILT)
+
+
+class _Counted:
+    def __init__(self, waited: Callable[[], None]) -> None:
+        self.wait = waited

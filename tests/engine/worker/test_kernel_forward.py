@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps through the kernels' plain twins: the same tokens as by gathering, recorded or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from stratakv.engine.worker.placement import KERNELS, Placement
+
+from .recording_runtime import RecordingRuntime
+
+BY_KERNELS = Placement(attention_backend=KERNELS)
+
+
+def crowd(drive, prompt_of, wanted):
+    """Requests that come, end and leave holes at different times; what each answered."""
+    prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate((3, 90, 17, 40, 1, 250))}
+    waiting, answers = list(prompts), {}
+    while waiting or drive.lives:
+        if waiting:
+            drive.add(name := waiting.pop(0), prompts[name])
+        drive.step(chunk=30)
+        for name in [n for n, life in drive.lives.items() if len(life.output) >= wanted(n)]:
+            answers[name] = drive.finish(name)
+    return answers
+
+
+def wanted(name: str) -> int:
+    return 6 + 5 * int(name[1:])
+
+
+@pytest.fixture(scope="module")
+def gathered(checkpoint, driver, prompt_of):
+    return crowd(driver(checkpoint(), block_size=4, num_blocks=400), prompt_of, wanted)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_kernels_answer_as_gathering_does(block_size, gathered, checkpoint, driver, prompt_of):
+    drive = driver(checkpoint(), block_size=block_size, num_blocks=1200, placement=BY_KERNELS)
+    assert crowd(drive, prompt_of, wanted) == gathered
+    assert not drive.runner.pool.tensor[0].any()
+
+
+def test_recorded_steps_answer_the_same_and_write_nobodys_rows_nowhere(
+    gathered, checkpoint, driver, prompt_of
+):
+    runtime = RecordingRuntime()
+    drive = driver(
+        checkpoint(), block_size=4, num_blocks=400, placement=BY_KERNELS, runtime=runtime
+    )
+    assert runtime.num_recorded == 5  # 1, 2, 4, 8 and the 16 that the batch holds
+    untouched = drive.free[-60:]
+    before = drive.runner.pool.tensor[untouched].clone()
+    assert crowd(drive, prompt_of, wanted) == gathered
+    assert runtime.num_replays > 20
+    assert not drive.runner.pool.tensor[0].any()
+    after = drive.runner.pool.tensor[untouched]
+    assert torch.equal(after.isnan(), before.isnan())
+
+
+def test_recorded_steps_are_bypassed_where_they_are_not_wanted(checkpoint, driver, prompt_of):
+    runtime = RecordingRuntime()
+    eager = Placement(attention_backend=KERNELS, record_decodes=False)
+    drive = driver(checkpoint(), placement=eager, runtime=runtime)
+    drive.generate("a", prompt_of(5), 4)
+    assert runtime.num_recorded == runtime.num_replays == 0
+
+
+def test_staging_memory_is_written_only_after_a_wait(checkpoint, driver, prompt_of):
+    runtime = RecordingRuntime()
+    drive = driver(checkpoint(), placement=BY_KERNELS, runtime=runtime)
+    after_start = runtime.num_waits
+    drive.add("a", prompt_of(40))
+    for steps in range(1, 6):
+        drive.step(chunk=16)
+        assert runtime.num_waits == after_start + steps
+
+
+def test_a_prompts_only_token_is_no_answer_yet(gathered, checkpoint, driver, prompt_of):
+    """Prompts by one token a step are decodes that nobody samples from."""
+    runtime = RecordingRuntime()
+    drive = driver(checkpoint(), placement=BY_KERNELS, runtime=runtime)
+    drive.add("r2", prompt_of(17, 2))  # in the first row, where the other's answer is not
+    drive.add("r0", prompt_of(3, 0))
+    while len(drive.lives["r2"].output) < wanted("r2"):
+        drive.step(chunk=1)
+    assert drive.finish("r2") == gathered["r2"]
+    assert drive.finish("r0")[: wanted("r0")] == gathered["r0"]
+
+
+def test_prompt_logprobs_are_the_same(checkpoint, driver, prompt_of):
+    def asked(**options):
+        drive = driver(checkpoint(), **options)
+        drive.add("a", prompt_of(70), prompt_logprobs=3, logprobs=2, temperature=0.0)
+        drive.add("b", prompt_of(9, 1))
+        results = [drive.step(chunk=32) for _ in range(4)]
+        return next(r.prompt_logprobs["a"] for r in results if r.prompt_logprobs)
+
+    mine, theirs = asked(placement=BY_KERNELS), asked()
+    assert [e and e.token_ids for e in mine] == [e and e.token_ids for e in theirs]
+    for one, other in zip(mine[1:], theirs[1:], strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner on a CUDA device: the CPU's numbers within rounding, recorded steps, one wait a step.
+
+Matrix units round float32 to 10 bits behind the point, which is what the tolerance allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stratakv.engine.worker.cuda_probe import choose_gpu, probe_cuda
+from stratakv.engine.worker.memory_profile import PoolSizer
+from stratakv.engine.worker.placement import Placement
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+NEAR = {"rtol": 2e-2, "atol": 5e-2}
+
+
+@pytest.fixture
+def _no_other_wait() -> Iterator[None]:
+    """torch raises wherever it would wait by itself."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def run(drive, prompt_of, steps=12):
+    for number in range(5):
+        drive.add(f"r{number}", prompt_of(3 + 21 * number, number))
+    for _ in range(steps):
+        drive.step(chunk=30)
+    return [drive.finish(f"r{number}") for number in range(5)]
+
+
+def test_the_machine_can_be_computed_on():
+    state = probe_cuda()
+    assert choose_gpu(Placement(device=GPU, strict_kernels=True), state).name
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_logits_are_those_of_the_cpu(is_recorded, checkpoint, driver, prompt_of):
+    there = Placement(device=GPU, record_decodes=is_recorded, strict_kernels=True)
+    path, prompt = checkpoint(head_dim=16), prompt_of(70)
+    mine, theirs = driver(path, dtype="float32", placement=there), driver(path, dtype="float32")
+    for drive in (mine, theirs):
+        drive.add("a", prompt)
+        for _ in range(3):
+            drive.step(chunk=30)
+    torch.testing.assert_close(mine.logits[0].cpu(), theirs.logits[0], **NEAR)
+    assert not mine.runner.pool.tensor[0].any()
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_recorded_steps_answer_as_launched_ones(kv, checkpoint, driver, prompt_of):
+    answers = [
+        run(
+            driver(
+                checkpoint(head_dim=16),
+                dtype="bfloat16",
+                placement=Placement(device=GPU, kv_cache_dtype=kv, record_decodes=is_recorded),
+            ),
+            prompt_of,
+        )
+        for is_recorded in (False, True)
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.usefixtures("_no_other_wait")
+def test_a_step_waits_for_its_answer_alone(checkpoint, driver, prompt_of):
+    torch.cuda.set_sync_debug_mode("default")
+    drive = driver(checkpoint(head_dim=16), dtype="bfloat16", placement=Placement(device=GPU))
+    drive.runner.model.logits = type(drive.runner.model).logits.__get__(drive.runner.model)
+    run(drive, prompt_of)  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    drive.add("b", prompt_of(40), temperature=0.8, top_p=0.9, top_k=20)
+    drive.add("c", prompt_of(50), temperature=0.8, min_p=0.1, repetition_penalty=1.2)
+    for _ in range(6):
+        drive.step(chunk=30)
+
+
+def test_the_pool_is_sized_by_what_is_left(checkpoint, driver):
+    from stratakv.engine.worker.cuda_runtime import CudaMeter
+
+    drive = driver(checkpoint(head_dim=16), dtype="bfloat16", placement=Placement(device=GPU))
+    meter = CudaMeter(GPU)
+    layout = drive.runner.pool.layout
+    sizes = {"max_model_len": 1024, "max_tokens": 4096, "max_requests": 16}
+    small, large = (
+        PoolSizer(Placement(device=GPU, memory_share=share), meter).blocks(
+            drive.runner.model, layout, **sizes
+        )
+        for share in (0.2, 0.4)
+    )
+    expected = 0.2 * meter.total_bytes() / layout.page_bytes
+    assert large - small == pytest.approx(expected, rel=0.05) or large == 2**24

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks a GPU has room for, and what is said where it has not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stratakv.engine.config import GIB, MAX_BLOCKS, MIB, ConfigError
+from stratakv.engine.models.decoder import Decoder
+from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.worker.memory_profile import PoolSizer
+from stratakv.engine.worker.placement import Placement
+from stratakv.engine.worker.pool_sizing import (
+    RESERVE_BYTES,
+    MemoryUse,
+    check_free,
+    check_weights,
+    pool_blocks,
+)
+from stratakv.tiers.block import BlockLayout
+
+# Llama-3.1-8B in bfloat16: 2 MiB a block.
+LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")
+USE = MemoryUse(
+    total_bytes=80 * GIB,
+    free_before_bytes=79 * GIB,
+    free_after_bytes=61 * GIB,
+    held_after_bytes=17 * GIB,
+    weight_bytes=15 * GIB,
+    peak_bytes=17 * GIB,
+)
+
+
+def test_the_pool_is_what_weights_steps_libraries_and_reserve_leave_of_the_share():
+    assert LAYOUT.page_bytes == 2 * MIB
+    assert USE.outside_bytes == 1 * GIB
+    blocks = pool_blocks(USE, LAYOUT, 8192, 0.9)
+    assert blocks == (72 * GIB - 18 * GIB - RESERVE_BYTES) // LAYOUT.page_bytes
+    assert pool_blocks(USE, LAYOUT, 8192, 0.9, reserve_bytes=0) == 54 * GIB // LAYOUT.page_bytes
+    half = pool_blocks(USE, replace(LAYOUT, kv_dtype="fp8_e4m3"), 8192, 0.9)
+    assert 2 * blocks <= half <= 2 * blocks + 1
+    # What others free meanwhile is nobody's loss.
+    assert replace(USE, free_after_bytes=70 * GIB).outside_bytes == 0
+
+
+def test_no_pool_has_more_blocks_than_tables_can_name():
+    tiny = BlockLayout(1, 1, 1, 8, "fp8_e4m3")
+    assert pool_blocks(USE, tiny, 8192, 0.9) == MAX_BLOCKS
+
+
+def test_what_does_not_fit_is_said_with_what_helps():
+    small = replace(USE, total_bytes=24 * GIB, free_before_bytes=24 * GIB, free_after_bytes=6 * GIB)
+    with pytest.raises(ConfigError) as refusal:
+        pool_blocks(small, LAYOUT, 65536, 0.9)
+    text = str(refusal.value)
+    assert "21.60 GiB of GPU memory (--gpu-memory-utilization 0.9 of 24.00 GiB)" in text
+    assert "weights of 15.00 GiB, steps of 2.00 GiB" in text
+    assert "request of 65536 tokens, 8.00 GiB" in text
+    assert "lower --max-model-len to " in text and "--kv-cache-dtype fp8_e4m3" in text
+    assert "raise --gpu-memory-utilization" not in text, "no share would be enough"
+    fits = int(text.split("lower --max-model-len to ")[1].split(",")[0])
+    assert pool_blocks(small, LAYOUT, fits, 0.9) * 16 >= fits
+    with pytest.raises(ConfigError):
+        pool_blocks(small, LAYOUT, fits + 16, 0.9)
+
+
+def test_a_share_that_would_do_is_named():
+    with pytest.raises(ConfigError) as refusal:
+        pool_blocks(USE, LAYOUT, 65536, 0.3)
+    share = float(str(refusal.value).split("raise --gpu-memory-utilization to ")[1].split(",")[0])
+    assert 0.3 < share < 0.4
+    assert pool_blocks(USE, LAYOUT, 65536, share) > 4096
+
+
+def test_a_model_that_leaves_nothing_asks_for_a_smaller_one():
+    full = replace(USE, peak_bytes=79 * GIB, weight_bytes=78 * GIB)
+    with pytest.raises(ConfigError, match="take a smaller model"):
+        pool_blocks(full, LAYOUT, 8192, 0.9)
+
+
+def test_memory_that_others_hold_is_named_before_anything_is_loaded():
+    check_free(80 * GIB, 72 * GIB, 0.9)
+    with pytest.raises(ConfigError) as refusal:
+        check_free(80 * GIB, 50 * GIB, 0.9)
+    text = str(refusal.value)
+    assert "asks for 72.00 GiB of the GPU's 80.00 GiB, and 50.00 GiB are free" in text
+    assert "lower --gpu-memory-utilization to 0.62 or" in text
+    check_free(80 * GIB, 50 * GIB, 0.62)
+    with pytest.raises(ConfigError, match="are free; stop what holds"):
+        check_free(80 * GIB, 0, 0.9)
+    check_weights(15 * GIB, 15 * GIB)
+    with pytest.raises(ConfigError, match=r"weights take 15.00 GiB and 10.00 GiB of the GPU"):
+        check_weights(15 * GIB, 10 * GIB)
+
+
+class Meter:
+    """Counts the largest tensor of a step, as an allocator would its memory."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def total_bytes(self) -> int:
+        return 10 * GIB
+
+    def free_bytes(self) -> int:
+        return 10 * GIB - self.held_bytes()
+
+    def held_bytes(self) -> int:
+        return 1 * GIB if self.resets else 0
+
+    def peak_bytes(self) -> int:
+        assert self.resets == 1
+        return 2 * GIB
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+
+
+def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatch):
+    spec = load_model_spec(path := checkpoint())
+    model = Decoder.load(path, spec, 64, torch.float64)
+    seen = []
+    compute = Decoder.logits
+
+    def recorded(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return compute(self, hidden)
+
+    monkeypatch.setattr(Decoder, "logits", recorded)
+    sizer = PoolSizer(Placement(memory_share=0.5), Meter())
+    layout = spec.layout(16, "float64")
+    blocks = sizer.blocks(model, layout, max_model_len=64, max_tokens=33, max_requests=7)
+    assert seen == [7]
+    assert blocks == (3 * GIB - RESERVE_BYTES) // layout.page_bytes

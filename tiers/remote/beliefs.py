@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client believes a server to have: answers that age, and questions that are open.
+
+A belief is a hint: a block that was evicted since is a miss when it is loaded. Bounded; the oldest
+beliefs go first. Thread-safe. Knows nothing of how the server is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ..base import Answer
+
+MOST = 1_000_000  # about 150 bytes each
+HIT_SECONDS = 30.0  # for so long `answers` goes by it; it is asked about again sooner
+FRESH_SECONDS = 1.0  # so soon nothing is asked about again
+
+
+class Beliefs:
+    """Of one server."""
+
+    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        # When a belief was formed: positive for a hit, negative for a miss. The oldest first.
+        self._formed: dict[bytes, float] = {}
+        self.hits = 0  # believed to be there, however long ago
+        self._asked: dict[bytes, int] = {}  # open questions about each key
+
+    def __len__(self) -> int:
+        return len(self._formed)
+
+    def answers(self, keys: Sequence[bytes]) -> list[Answer]:
+        """HIT or MISS as believed, PENDING where nothing is believed and the server was asked."""
+        oldest = max(0.0, self._clock() - HIT_SECONDS)
+        with self._lock:
+            formed, asked = self._formed, self._asked
+            return [
+                Answer.HIT
+                if formed.get(key, 0.0) > oldest
+                else Answer.PENDING
+                if key in asked
+                else Answer.MISS
+                for key in keys
+            ]
+
+    def to_ask(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys that are worth asking about now."""
+        now = self._clock()
+        with self._lock:
+            formed, asked = self._formed, self._asked
+            return [
+                key
+                for key in dict.fromkeys(keys)
+                if key not in asked
+                and (key not in formed or now - abs(formed[key]) > FRESH_SECONDS)
+            ]
+
+    def asked(self, keys: Iterable[bytes]) -> None:
+        """The server is being asked about them."""
+        with self._lock:
+            for key in keys:
+                self._asked[key] = self._asked.get(key, 0) + 1
+
+    def answered(self, keys: Sequence[bytes], hits: Sequence[bool] | None) -> None:
+        """The server has answered, or (None) will not."""
+        with self._lock:
+            for key in keys:
+                left = self._asked.get(key, 1) - 1
+                if left:
+                    self._asked[key] = left
+                else:
+                    self._asked.pop(key, None)
+        if hits is not None:
+            self.learn(keys, hits)
+
+    def learn(self, keys: Sequence[bytes], hits: Sequence[bool]) -> None:
+        """What the server has said, or shown, of these blocks."""
+        now = self._clock()
+        with self._lock:
+            formed = self._formed
+            for key, hit in zip(keys, hits, strict=True):
+                self.hits += hit - (formed.pop(key, 0.0) > 0)
+                formed[key] = now if hit else -now
+            while len(formed) > self._most:
+                self.hits -= formed.pop(next(iter(formed))) > 0
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Believe nothing of these; how many were believed to be there."""
+        with self._lock:
+            known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)
+            self.hits -= known
+            return known
+
+    def clear(self) -> None:
+        """Believe nothing. Open questions stay open."""
+        with self._lock:
+            self._formed.clear()
+            self.hits = 0

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of a client's connection to a room: blocks in and out of the caller's buffers.
+
+`DataConnection` moves them through a socket, `MemoryConnection` through memory that both ends map,
+`StreamConnection` through gRPC. A caller may rely on this:
+- HIT means that the buffer holds exactly the block; whatever differs is a MISS, and counted in
+  `corrupt_blocks`;
+- buffers are touched until the call ends, and not after it;
+- a call ends at its deadline (monotonic seconds), and then raises ConnectionLost.
+A caller must do this:
+- call from one thread at a time (`abort` from any), and close a connection that raised;
+- give at most `wire.MAX_BLOCKS` blocks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from .sockets import ConnectionLost
+from .wire import State, Status
+
+
+class Refused(ConnectionLost):
+    """The server would not go on; `status` says why."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"the server refused: {status.name}")
+        self.status = status
+
+
+class BlockConnection(ABC):
+    """Of one client with its tenant's room."""
+
+    kind: str  # for people: how blocks move
+    boot_id: bytes
+    corrupt_blocks: int = 0
+    is_makeshift: bool = False  # the server offers a better one, which could not be opened
+
+    @abstractmethod
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        """Fill `buffers[i]` with the block of `keys[i]`; HIT or MISS for each."""
+
+    @abstractmethod
+    def store(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        """Send the blocks that the server lacks; for each KEPT, or why not."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the call under way with ConnectionLost. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""

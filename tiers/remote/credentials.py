@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client shows a cache server: a token, a certificate, and whom it trusts. All from files.
+
+Read anew for each connection, so that renewed files need no restart. Knows nothing of addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import TierConfigError
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Paths; None for what is not used. `ca_file` is who signs the server's certificate, the
+    system's authorities unless given; `server_name` is what that certificate says, the host unless
+    given."""
+
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise TierConfigError(
+                "a client certificate takes two files, the certificate and its key; one was given"
+            )
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call. Raises TierConfigError for a token that cannot be read."""
+        if self.token_file is None:
+            return ()
+        token = _read(self.token_file, "token").decode("ascii", "replace").strip()
+        if not token or not token.isprintable() or "\ufffd" in token:
+            raise TierConfigError(
+                f"{self.token_file} holds no token: one line of ASCII is expected"
+            )
+        return (("authorization", f"Bearer {token}"),)
+
+    def grpc(self) -> Any:
+        """As a secure channel takes them. Raises TierConfigError."""
+        import grpc
+
+        ca, cert, key = (
+            None if path is None else _read(path, what)
+            for path, what in (
+                (self.ca_file, "certificate authority"),
+                (self.cert_file, "certificate"),
+                (self.key_file, "key"),
+            )
+        )
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def context(self) -> ssl.SSLContext:
+        """As a TLS socket takes them. Raises TierConfigError."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if self.cert_file is not None:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise TierConfigError(
+                f"the files for TLS cannot be used ({error}); PEM is expected"
+            ) from error
+        return context
+
+    def check(self) -> None:
+        """Read everything once, so that a wrong path is told at the start. Raises TierConfigError;
+        warns of a token that other users can read."""
+        self.metadata()
+        for path in (self.ca_file, self.cert_file, self.key_file):
+            if path is not None:
+                _read(path, "file")
+        for path in (self.token_file, self.key_file):
+            if path is not None and os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                log.warning("%s can be read by other users; `chmod 600` it", path)
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_BYTES)
+    except OSError as error:
+        raise TierConfigError(f"the {what} in {path} cannot be read: {error.strerror}") from error
+    return raw

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Futures that follow on futures. Knows nothing of what they are of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ..errors import TierError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
+    """A future of `work`'s result on what `future` brings, or of its error."""
+    result: Future[_R] = Future()
+
+    def done(ended: Future[_T]) -> None:
+        error = ended.exception()
+        if error is not None:
+            result.set_exception(error)
+            return
+        result.set_result(work(ended.result()))
+
+    future.add_done_callback(done)
+    return result
+
+
+def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
+    """A future of `work`'s result when all have ended. It fails only where all failed: blocks of a
+    server that is well are not lost to one that is not."""
+    result: Future[_R] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+    errors: list[TierError] = []
+
+    def done(ended: Future[Any]) -> None:
+        nonlocal left
+        error = ended.exception()
+        with lock:
+            left -= 1
+            if isinstance(error, TierError):
+                errors.append(error)
+            if left:
+                return
+        if errors and len(errors) == len(futures):
+            result.set_exception(errors[0])
+        else:
+            result.set_result(work())
+
+    if not futures:
+        result.set_result(work())
+    for future in futures:
+        future.add_done_callback(done)
+    return result

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread that does transfers for a server, one after the other, each within its deadline.
+
+A transfer that was not begun by its deadline is not begun. Knows nothing of what a transfer is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import TierBusy, TierClosed, TierError
+
+_T = TypeVar("_T")
+
+
+class RemoteError(TierError):
+    """A server that could not be asked, or did not answer in time."""
+
+
+class RemoteLate(RemoteError):
+    """A server that did not answer in time."""
+
+
+class _Job(NamedTuple):
+    work: Callable[[float], Any]
+    deadline: float
+    size: int
+    future: Future[Any]
+
+
+class Lane:
+    """At most `most_bytes` wait or run at a time."""
+
+    def __init__(self, name: str, most_bytes: int) -> None:
+        self._name = name
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._bytes = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
+        """Have `work(deadline)` done; its result, or the TierError it ended with. Raises TierBusy
+        where too much waits, TierClosed after `close`."""
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            if self._closed:
+                raise TierClosed(f"the {self._name} was closed")
+            if self._bytes and self._bytes + size > self._most_bytes:
+                raise TierBusy(f"{self._bytes} bytes wait for the {self._name} already")
+            self._bytes += size
+            self._jobs.append(_Job(work, deadline, size, future))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return future
+
+    def close(self, deadline: float) -> bool:
+        """Take no more, and wait for what was taken. False if that took too long."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return thread is None or not thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            self._do(job)
+
+    def _do(self, job: _Job) -> None:
+        try:
+            if time.monotonic() >= job.deadline:
+                raise RemoteLate("the deadline passed before the transfer began")
+            result = job.work(job.deadline)
+        except TierError as error:
+            self._end(job)
+            job.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - the caller is owed an answer
+            self._end(job)
+            job.future.set_exception(RemoteError(f"{type(error).__name__}: {error}"))
+        else:
+            self._end(job)
+            job.future.set_result(result)
+
+    def _end(self, job: _Job) -> None:
+        with self._changed:
+            self._bytes -= job.size

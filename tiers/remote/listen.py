@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server may listen: refuses what would let anybody in, and says which port is in use.
+
+Knows nothing of what is served.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from ..errors import TierConfigError
+
+LARGEST_PORT = 65535
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # another name, which may be any address
+
+
+def check_exposure(host: str, *, has_tls: bool, has_credentials: bool, insecure: bool) -> None:
+    """Raises TierConfigError for an address that others can reach without TLS and credentials."""
+    if insecure or is_loopback(host) or (has_tls and has_credentials):
+        return
+    missing = [
+        what
+        for what, there in (
+            ("TLS (--tls-cert, --tls-key)", has_tls),
+            ("credentials (--tenants, --token-file or --tls-client-ca)", has_credentials),
+        )
+        if not there
+    ]
+    raise TierConfigError(
+        f"other machines can reach {host} and there is no {' and no '.join(missing)}; give them, "
+        "listen on 127.0.0.1, or say --insecure"
+    )
+
+
+def host_port(host: str, port: int) -> str:
+    """As grpc and people write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(host: str, port: int, flag: str) -> None:
+    """Raises TierConfigError where nobody could listen there now."""
+    if not 0 <= port <= LARGEST_PORT:
+        raise TierConfigError(f"{flag} takes a port from 0 to {LARGEST_PORT}, not {port}")
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise TierConfigError(
+            f"{host or repr(host)} is no address of this machine ({error}); use 127.0.0.1 or the "
+            "address of an interface"
+        ) from error
+    with socket.socket(info[0], info[1], info[2]) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(info[4])
+        except OSError as error:
+            raise TierConfigError(explain_bind(error, host, port, flag)) from error
+
+
+def explain_bind(error: OSError, host: str, port: int, flag: str) -> str:
+    """In one sentence why nobody can listen there, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; end what uses it or take another with {flag}"
+    if error.errno == errno.EACCES:
+        return f"port {port} may not be opened by this user; take one from 1024 with {flag}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine; use 127.0.0.1 or that of an interface"
+    return f"{host_port(host, port)} cannot be opened ({error.strerror}); take another with {flag}"

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's end of shared memory: blocks are copied between the room's slots and ours.
+
+    load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
+
+A part of a copy holds the interpreter's lock for some 15 us, which is less than giving it away and
+getting it back can cost; hashing leaves it to others. A block that was copied after its lease had
+ended is a miss: its slot may have been given to another block. Knows nothing of tickets' origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..block import BlockLayout
+from .socket_connection import SocketConnection, welcomed
+from .sockets import Connection, ConnectionLost
+from .wire import (
+    MAX_LEASE_SECONDS,
+    NO_TAG,
+    SLOT_BYTES,
+    TAG_BYTES,
+    WELCOME,
+    Request,
+    State,
+    Verb,
+    Welcome,
+    encode_greeting,
+    encode_request,
+    pack_keys,
+    part_blocks,
+)
+
+COPY_BYTES = 256 * 1024  # copied, then hashed while they are warm
+PART_BYTES = 16 * 1024**2
+FIRST_SHARE = 8  # of a part is the first one
+PARTS_AHEAD = 2  # parts that the server pins or reserves at a time
+
+
+class _Asked(NamedTuple):
+    """A PIN or RESERVE, and until when its slots may be touched, by our clock."""
+
+    request: Request
+    words: bytes
+    lease_ends: float
+
+
+class _Reserved(NamedTuple):
+    """Slots to be filled: `slots[i]` is for the block at `wanted[i]`."""
+
+    lease: int
+    lease_ends: float
+    wanted: Sequence[int]
+    slots: Sequence[int]
+
+
+class MemoryConnection(SocketConnection):
+    """Over a Unix socket, with the room's memory mapped."""
+
+    kind = "memory"
+
+    def __init__(
+        self, connection: Connection, layout: BlockLayout, welcome: Welcome, memory: mmap.mmap
+    ) -> None:
+        super().__init__(connection, layout, welcome)
+        self._memory = memory
+        self._num_slots = welcome.num_slots
+        self._slot_bytes = welcome.slot_bytes
+        self._view = memoryview(memory)
+        size = self._page_bytes
+        self._cuts = [(cut, min(cut + COPY_BYTES, size)) for cut in range(0, size, COPY_BYTES)]
+
+    @classmethod
+    def open(
+        cls, path: str, ticket: bytes, layout: BlockLayout, deadline: float
+    ) -> MemoryConnection:
+        """Connect, show the ticket and map the memory. Raises ConnectionLost."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        fd: int | None = None
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(path)
+            connection = Connection(sock)
+            connection.send([encode_greeting(ticket)], deadline)
+            raw, fd = connection.receive_fd(WELCOME.size, deadline)
+            welcome = welcomed(raw, layout)
+            size = welcome.num_slots * welcome.slot_bytes
+            if fd is None or not size or welcome.slot_bytes < layout.page_bytes:
+                raise ConnectionLost(f"the server at {path} handed out no memory")
+            # A map beyond the end of its file would end this process at the first touch.
+            if os.fstat(fd).st_size < size:
+                raise ConnectionLost(f"the server at {path} handed out too little memory")
+            return cls(connection, layout, welcome, mmap.mmap(fd, size))
+        except OSError as error:
+            sock.close()
+            raise ConnectionLost(f"{path}: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def close(self) -> None:
+        super().close()
+        # The map stays where it is while somebody copies; it ends with its last user.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._memory.close()
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        # While one part is copied the server pins the next. One message a part: a server that
+        # sleeps is dear to wake.
+        parts = self._parts(len(keys))
+        asked: deque[_Asked] = deque()
+        states: list[State] = []
+        words = b""
+        for number, part in enumerate(parts):
+            for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
+                asked.append(self._ask(Verb.PIN, keys[ahead], deadline))
+                words += asked[-1].words
+            self._connection.send([words], deadline)
+            words = self._take_out(asked.popleft(), keys[part], buffers[part], states, deadline)
+        if words:
+            self._connection.send([words], deadline)
+        return states
+
+    def store(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        # While one part is copied the server finds slots for the next and checks the last. Replies
+        # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
+        parts = self._parts(len(keys))
+        sizes = [part.stop - part.start for part in parts]
+        asked: deque[_Asked] = deque()
+        commits: deque[Request] = deque()
+        states: list[State] = []
+        words = b""
+        for number, part in enumerate(parts):
+            for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
+                asked.append(self._ask(Verb.RESERVE, keys[ahead], deadline))
+                words += asked[-1].words
+            self._connection.send([words], deadline)
+            if len(commits) == PARTS_AHEAD:
+                states += self._committed(commits.popleft(), sizes[number - PARTS_AHEAD], deadline)
+            reserved = self._reserved(asked.popleft(), sizes[number], deadline)
+            tags = self._put_in(reserved, keys[part], buffers[part])
+            commits.append(self._next(Verb.COMMIT, len(tags), reserved.lease))
+            words = encode_request(commits[-1]) + b"".join(tags)
+        if words:
+            self._connection.send([words], deadline)
+        for commit, size in zip(commits, sizes[-len(commits) :], strict=True):
+            states += self._committed(commit, size, deadline)
+        return states
+
+    def _parts(self, count: int) -> list[slice]:
+        """Small ones first: nothing can be copied before the server has answered for the first."""
+        most = part_blocks(self._page_bytes, self._num_slots, PART_BYTES)
+        size = max(1, most // FIRST_SHARE)
+        parts, start = [], 0
+        while start < count:
+            parts.append(slice(start, min(start + size, count)))
+            start, size = start + size, min(2 * size, most)
+        return parts
+
+    def _ask(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
+        lease_ends, milliseconds = self._lease(deadline)
+        request = self._next(verb, len(keys), milliseconds)
+        return _Asked(request, encode_request(request) + pack_keys(keys), lease_ends)
+
+    def _take_out(
+        self,
+        asked: _Asked,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        done: list[State],
+        deadline: float,
+    ) -> bytes:
+        """Take the reply to a PIN and copy what it names; the words that let go of it."""
+        lease = self._lease_of(asked, len(keys), deadline)
+        states = self._states(len(keys), deadline)
+        hits = [index for index, state in enumerate(states) if state is State.HIT]
+        raw = self._connection.receive(len(hits) * (SLOT_BYTES + TAG_BYTES), deadline)
+        first = len(hits) * SLOT_BYTES
+        slots = self._slots(raw[:first])
+        tags = [raw[place : place + TAG_BYTES] for place in range(first, len(raw), TAG_BYTES)]
+        for index, slot, expected in zip(hits, slots, tags, strict=True):
+            tag = self._copy_out(keys[index], self._slot(slot), buffers[index])
+            if time.monotonic() >= asked.lease_ends:
+                states[index] = State.MISS
+            elif tag != expected:
+                self.corrupt_blocks += 1
+                states[index] = State.MISS
+        done += states
+        return encode_request(self._next(Verb.UNPIN, 0, lease))
+
+    def _reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
+        """Take the reply to a RESERVE."""
+        lease = self._lease_of(asked, count, deadline)
+        states = self._states(count, deadline)
+        wanted = [index for index, state in enumerate(states) if state is State.WANTED]
+        slots = self._slots(self._connection.receive(len(wanted) * SLOT_BYTES, deadline))
+        return _Reserved(lease, asked.lease_ends, wanted, slots)
+
+    def _put_in(
+        self, reserved: _Reserved, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[bytes]:
+        """Fill the slots; the tags of what they hold."""
+        tags = []
+        for index, slot in zip(reserved.wanted, reserved.slots, strict=True):
+            if time.monotonic() >= reserved.lease_ends:
+                tags.append(NO_TAG)
+                continue
+            tags.append(self._copy_in(keys[index], buffers[index], self._slot(slot)))
+        return tags
+
+    def _committed(self, commit: Request, count: int, deadline: float) -> list[State]:
+        """Take the reply to a COMMIT."""
+        if self._reply(commit, deadline).blocks != count:
+            raise ConnectionLost("the server answered for blocks that were not sent")
+        return self._states(count, deadline)
+
+    def _lease_of(self, asked: _Asked, count: int, deadline: float) -> int:
+        reply = self._reply(asked.request, deadline)
+        if reply.blocks != count:
+            raise ConnectionLost("the server answered for blocks that were not asked for")
+        return reply.argument
+
+    def _lease(self, deadline: float) -> tuple[float, int]:
+        """Until when slots may be touched, by our clock, and the milliseconds to ask for: counted
+        from before the server hears of it, so that ours ends first."""
+        now = time.monotonic()
+        seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
+        return now + seconds, max(1, int(seconds * 1000))
+
+    def _slots(self, raw: bytes) -> Sequence[int]:
+        slots = struct.unpack(f"<{len(raw) // SLOT_BYTES}I", raw)
+        if slots and max(slots) >= self._num_slots:
+            raise ConnectionLost("the server named a slot beyond the end of its memory")
+        return slots
+
+    def _slot(self, slot: int) -> memoryview:
+        first = slot * self._slot_bytes
+        return self._view[first : first + self._page_bytes]
+
+    def _copy_out(self, key: bytes, source: memoryview, buffer: memoryview) -> bytes:
+        """The tag of what arrived in `buffer`."""
+        hasher = self._tagger.begin(key)
+        for part, end in self._cuts:
+            target = buffer[part:end]
+            target[:] = source[part:end]
+            hasher.update(target)
+        return hasher.digest()
+
+    def _copy_in(self, key: bytes, buffer: memoryview, target: memoryview) -> bytes:
+        """The tag of what was meant to be copied; the server hashes what arrived."""
+        hasher = self._tagger.begin(key)
+        for part, end in self._cuts:
+            source = buffer[part:end]
+            hasher.update(source)
+            target[part:end] = source
+        return hasher.digest()

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client of cache servers may be told. Knows nothing of how it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .credentials import Credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """Deadlines in seconds, each of one call, and what may wait."""
+
+    credentials: Credentials = field(default_factory=Credentials)
+    attach_seconds: float = 2.0
+    # A request waits for this one. A look-up of a whole prompt takes 1 to 5 ms on a quiet network.
+    lookup_seconds: float = 0.1
+    # Some tiers above give up a read after 5 s; a block that comes later is of no use.
+    load_seconds: float = 3.0
+    store_seconds: float = 5.0
+    queue_bytes: int = 256 * 1024**2  # of blocks that wait to be loaded, and again to be stored
+    shares_memory: bool = True  # where the server is on this host

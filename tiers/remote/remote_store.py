@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier that other engines share: blocks on one cache server or several.
+
+`lookup` goes by what is believed; `ask` has the servers asked about a whole prompt when its request
+is queued. Blocks are divided among the servers by rendezvous. Whatever goes wrong with a server is
+a miss, and counted. Knows nothing of what happens on the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from ..base import Answer, StoreTier, TierStats
+from ..block import BlockLayout
+from ..errors import InvalidBlock, TierClosed
+from .address import ServerAddress
+from .beliefs import Beliefs
+from .gather import all_of, then
+from .membership import Membership, Rendezvous, StaticMembership
+from .remote_settings import RemoteSettings
+from .server_link import ServerLink
+from .transfers import Transfers
+from .wire import State
+
+NAME = "remote"
+
+
+class _Server:
+    """One server's link and its two lanes."""
+
+    def __init__(
+        self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
+    ) -> None:
+        self.link = ServerLink(address, layout, settings)
+        size = layout.page_bytes
+        self.loads = Transfers(
+            self.link,
+            "load",
+            lambda connection, *call: connection.load(*call),
+            size=size,
+            seconds=settings.load_seconds,
+            most_bytes=settings.queue_bytes,
+        )
+        self.stores = Transfers(
+            self.link,
+            "store",
+            lambda connection, *call: connection.store(*call),
+            size=size,
+            seconds=settings.store_seconds,
+            most_bytes=settings.queue_bytes,
+        )
+        # Blocks that are being forgotten at the server, and whether all are.
+        self.going: dict[bytes, int] = {}
+        self.clearing = 0
+
+
+class RemoteStore(StoreTier):
+    """The servers of `membership`, for blocks of one layout. Nothing waits for a server here, not
+    even the start: one that is down is used as soon as it comes."""
+
+    is_shared = True
+
+    def __init__(
+        self, membership: Membership, layout: BlockLayout, settings: RemoteSettings | None = None
+    ) -> None:
+        settings = RemoteSettings() if settings is None else settings
+        settings.credentials.check()
+        self.name = NAME
+        self.layout = layout
+        members = membership.members()
+        self._owners = Rendezvous(members).owners
+        self._servers = [_Server(member, layout, settings) for member in members]
+        self._lock = threading.Lock()
+        self._stats = TierStats()
+        self._closed = False
+
+    def wait_up(self, timeout_seconds: float) -> bool:
+        """Wait until every server is attached; whether they are. For tools and tests: an engine
+        has no reason to wait."""
+        deadline = time.monotonic() + timeout_seconds
+        links = [server.link for server in self._servers]
+        return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
+
+    @property
+    def links(self) -> list[ServerLink]:
+        """To each server. For tools."""
+        return [server.link for server in self._servers]
+
+    def kinds(self) -> set[str]:
+        """How blocks move on the connections that are open now. For tools."""
+        lanes = [lane for server in self._servers for lane in (server.loads, server.stores)]
+        return {kind for lane in lanes if (kind := lane.kind) is not None}
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        self._check_open()
+        answers = [Answer.MISS] * len(keys)
+        for server, places in self._divided(keys):
+            if not server.link.is_up or server.clearing:
+                continue
+            found = server.link.beliefs.answers([keys[i] for i in places])
+            for i, answer in zip(places, found, strict=True):
+                answers[i] = answer
+        return answers
+
+    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+        self._check_open()
+        futures: list[Future[None]] = []
+        for server, places in self._divided(keys):
+            if not server.clearing:
+                futures += server.link.ask([keys[i] for i in places])
+        if not futures:
+            return None
+        return all_of(futures, lambda: None)
+
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+        self._check(keys, buffers)
+        answers = [Answer.MISS] * len(keys)
+        futures = []
+        for server, places in self._divided(keys):
+            with self._lock:
+                clearing = bool(server.clearing)
+                places = [i for i in places if not clearing and keys[i] not in server.going]
+            if not places:
+                continue
+            wanted = [keys[i] for i in places]
+            moved = server.loads.submit(wanted, [_bytes(buffers[i]) for i in places])
+            futures.append(then(moved, partial(self._loaded, server, places, wanted, answers)))
+        return all_of(futures, lambda: self._count_loads(answers))
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        self._check(keys, buffers)
+        kept = [False] * len(keys)
+        futures = []
+        for server, places in self._divided(keys):
+            wanted = [keys[i] for i in places]
+            known = server.link.beliefs.answers(wanted)
+            moved = server.stores.submit(wanted, [_bytes(buffers[i]) for i in places])
+            server.link.beliefs.asked(wanted)  # PENDING while they are on their way
+            moved.add_done_callback(partial(_sent, server.link.beliefs, wanted))
+            futures.append(then(moved, partial(self._stored, server, places, wanted, known, kept)))
+        return all_of(futures, lambda: kept)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Has the servers forget the blocks, for every engine. Counts those believed there."""
+        self._check_open()
+        known = 0
+        for server, places in self._divided(keys):
+            gone = [keys[i] for i in places]
+            known += server.link.beliefs.forget(gone)
+            with self._lock:
+                for key in gone:
+                    server.going[key] = server.going.get(key, 0) + 1
+            self._forget(server, partial(server.link.delete, gone), gone)
+        return known
+
+    def clear(self) -> None:
+        """Has the servers forget every block of this tenant, for every engine."""
+        self._check_open()
+        for server in self._servers:
+            server.link.beliefs.clear()
+            with self._lock:
+                server.clearing += 1
+            self._forget(server, partial(server.link.delete, (), all_blocks=True), None)
+
+    def stats(self) -> TierStats:
+        size = self.layout.page_bytes
+        with self._lock:
+            links = [server.link for server in self._servers]
+            blocks = sum(link.beliefs.hits for link in links)
+            capacity = sum(link.capacity_bytes for link in links)
+            errors: dict[str, int] = {}
+            for link in links:
+                for reason, times in dict(link.errors).items():
+                    errors[reason] = errors.get(reason, 0) + times
+            corrupt = sum(server.loads.corrupt_blocks for server in self._servers)
+            stats = self._stats
+            return TierStats(
+                capacity_bytes=capacity,
+                used_bytes=min(blocks * size, capacity),
+                capacity_blocks=capacity // size,
+                blocks=blocks,
+                hits=stats.hits,
+                misses=stats.misses,
+                stored_blocks=stats.stored_blocks,
+                loaded_blocks=stats.hits,
+                stored_bytes=stats.stored_blocks * size,
+                loaded_bytes=stats.hits * size,
+                store_seconds=sum(server.stores.seconds for server in self._servers),
+                load_seconds=sum(server.loads.seconds for server in self._servers),
+                rejected={"checksum": corrupt} if corrupt else {},
+                errors=errors,
+                corrupt_records_dropped=corrupt,
+            )
+
+    def close(self, timeout_seconds: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout_seconds
+        for server in self._servers:
+            server.stores.close(deadline)
+            server.loads.close(deadline)
+            server.link.close()
+
+    def _loaded(
+        self,
+        server: _Server,
+        places: Sequence[int],
+        keys: Sequence[bytes],
+        answers: list[Answer],
+        states: Sequence[State],
+    ) -> None:
+        hits = [state is State.HIT for state in states]
+        for i, hit in zip(places, hits, strict=True):
+            answers[i] = Answer.HIT if hit else Answer.MISS
+        server.link.beliefs.learn(keys, hits)
+
+    def _count_loads(self, answers: list[Answer]) -> list[Answer]:
+        with self._lock:
+            hits = answers.count(Answer.HIT)
+            self._stats.hits += hits
+            self._stats.misses += len(answers) - hits
+        return answers
+
+    def _stored(
+        self,
+        server: _Server,
+        places: Sequence[int],
+        keys: Sequence[bytes],
+        known: Sequence[Answer],
+        kept: list[bool],
+        states: Sequence[State],
+    ) -> None:
+        good = [state is State.KEPT for state in states]
+        for i, ok in zip(places, good, strict=True):
+            kept[i] = ok
+        new = {
+            k for k, ok, was in zip(keys, good, known, strict=True) if ok and was is not Answer.HIT
+        }
+        with self._lock:
+            self._stats.stored_blocks += len(new)
+
+    def _forget(
+        self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
+    ) -> None:
+        """Have the server forget, after the stores that it was given before."""
+
+        def ended(_future: Future[None]) -> None:
+            with self._lock:
+                server.clearing -= keys is None
+                for key in keys or ():
+                    server.going[key] -= 1
+                    if not server.going[key]:
+                        del server.going[key]
+
+        server.stores.submit_call(call).add_done_callback(ended)
+
+    def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
+        """Each server with the places of its keys."""
+        if len(self._servers) == 1:
+            return [(self._servers[0], range(len(keys)))] if keys else []
+        places: list[list[int]] = [[] for _ in self._servers]
+        for i, owner in enumerate(self._owners(keys)):
+            places[owner].append(i)
+        return [(s, p) for s, p in zip(self._servers, places, strict=True) if p]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosed(f"the {self.name} tier was closed")
+
+    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        self._check_open()
+        if len(keys) != len(buffers):
+            raise InvalidBlock(f"{len(keys)} keys came with {len(buffers)} buffers")
+        for buffer in buffers:
+            if buffer.nbytes < self.layout.page_bytes:
+                raise InvalidBlock(
+                    f"a block takes {self.layout.page_bytes} bytes, the buffer has {buffer.nbytes}"
+                )
+
+
+def open_remote(
+    addresses: Sequence[ServerAddress], layout: BlockLayout, settings: RemoteSettings | None = None
+) -> RemoteStore:
+    """The tier on these servers. Raises TierConfigError for credentials that cannot be read."""
+    return RemoteStore(StaticMembership(addresses), layout, settings)
+
+
+def _bytes(buffer: memoryview) -> memoryview:
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+
+
+def _sent(beliefs: Beliefs, keys: Sequence[bytes], moved: Future[list[State]]) -> None:
+    """Blocks have been sent, or have not."""
+    is_known = moved.exception() is None
+    beliefs.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's secret, which the names of kept blocks are salted with: read, or made once.
+
+Whoever has it can tell which prompts a disk knows; without it the blocks on the disk cannot be
+found any more. Knows nothing of what it is used for.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import TierConfigError
+from .key_salt import SECRET_BYTES
+
+_MOST_BYTES = 4096
+
+
+def read_secret(path: Path) -> bytes:
+    """The content of `path`, which is made with random bytes for this user alone where it is
+    missing. Raises TierConfigError with a cure."""
+    try:
+        descriptor = _open(path)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MOST_BYTES)
+    except OSError as error:
+        raise TierConfigError(
+            f"the secret file {path} cannot be read or made ({error.strerror}); name another one "
+            "with --secret-file"
+        ) from error
+    if not stat.S_ISREG(mode) or mode & 0o077:
+        raise TierConfigError(
+            f"the secret file {path} must be a file that nobody but its owner can read; "
+            f"run: chmod 600 {path}"
+        )
+    if len(content) < SECRET_BYTES:
+        raise TierConfigError(
+            f"the secret file {path} has {len(content)} bytes and {SECRET_BYTES} are needed; "
+            "remove it to have one made"
+        )
+    return content
+
+
+def _open(path: Path) -> int:
+    """May raise OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(made, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        # Not a rename: of two servers that start at once both must get the secret of the first.
+        os.link(fresh, path)
+    except FileExistsError:
+        pass  # another was quicker
+    finally:
+        os.unlink(fresh)
+    return os.open(path, flags)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link to one cache server: attached or not, with what is believed of it.
+
+    down ──attach──► up ──a call fails──► down          again and again, with growing pauses
+      └──refused (credentials, layout, version)──► told once, tried rarely
+
+A server that was restarted has another boot id: then everything believed of it is void. Calls that
+block run on lanes, look-ups on grpc's own threads. Knows nothing of other servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from ...proto.v1 import cache_service_pb2 as messages
+from ..block import BlockLayout
+from ..errors import TierConfigError
+from .address import ServerAddress
+from .beliefs import Beliefs
+from .block_connection import BlockConnection
+from .data_client import DataConnection
+from .lane import RemoteError, RemoteLate
+from .memory_client import MemoryConnection
+from .messages import layout_message
+from .remote_settings import RemoteSettings
+from .rpc import Stub
+from .sockets import ConnectionLost
+from .status import Retry, verdict_of
+from .stream_client import StreamConnection
+from .wire import MAX_KEYS, State, pack_keys
+
+log = logging.getLogger(__name__)
+
+MAX_QUESTIONS = 64  # look-ups on their way at a time
+_OPENING_SHARE = 0.4  # of the time that is left, for each way to connect
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
+_REFUSED_PAUSE = 30.0
+_REFUSALS = (Retry.RARELY, Retry.NEVER)
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class ServerLink:
+    """Attaches on a thread of its own. Thread-safe."""
+
+    def __init__(
+        self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
+    ) -> None:
+        self.address = address
+        self.beliefs = Beliefs()
+        self.capacity_bytes = 0
+        self.errors: dict[str, int] = {}
+        self._layout = layout
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._is_up = False
+        self._closed = False
+        self._told = ""  # the last refusal that was logged
+        self._boot_id = b""
+        self._questions = 0
+        self._channel: Any = None
+        self._stub: Any = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._attacher = threading.Thread(
+            target=self._attach_for_ever, name="stratakv-remote-link", daemon=True
+        )
+        self._attacher.start()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the server is attached, as far as is known."""
+        return self._is_up
+
+    def wait_up(self, timeout_seconds: float) -> bool:
+        """Wait until the server is attached; whether it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_up or self._closed, timeout_seconds)
+            return self._is_up
+
+    def count(self, reason: str) -> None:
+        """Note that something went wrong."""
+        with self._changed:
+            self.errors[reason] = self.errors.get(reason, 0) + 1
+
+    def lost(self, boot_id: bytes | None = None) -> None:
+        """A call failed, or the server says it is another: attach again. `boot_id` is that of an
+        answer, where there was one."""
+        with self._changed:
+            if boot_id is None or boot_id != self._boot_id:
+                self._is_up = False
+                self._changed.notify_all()
+
+    def ask(self, keys: Sequence[bytes]) -> list[Future[None]]:
+        """Ask which of these blocks the server has, in as few calls as can be. The futures end
+        when `beliefs` knows, with a RemoteError where the server did not say."""
+        asked = self.beliefs.to_ask(keys) if self._is_up else []
+        futures = []
+        for start in range(0, len(asked), MAX_KEYS):
+            with self._changed:
+                if self._questions >= MAX_QUESTIONS:
+                    break
+                self._questions += 1
+            futures.append(self._look_up(asked[start : start + MAX_KEYS]))
+        return futures
+
+    def connect(self, deadline: float) -> BlockConnection:
+        """Open a connection for blocks: through memory on the same host, else through a socket,
+        else by gRPC, makeshift where the server offers better. Raises RemoteError."""
+        if not self._is_up:
+            raise RemoteError(f"{self.address} cannot be reached")
+        why = ""
+        for opener in (self._open_memory, self._open_data):
+            # A share of the time: where a firewall drops what it should refuse, gRPC is left.
+            now = time.monotonic()
+            try:
+                connection = opener(now + _OPENING_SHARE * (deadline - now))
+            except (ConnectionLost, TierConfigError) as error:
+                why = f"{why}; {error}"
+                continue
+            if connection is not None:
+                return self._checked(connection)
+        if time.monotonic() >= deadline:
+            raise RemoteLate(f"{self.address} did not answer in time{why}")
+        if why:
+            log.warning("%s: no data connection%s; blocks go through gRPC", self.address, why)
+        stub = self._stub
+        if stub is None:
+            raise RemoteError(f"{self.address} cannot be reached")
+        streams = StreamConnection(stub, self._metadata, self._layout, self._boot_id)
+        streams.is_makeshift = bool(why)
+        return streams
+
+    def delete(self, keys: Sequence[bytes], *, all_blocks: bool = False) -> None:
+        """Have the server forget blocks. Raises RemoteError."""
+        request = messages.DeleteRequest(keys=pack_keys(keys), all=all_blocks)
+        self.call("delete", request, self._settings.store_seconds)
+
+    def close(self) -> None:
+        """End the link; calls under way fail. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._is_up = False
+            self._changed.notify_all()
+        self._attacher.join(self._settings.attach_seconds + 1)
+        if self._channel is not None:
+            self._channel.close()
+
+    def call(self, name: str, request: Any, seconds: float) -> Any:
+        """One call and its response. Raises RemoteError, and notes that the link is down where the
+        call says so."""
+        stub = self._stub
+        if stub is None or not self._is_up:
+            raise RemoteError(f"{self.address} cannot be reached")
+        try:
+            return getattr(stub, name)(request, timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._failed(error) from error
+        except ValueError as error:  # the channel is being replaced
+            raise RemoteError(f"{self.address}: {error}") from error
+
+    def _failed(self, error: Any) -> RemoteError:
+        """What a failed call is to the tier above; also notes it here."""
+        verdict = verdict_of(error)
+        self.count(verdict.reason)
+        if verdict.reason not in ("busy", "invalid"):
+            self.lost()
+        kind = RemoteLate if verdict.reason == "deadline" else RemoteError
+        return kind(f"{self.address}: {error.details() or verdict.reason}")
+
+    def _look_up(self, keys: list[bytes]) -> Future[None]:
+        result: Future[None] = Future()
+        self.beliefs.asked(keys)
+        seconds = self._settings.lookup_seconds
+        request = messages.LookupRequest(keys=pack_keys(keys))
+
+        def done(call: Any) -> None:
+            with self._changed:
+                self._questions -= 1
+            try:
+                response = call.result()
+                hits = [byte == State.HIT for byte in response.states]
+                if len(hits) != len(keys):
+                    raise RemoteError(f"{self.address}: {len(hits)} answers to {len(keys)} keys")
+            except grpc.FutureCancelledError:
+                self.beliefs.answered(keys, None)
+                result.set_exception(RemoteError(f"{self.address}: the look-up was ended"))
+            except grpc.RpcError as error:
+                self.beliefs.answered(keys, None)
+                result.set_exception(self._failed(error))
+            except RemoteError as error:
+                self.beliefs.answered(keys, None)
+                result.set_exception(error)
+            else:
+                self.lost(response.boot_id)
+                self.beliefs.answered(keys, hits if self._is_up else None)
+                result.set_result(None)
+
+        try:
+            call = self._stub.lookup.future(request, timeout=seconds, metadata=self._metadata)
+            call.add_done_callback(done)
+        except Exception as error:  # noqa: BLE001 - a channel that was closed under us
+            with self._changed:
+                self._questions -= 1
+            self.beliefs.answered(keys, None)
+            result.set_exception(RemoteError(f"{self.address}: {error}"))
+        return result
+
+    def _open_memory(self, deadline: float) -> BlockConnection | None:
+        offer = self._offer(deadline) if self._settings.shares_memory else None
+        if offer is None or not offer.unix_path:
+            return None
+        return MemoryConnection.open(offer.unix_path, offer.ticket, self._layout, deadline)
+
+    def _open_data(self, deadline: float) -> BlockConnection | None:
+        offer = self._offer(deadline)
+        if not offer.port:
+            return None
+        credentials = self._settings.credentials
+        return DataConnection.open(
+            self.address.host,
+            offer.port,
+            offer.ticket,
+            self._layout,
+            deadline,
+            tls=credentials.context() if self.address.tls else None,
+            server_name=credentials.server_name,
+        )
+
+    def _offer(self, deadline: float) -> Any:
+        left = max(0.001, deadline - time.monotonic())
+        return self.call("open_data", messages.OpenDataRequest(), left)
+
+    def _checked(self, connection: BlockConnection) -> BlockConnection:
+        if connection.boot_id != self._boot_id:
+            connection.close()
+            self.lost()
+            raise RemoteError(f"{self.address} was restarted")
+        log.info("%s: blocks go through %s", self.address, connection.kind)
+        return connection
+
+    def _attach_for_ever(self) -> None:
+        pause, longest = _FIRST_PAUSE, _LONGEST_PAUSE
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_up or self._closed)
+                if self._closed:
+                    return
+            retry = self._attach()
+            if retry is None:
+                pause = _FIRST_PAUSE
+                continue
+            # A refusal too may be over soon, as while servers are being replaced.
+            before, longest = longest, _REFUSED_PAUSE if retry in _REFUSALS else _LONGEST_PAUSE
+            pause = _FIRST_PAUSE if longest != before else min(2 * pause, longest)
+            with self._changed:
+                # Jitter: engines that lost the same server do not all come back at once.
+                self._changed.wait_for(
+                    lambda: self._closed,
+                    pause * random.uniform(0.5, 1.0),  # noqa: S311 - no secret
+                )
+
+    def _attach(self) -> Retry | None:
+        """Try once; None if the server is attached now, else what to do about it."""
+        try:
+            if self._channel is None:
+                self._metadata = self._settings.credentials.metadata()
+                self._channel = self._open_channel()
+                self._stub = Stub(self._channel)
+            request = messages.AttachRequest(layout=layout_message(self._layout))
+            response = self._stub.attach(
+                request, timeout=self._settings.attach_seconds, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            verdict = verdict_of(error)
+            self.count(verdict.reason)
+            if verdict.reason != "not_ready":  # as soon as its memory is there
+                self._tell(verdict.retry, str(error.details()))
+            if verdict.retry in _REFUSALS or verdict.reason == "deadline":
+                # The files may be others by then; and a connection whose other end is gone without
+                # a word would stay silent until its keepalive noticed.
+                self._close_channel()
+            return verdict.retry
+        except TierConfigError as error:
+            self._tell(Retry.RARELY, str(error))
+            return Retry.RARELY
+        except Exception:  # this thread is the only one that ever attaches
+            log.exception("%s cannot be attached", self.address)
+            self.count("internal")
+            return Retry.LATER
+        with self._changed:
+            if response.boot_id != self._boot_id:
+                self.beliefs.clear()
+            self._boot_id = response.boot_id
+            self.capacity_bytes = response.capacity_bytes
+            self._is_up = not self._closed
+            self._told = ""
+            self._changed.notify_all()
+        log.info("%s is attached", self.address)
+        return None
+
+    def _open_channel(self) -> Any:
+        credentials, target = self._settings.credentials, self.address.target
+        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
+        if not self.address.tls:
+            return grpc.insecure_channel(target, options)
+        if credentials.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", credentials.server_name))
+        return grpc.secure_channel(target, credentials.grpc(), options)
+
+    def _close_channel(self) -> None:
+        channel, self._channel, self._stub = self._channel, None, None
+        channel.close()
+
+    def _tell(self, retry: Retry, what: str) -> None:
+        """One line for each cause, not for each try."""
+        if retry is Retry.ATTACH or what == self._told:
+            return
+        self._told = what
+        pause = f"; tried again, later every {_REFUSED_PAUSE:g} s" if retry in _REFUSALS else ""
+        log.warning("%s is not used for now: %s%s", self.address, what, pause)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connected socket with deadlines: whole lengths in, whole buffers out, no copies.
+
+Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at once;
+TLS moves records of 16 KiB. A peer that sends or takes nothing in time ends the call, one that
+trickles as well. Knows nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+_TIMEVAL = struct.Struct("ll")
+_LEAST_SECONDS = 0.001  # a timeout of zero would mean not to wait at all
+_MOST_BUFFERS = 256  # of one sendmsg; the kernel takes 1,024
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class ConnectionLost(Exception):
+    """The peer is gone, or too slow: the connection is of no more use."""
+
+
+class Connection:
+    """Takes the socket over. Each call raises ConnectionLost where it fails or its `deadline`
+    (monotonic seconds) passes. Used by one thread; `abort` may be called by any."""
+
+    def __init__(self, sock: socket.socket | ssl.SSLSocket) -> None:
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._plain: socket.socket = sock  # SSLSocket has no sendmsg, which is a type error
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if not self._is_tls:
+            sock.settimeout(None)  # the kernel's own timeouts are used, which MSG_WAITALL needs
+
+    def receive(self, size: int, deadline: float) -> bytes:
+        """Exactly `size` bytes."""
+        buffer = bytearray(size)
+        self.receive_into(memoryview(buffer), deadline)
+        return bytes(buffer)
+
+    def receive_into(self, view: memoryview, deadline: float) -> None:
+        """Fill `view`."""
+        done, size = 0, view.nbytes
+        while done < size:
+            self._set_timeout(deadline, socket.SO_RCVTIMEO)
+            try:
+                if self._is_tls:
+                    got = self._sock.recv_into(view[done:])
+                else:
+                    got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise _lost(error, "sent") from error
+            if not got:
+                raise ConnectionLost("the peer closed the connection")
+            done += got
+
+    def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
+        """Send all of these, one after the other."""
+        if self._is_tls:
+            self._send_tls(buffers, deadline)
+            return
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
+            while views:
+                self._set_timeout(deadline, socket.SO_SNDTIMEO)
+                try:
+                    sent = self._plain.sendmsg(views)
+                except OSError as error:
+                    raise _lost(error, "took") from error
+                while views and sent >= views[0].nbytes:
+                    sent -= views.pop(0).nbytes
+                if sent:
+                    views[0] = views[0][sent:]
+
+    def wait_readable(self, deadline: float, also: int | None = None) -> bool:
+        """Whether something has come (or the peer has gone) by then, or before the descriptor
+        `also` became readable."""
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return True
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLIN)
+            if also is not None:
+                poll.register(also, select.POLLIN)
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            return any(fd != also for fd, _ in ready)
+        except (OSError, ValueError) as error:
+            raise ConnectionLost("the connection was closed") from error
+
+    def receive_fd(self, size: int, deadline: float) -> tuple[bytes, int | None]:
+        """Exactly `size` bytes, and the file descriptor that came beside them, if one did. Unix
+        sockets only. The descriptor is the caller's to close."""
+        self._set_timeout(deadline, socket.SO_RCVTIMEO)
+        try:
+            raw, fds, _, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_WAITALL)
+        except OSError as error:
+            raise _lost(error, "sent") from error
+        if len(raw) != size:
+            for fd in fds:
+                socket.close(fd)
+            raise ConnectionLost("the peer closed the connection")
+        return raw, fds[0] if fds else None
+
+    def send_fd(self, data: bytes, fd: int, deadline: float) -> None:
+        """Send `data` with a file descriptor beside it. Unix sockets only."""
+        self._set_timeout(deadline, socket.SO_SNDTIMEO)
+        try:
+            if socket.send_fds(self._sock, [data], [fd]) != len(data):
+                raise ConnectionLost("the peer took only part of the first words")
+        except OSError as error:
+            raise _lost(error, "took") from error
+
+    def abort(self) -> None:
+        """End whatever call is under way, and every later one. From any thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def _send_tls(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
+        for buffer in buffers:
+            self._set_timeout(deadline, 0)
+            try:
+                self._sock.sendall(buffer)
+            except OSError as error:
+                raise _lost(error, "took") from error
+
+    def _set_timeout(self, deadline: float, option: int) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ConnectionLost("the deadline passed")
+        micros = max(1, int(left * 1e6))
+        timeout = _TIMEVAL.pack(*divmod(micros, 1_000_000))
+        try:
+            if self._is_tls:
+                self._sock.settimeout(left)
+            else:
+                self._sock.setsockopt(socket.SOL_SOCKET, option, timeout)
+        except OSError as error:
+            raise ConnectionLost("the connection was closed") from error
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A socket connected to any address of `host`, all of them tried until the deadline at the
+    most; it has what is left as its timeout. Raises OSError."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, address) in enumerate(infos, 1):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            # One that drops what comes leaves some time to those after it.
+            left = max(_LEAST_SECONDS, deadline - time.monotonic())
+            sock.settimeout(left / (len(infos) - number + 1))
+            sock.connect(address)
+            sock.settimeout(max(_LEAST_SECONDS, deadline - time.monotonic()))
+        except BaseException as error:
+            sock.close()
+            if number < len(infos) and isinstance(error, OSError):
+                continue
+            raise
+        return sock
+    raise OSError(f"{host} has no address")
+
+
+def _lost(error: OSError, verb: str) -> ConnectionLost:
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return ConnectionLost(f"the peer {verb} too little before the deadline")
+    return ConnectionLost(f"the connection broke: {error}")

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's end of the gRPC streams: for servers whose data connection cannot be reached.
+
+Slower than the others, and through any proxy. Knows nothing of credentials or of reconnecting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import xxhash
+
+from ...proto.v1 import cache_service_pb2 as messages
+from ..block import BlockLayout
+from .block_connection import BlockConnection
+from .limits import PIECE_BYTES
+from .messages import header_message, read_header
+from .raw_messages import Piece
+from .rpc import Stub
+from .sockets import ConnectionLost
+from .wire import State, Tagger, WireError, pack_keys
+
+_STATES = {int(state): state for state in State}
+
+
+class StreamConnection(BlockConnection):
+    """Over a channel that stays the caller's. `metadata` goes with every call."""
+
+    kind = "streams"
+
+    def __init__(
+        self, stub: Stub, metadata: Sequence[tuple[str, str]], layout: BlockLayout, boot_id: bytes
+    ) -> None:
+        self.boot_id = boot_id
+        self._stub = stub
+        self._metadata = tuple(metadata)
+        self._layout_id = layout.layout_id()
+        self._page_bytes = layout.page_bytes
+        self._tagger = Tagger(self._layout_id, layout.page_bytes)
+        self._call: Any = None
+        self._aborted = False
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        request = messages.LoadRequest(keys=pack_keys(keys))
+        call = self._begin(self._stub.load, request, deadline)
+        states = [State.MISS] * len(keys)
+        try:
+            arriving = _Arriving(keys, buffers, states, self._tagger, self._layout_id)
+            for piece in call:
+                arriving.take(piece, self._page_bytes)
+        except (grpc.RpcError, WireError, ValueError) as error:
+            call.cancel()
+            raise _lost(error) from error
+        self.corrupt_blocks += arriving.corrupt
+        return states
+
+    def store(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        call = self._begin(self._stub.store.future, self._pieces(keys, buffers), deadline)
+        try:
+            response = call.result(max(0.001, deadline - time.monotonic()))
+            states = [_STATES[byte] for byte in response.states]
+        except (grpc.RpcError, grpc.FutureTimeoutError, KeyError) as error:
+            call.cancel()
+            raise _lost(error) from error
+        if len(states) != len(keys):
+            raise ConnectionLost(f"{len(states)} answers to {len(keys)} blocks")
+        self.boot_id = response.boot_id
+        return states
+
+    def abort(self) -> None:
+        self._aborted = True
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        self.abort()
+
+    def _begin(self, method: Any, request: Any, deadline: float) -> Any:
+        left = deadline - time.monotonic()
+        if left <= 0 or self._aborted:
+            raise ConnectionLost("the deadline passed" if left <= 0 else "the call was ended")
+        try:
+            self._call = method(request, timeout=left, metadata=self._metadata)
+        except ValueError as error:  # the channel was replaced
+            raise ConnectionLost(str(error)) from error
+        return self._call
+
+    def _pieces(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[Piece]:
+        for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+            payload = buffer[: self._page_bytes]
+            tag = self._tagger.tag(key, payload)
+            for offset in range(0, self._page_bytes, PIECE_BYTES):
+                header = None
+                if not offset:
+                    header = header_message(key, self._layout_id, self._page_bytes, tag)
+                part = payload[offset : offset + PIECE_BYTES]
+                yield Piece(index=index, header=header, offset=offset, payload=part)
+
+
+class _Arriving:
+    """The blocks of a load as their pieces come; `states` becomes HIT for those that are whole."""
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        states: list[State],
+        tagger: Tagger,
+        layout_id: bytes,
+    ) -> None:
+        self.corrupt = 0
+        self._keys = keys
+        self._buffers = buffers
+        self._states = states
+        self._tagger = tagger
+        self._layout_id = layout_id
+        self._index = -1
+        self._received = 0
+        self._tag = b""
+        self._hasher: xxhash.xxh3_128 | None = None
+
+    def take(self, piece: Piece, page_bytes: int) -> None:
+        """The next piece. Raises WireError for one that does not follow on the last."""
+        if piece.state is State.MISS:
+            return
+        if piece.header is not None:
+            if not self._index < piece.index < len(self._keys):
+                raise WireError(f"a piece of block {piece.index} does not follow on the one before")
+            key, self._tag = read_header(piece.header, self._layout_id, page_bytes)
+            if key != self._keys[piece.index]:
+                raise WireError("a block came under another key than was asked for")
+            self._index, self._received = piece.index, 0
+            self._hasher = self._tagger.begin(key)
+        end = self._received + len(piece.payload)
+        if piece.index != self._index or piece.offset != self._received or end > page_bytes:
+            raise WireError(f"a piece of block {piece.index} does not follow on the one before")
+        part = self._buffers[self._index][self._received : end]
+        part[:] = piece.payload
+        if self._hasher is not None:
+            self._hasher.update(part)
+        self._received = end
+        if end == page_bytes and self._hasher is not None:
+            is_good = self._hasher.digest() == self._tag
+            self._states[self._index] = State.HIT if is_good else State.MISS
+            self.corrupt += not is_good
+
+
+def _lost(error: Exception) -> ConnectionLost:
+    if isinstance(error, grpc.RpcError):
+        return ConnectionLost(f"{error.code().name}: {error.details()}")
+    return ConnectionLost(str(error) or type(error).__name__)

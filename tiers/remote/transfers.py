@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads and stores of one server, each on a lane with a connection of its own.
+
+A connection is opened by the first transfer and kept; one that fails is closed, and where it had
+served before, a server that was restarted or a connection that idled too long is tried once more.
+A makeshift one is given up now and then to try for a better. Knows nothing of look-ups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from .block_connection import BlockConnection
+from .lane import Lane, RemoteError, RemoteLate
+from .server_link import ServerLink
+from .sockets import ConnectionLost
+from .wire import MAX_BLOCKS, State
+
+# One batch on a connection: keys and buffers in, states out.
+Move = Callable[[BlockConnection, Sequence[bytes], Sequence[memoryview], float], "list[State]"]
+
+
+_MAKESHIFT_SECONDS, _LONGEST_MAKESHIFT_SECONDS = 5.0, 600.0  # doubled with each
+
+
+class Transfers:
+    """One direction. `size` is that of a block in bytes."""
+
+    def __init__(
+        self, link: ServerLink, name: str, move: Move, *, size: int, seconds: float, most_bytes: int
+    ) -> None:
+        self._link = link
+        self._move = move
+        self._size = size
+        self._seconds = seconds
+        self._lane = Lane(f"stratakv-remote-{name}", most_bytes)
+        self._connection: BlockConnection | None = None
+        self._makeshift_seconds = _MAKESHIFT_SECONDS
+        self._give_up_at = float("inf")
+        self.seconds = 0.0  # that transfers took in all
+        self.corrupt_blocks = 0
+
+    def submit(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[State]]:
+        """Have blocks moved; their states, or a RemoteError. Raises TierBusy, TierClosed."""
+        deadline = time.monotonic() + self._seconds
+        return self._lane.submit(
+            lambda deadline: self._run(keys, buffers, deadline), deadline, len(keys) * self._size
+        )
+
+    def submit_call(self, call: Callable[[], None]) -> Future[None]:
+        """Have something else done when everything before it is done."""
+        return self._lane.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
+
+    @property
+    def kind(self) -> str | None:
+        """How blocks move, where a connection is open."""
+        connection = self._connection
+        return None if connection is None else connection.kind
+
+    def close(self, deadline: float) -> None:
+        """Let transfers end within the time, then end them. Idempotent."""
+        if not self._lane.close(deadline):
+            connection = self._connection
+            if connection is not None:
+                connection.abort()
+            self._lane.close(time.monotonic() + 1.0)
+        self._drop_connection()
+
+    def _run(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        began = time.monotonic()
+        states: list[State] = []
+        try:
+            for start in range(0, len(keys), MAX_BLOCKS):
+                part = slice(start, start + MAX_BLOCKS)
+                states += self._batch(keys[part], buffers[part], deadline)
+        finally:
+            self.seconds += time.monotonic() - began
+        return states
+
+    def _batch(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        is_fresh = self._connection is None
+        try:
+            return self._try(keys, buffers, deadline)
+        except ConnectionLost:
+            if not is_fresh and time.monotonic() < deadline:
+                try:
+                    return self._try(keys, buffers, deadline)
+                except ConnectionLost as second:
+                    error = second
+            late = time.monotonic() >= deadline
+            self._link.count("deadline" if late else "unavailable")
+            self._link.lost()
+            kind = RemoteLate if late else RemoteError
+            raise kind(f"{self._link.address}: {error}") from error
+
+    def _try(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+    ) -> list[State]:
+        if time.monotonic() >= self._give_up_at:
+            self._drop_connection()
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = self._link.connect(deadline)
+            self._judge(connection)
+        before = connection.corrupt_blocks
+        try:
+            return self._move(connection, keys, buffers, deadline)
+        except BaseException:
+            self._drop_connection()
+            raise
+        finally:
+            self.corrupt_blocks += connection.corrupt_blocks - before
+
+    def _judge(self, connection: BlockConnection) -> None:
+        if not connection.is_makeshift:
+            self._makeshift_seconds, self._give_up_at = _MAKESHIFT_SECONDS, float("inf")
+            return
+        self._give_up_at = time.monotonic() + self._makeshift_seconds
+        self._makeshift_seconds = min(2 * self._makeshift_seconds, _LONGEST_MAKESHIFT_SECONDS)
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
