@@ -29,7 +29,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..engine.config import CacheConfig, ConfigError, check_device
+from ..engine.config import CacheConfig
+from ..engine.config_values import ConfigError, check_device
 from ..engine.models.spec import load_model_spec
 from ..engine.options import EMBEDDED_MODEL
 from ..engine.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.config import ConfigError
+from ..engine.config_values import ConfigError
 from ..engine.models.spec import load_model_spec
 from ..engine.nearest import did_you_mean
 from ..engine.shown import shown

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..engine.config import ConfigError
+from ..engine.config_values import ConfigError
 from ..engine.text.tokenizer import Tokenizer
 from .documents import Encoder
 from .load_client import LoadRun, Target, run_closed, run_open

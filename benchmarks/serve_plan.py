@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.config import ConfigError
+from ..engine.config_values import ConfigError
 from ..engine.models.spec import load_model_spec
 from ..engine.nearest import did_you_mean
 from ..engine.options import EMBEDDED_MODEL

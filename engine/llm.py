@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .client.base import EngineClient, EngineDead
 from .client.event_loop_thread import EventLoopThread
-from .config import ConfigError
+from .config_values import ConfigError
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .models.generation_config import load_default_sampling
 from .options import LOG_LEVELS, engine_config

@@ -22,21 +22,16 @@ from .config import (
     BLOCK_HASHES,
     COMPILATIONS,
     DTYPES,
-    DURABILITIES,
-    LOAD_FAILURES,
     LOAD_FORMATS,
-    REMOTE,
-    SSD_CODECS,
     CacheConfig,
-    ConfigError,
     EngineConfig,
     ModelConfig,
-    OffloadConfig,
     SchedulerConfig,
-    has_tier,
 )
+from .config_values import ConfigError
 from .models.files import check_directory
 from .nearest import did_you_mean
+from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
 from .settings import readers
 from .settings.readers import Reader, one_of
 from .shown import shown

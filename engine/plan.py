@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..tiers.block import DTYPE_BYTES, BlockLayout
-from .config import ConfigError, SchedulerConfig
+from .config import SchedulerConfig
+from .config_values import ConfigError
 from .models.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -13,14 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from stratakv.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    OffloadConfig,
-    SchedulerConfig,
-)
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest

@@ -21,16 +21,11 @@ import pytest
 
 from stratakv.connector import build
 from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    OffloadConfig,
-    SchedulerConfig,
-)
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core import engine_core as core_module
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput

@@ -26,7 +26,7 @@ from stratakv.engine.api.protocol import (
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.cli import bench, cache_server, config, generate, serve
 from stratakv.engine.cli.args import Parser, log_level
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
 from stratakv.engine.settings import readers
 from stratakv.engine.settings.aliases import ALIASES

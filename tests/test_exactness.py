@@ -17,14 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stratakv.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    OffloadConfig,
-    SchedulerConfig,
-)
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.dtypes import dtype_name
 

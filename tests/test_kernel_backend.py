@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.dtypes import FP8_KV
 from stratakv.tiers.block import BlockLayout, Identity

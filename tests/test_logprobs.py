@@ -16,15 +16,10 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    OffloadConfig,
-    SchedulerConfig,
-)
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput

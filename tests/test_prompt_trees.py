@@ -22,9 +22,9 @@ import torch
 
 from stratakv.connector import build
 from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine.config import OffloadConfig
 from stratakv.engine.core import engine_core as core_module
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.fault_plan import FaultPlan, parse_faults
 from stratakv.tiers.faulty import FaultyStore

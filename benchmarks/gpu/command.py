@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ...engine.config import ConfigError
+from ...engine.config_values import ConfigError
 from ..report import Report, print_table
 from . import (
     ceilings,

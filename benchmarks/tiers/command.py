@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config import ConfigError
+from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.errors import TierError
 from ..report import Report, median

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine.config import ConfigError
+from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...engine.config import ConfigError
+from ...engine.config_values import ConfigError
 from ...engine.nearest import did_you_mean
 from ...engine.shown import shown
 from ...tiers.admission import DEFAULT_FILTER, FILTERS

@@ -18,7 +18,7 @@ import msgspec
 import msgspec.inspect
 from starlette.requests import ClientDisconnect, Request
 
-from ..config import MIB
+from ..config_values import MIB
 from ..nearest import did_you_mean
 from .errors import ApiError, ClientGone
 from .settings import ApiSettings

@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..config import MIB, ConfigError
+from ..config_values import MIB, ConfigError
 from .interruptible import run_interruptible
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..config import MIB, ConfigError
+from ..config_values import MIB, ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ..config import ConfigError, EngineConfig
+from ..config import EngineConfig
+from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, OPTIONS, Option, engine_config, flag_of
 from ..settings.aliases import ALIASES

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...tiers.errors import TierConfigError
 from .. import logs
-from ..config import ConfigError, show_size
+from ..config_values import ConfigError, show_size
 from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, Option, flag_of
 from ..settings import readers

@@ -15,7 +15,7 @@ from typing import Any
 from ...tiers.check import check_store
 from ...tiers.errors import TierConfigError
 from ...tiers.ssd.check_result import CheckResult
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..settings import readers
 
 DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from ..options import engine_config
 from ..settings import readers

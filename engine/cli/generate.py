@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..logs import set_up
 from ..options import flag_of
 from ..sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from io import TextIOWrapper
 
 from ... import __version__
 from ..client.base import EngineDead
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..extras import explain_missing_module
 from ..logs import is_json
 from ..nearest import did_you_mean

@@ -19,7 +19,8 @@ from ...tiers.errors import TierConfigError
 from ...tiers.host_memory import available_memory_bytes
 from ...tiers.ssd.space import plan_space
 from .. import plan
-from ..config import CacheConfig, ConfigError, ModelConfig
+from ..config import CacheConfig, ModelConfig
+from ..config_values import ConfigError
 from ..models.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..options import flag_of, model_directory

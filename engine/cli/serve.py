@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from .. import logs
 from ..client.base import EngineDead
-from ..config import ConfigError, EngineConfig, show_size
+from ..config import EngineConfig
+from ..config_values import ConfigError, show_size
 from ..settings.server import ServerConfig, server_config
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 

@@ -12,7 +12,8 @@ from ...connector.economics import Choice
 from ...tiers.block import BlockLayout
 from ...tiers.errors import TierConfigError
 from ...tiers.remote.credentials import Credentials
-from ..config import ConfigError, OffloadConfig, show_size
+from ..config_values import ConfigError, show_size
+from ..offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 

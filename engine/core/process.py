@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from .. import logs
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
 from .loop import CoreLoop

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..shown import shown_name
 from .shards import INDEX_FILE, find_shards
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 
 AUTO = "auto"
 FP8_KV = "fp8_e4m3"

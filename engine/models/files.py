@@ -12,7 +12,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..shown import one_line
 
 

@@ -20,7 +20,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from .shards import find_shards
 from .spec import ModelSpec, load_model_spec
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..shown import shown
 from .files import is_there
 

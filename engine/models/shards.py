@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..shown import shown, shown_name
 from .files import is_there
 from .json_fields import read_json

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...tiers.block import BlockLayout
-from ..config import ConfigError
+from ..config_values import ConfigError
 from .families import ARCHITECTURES, FAMILIES, Family
 from .files import check_directory, is_there
 from .generation_config import GENERATION_CONFIG

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from .checkpoint import CPU, Checkpoint
 from .random_weights import RandomTensors
 from .spec import ModelSpec

@@ -7,7 +7,8 @@ Knows nothing of what runs at present. Every message says what was expected, wha
 from __future__ import annotations
 
 from ..cache.kv_cache_manager import KVCacheManager
-from ..config import ConfigError, SchedulerConfig
+from ..config import SchedulerConfig
+from ..config_values import ConfigError
 from ..request import Request
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import GIB, MAX_SIZE_BYTES, ConfigError
+from ..config_values import GIB, MAX_SIZE_BYTES, ConfigError
 from ..logprobs import MAX_LOGPROBS
 from ..shown import shown
 from . import readers

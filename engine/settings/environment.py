@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from .aliases import ALIASES
 from .layers import VARIABLE, Given

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..shown import shown_name
 
 MAX_BYTES = 256 * 1024

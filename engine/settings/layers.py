@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import OFFLOAD_TIERS, REMOTE, has_tier
+from ..offload_config import OFFLOAD_TIERS, REMOTE, has_tier
 from ..options import OPTIONS, flag_of
 from .schema import MODEL, SCHEMA
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import KV_CACHE_DTYPES, ConfigError, check_device, parse_size
+from ..config import KV_CACHE_DTYPES
+from ..config_values import ConfigError, check_device, parse_size
 from ..nearest import did_you_mean
 from ..shown import shown
 

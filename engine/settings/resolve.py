@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from ..options import OPTIONS, flag_of
 from . import readers

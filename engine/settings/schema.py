@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig, ModelConfig, show_size
+from ..config import EngineConfig, ModelConfig
+from ..config_values import show_size
 from ..options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS, Option
 from . import readers
 from .server import SERVER_OPTIONS, ServerConfig

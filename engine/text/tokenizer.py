@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..models.files import is_there
 from ..models.json_fields import read_json
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.choice import FP8_CAPABILITY, MIN_CAPABILITY
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..models.dtypes import FP8_KV
 from .placement import Placement
 

@@ -11,7 +11,7 @@ import torch
 
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
-from ..config import MAX_BLOCKS, ConfigError
+from ..config_values import MAX_BLOCKS, ConfigError
 from ..models.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 

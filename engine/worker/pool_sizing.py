@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...tiers.block import BlockLayout
-from ..config import MAX_BLOCKS, MIB, ConfigError
+from ..config_values import MAX_BLOCKS, MIB, ConfigError
 from .kv_pool import SHARE_FLAG, blocks_for_one_request
 
 # Kernels that split a context keep partial sums, libraries load code when first called, and every

@@ -16,7 +16,7 @@ import pytest
 
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.logprobs import PositionLogprobs
 
 VOCAB = 257

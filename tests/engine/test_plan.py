@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from stratakv.engine import plan
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.spec import ModelSpec, load_model_spec
 from stratakv.engine.models.weights import EMBEDDING, HEAD, expected_tensors
 from stratakv.engine.options import EMBEDDED_MODEL

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around every call: who calls is found out, the call has a deadline, what goes wrong
-becomes a status of the one table, and all of it is counted.
+"""What happens around every call: who calls is found out, the call has a deadline and takes a place
+of its tenant's, what goes wrong becomes a status of the one table, and all of it is counted.
 
 Calls of grpc.health.v1 pass as they are: who asks whether a server is well need not be known to it.
 Knows nothing of what calls do.
@@ -9,22 +9,24 @@ Knows nothing of what calls do.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
 
 from .auth import Authenticator, set_tenant
 from .rpc import wrapped
-from .status import REASON_KEY, Draining, Ending, ending_of
+from .status import REASON_KEY, Draining, Ending, TooMuch, ending_of
 
 log = logging.getLogger(__name__)
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
+_MOST_SHARES = 8
 _LOOK_SECONDS = 0.01  # between two looks at whether calls still run, at the end
 
 # Called at the end of each call with its path, its status code by name, and how long it took.
@@ -41,11 +43,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         call_seconds: float,
         endless: frozenset[str],
         observe: Observer,
+        max_calls: int,
+        num_tenants: int,
     ) -> None:
         self._authenticator = authenticator
         self._call_seconds = call_seconds
         self._endless = endless
         self._observe = observe
+        self._max_calls = max_calls
+        # So that one tenant leaves the others something.
+        self._share = max(1, max_calls // min(num_tenants, _MOST_SHARES))
+        self._running_of: collections.Counter[str] = collections.Counter()
         self._draining = False
         self._running = 0
 
@@ -81,15 +89,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         code = grpc.StatusCode.OK
         self._running += 1
         try:
-            set_tenant(
-                self._authenticator.tenant_of(
-                    context.invocation_metadata() or (), context.auth_context() or {}
-                )
+            tenant = self._authenticator.tenant_of(
+                context.invocation_metadata() or (), context.auth_context() or {}
             )
+            set_tenant(tenant)
             if self._draining:
                 raise Draining("the server is going down")
-            async with asyncio.timeout(self._seconds(path, context)):
-                yield
+            with self._a_place_of(tenant.name):
+                async with asyncio.timeout(self._seconds(path, context)):
+                    yield
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
@@ -107,6 +115,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         finally:
             self._running -= 1
             self._observe(path, code.name, time.monotonic() - began)
+
+    @contextmanager
+    def _a_place_of(self, tenant: str) -> Iterator[None]:
+        if self._running > self._max_calls:
+            raise TooMuch(f"{self._max_calls} calls run already")
+        if self._running_of[tenant] >= self._share:
+            raise TooMuch(f"{self._share} calls of {tenant} run already")
+        self._running_of[tenant] += 1
+        try:
+            yield
+        finally:
+            self._running_of[tenant] -= 1
 
     def _seconds(self, path: str, context: Any) -> float | None:
         if path in self._endless:

@@ -32,8 +32,9 @@ class DataServer(SessionServer):
         boot_id: bytes,
         limits: Limits,
         tls: ssl.SSLContext | None,
+        num_tenants: int = 1,
     ) -> None:
-        super().__init__(resolve, boot_id=boot_id, limits=limits)
+        super().__init__(resolve, boot_id=boot_id, limits=limits, num_tenants=num_tenants)
         self._host = host
         self._port = port
         self._tls = tls

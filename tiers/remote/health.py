@@ -2,8 +2,8 @@
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
 Written here because the servicer that comes with the messages lets one watcher that reads nothing
-hold up every change of the status. Open to everybody, so the number of watchers is bounded. Knows
-nothing of what is served but its name.
+hold up every change of the status. Open to everybody, so the number of calls is bounded, and the
+time that a request may take to come. Knows nothing of what is served but its name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
+from .rpc import only, stream_handler
+from .wire import WireError
+
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-_MAX_WATCHERS = 32
+MAX_WATCHERS, MAX_CHECKS = 32, 64
+_REQUEST_SECONDS = 2.0
 _Status = health_pb2.HealthCheckResponse
 
 
@@ -27,6 +31,7 @@ class Health:
         self._is_serving = True
         self._changed = asyncio.Event()
         self._watchers = 0
+        self._checks = 0
 
     def handler(self) -> Any:
         """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
@@ -37,8 +42,8 @@ class Health:
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "Check": grpc.unary_unary_rpc_method_handler(self._check, **codec),
-                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, **codec),
+                "Check": stream_handler(self._check, server_streaming=False, **codec),
+                "Watch": stream_handler(self._watch, server_streaming=True, **codec),
             },
         )
 
@@ -47,16 +52,24 @@ class Health:
         self._is_serving = False
         self._changed.set()
 
-    async def _check(self, request: Any, context: Any) -> Any:
+    async def _check(self, requests: Any, context: Any) -> Any:
+        if self._checks >= MAX_CHECKS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many ask; ask again")
+        self._checks += 1
+        try:
+            request = await _only(requests, context)
+        finally:
+            self._checks -= 1
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the server has no such service")
         return self._status(request.service)
 
-    async def _watch(self, request: Any, context: Any) -> None:
-        if self._watchers >= _MAX_WATCHERS:
+    async def _watch(self, requests: Any, context: Any) -> None:
+        if self._watchers >= MAX_WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; use Check")
         self._watchers += 1
         try:
+            request = await _only(requests, context)
             serving = self._is_serving
             await context.write(self._status(request.service))
             await self._changed.wait()
@@ -69,3 +82,10 @@ class Health:
         if name not in self._names:
             return _Status(status=_Status.SERVICE_UNKNOWN)
         return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)
+
+
+async def _only(requests: Any, context: Any) -> Any:
+    try:
+        return await only(requests, _REQUEST_SECONDS)
+    except (TimeoutError, WireError):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call came without its request")

@@ -40,9 +40,12 @@ from .wire import (
 )
 
 COPY_BYTES = 256 * 1024  # copied, then hashed while they are warm
-PART_BYTES = 16 * 1024**2
-FIRST_SHARE = 8  # of a part is the first one
-PARTS_AHEAD = 2  # parts that the server pins or reserves at a time
+LOAD_BYTES = 32 * 1024**2  # of one part: few messages
+STORE_BYTES = 8 * 1024**2  # the same: what the server has to check at the end is little
+FIRST_SHARE, GROWTH = 8, 4  # parts begin with an eighth of that, and grow
+PINNED_SHARE = 4  # of the room's slots are pinned for one load at most, and
+MOST_ASKED = 16  # parts
+PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 
 
 class _Asked(NamedTuple):
@@ -119,18 +122,25 @@ class MemoryConnection(SocketConnection):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[State]:
-        # While one part is copied the server pins the next. One message a part: a server that
-        # sleeps is dear to wake.
-        parts = self._parts(len(keys))
+        # The server pins parts while others are copied, as many as a share of its slots allows. Few
+        # messages: a server that sleeps is dear to wake.
+        parts = self._parts(len(keys), LOAD_BYTES)
+        most = max(1, self._num_slots // PINNED_SHARE)
         asked: deque[_Asked] = deque()
         states: list[State] = []
-        words = b""
-        for number, part in enumerate(parts):
-            for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
-                asked.append(self._ask(Verb.PIN, keys[ahead], deadline))
+        words, must_send = b"", False
+        waiting = deque(parts)
+        for part in parts:
+            while waiting and len(asked) < MOST_ASKED:
+                if asked and waiting[0].stop - part.start > most:
+                    break
+                asked.append(self._ask(Verb.PIN, keys[waiting.popleft()], deadline))
                 words += asked[-1].words
-            self._connection.send([words], deadline)
-            words = self._take_out(asked.popleft(), keys[part], buffers[part], states, deadline)
+                must_send = True
+            if must_send:
+                self._connection.send([words], deadline)
+                words, must_send = b"", False
+            words += self._take_out(asked.popleft(), keys[part], buffers[part], states, deadline)
         if words:
             self._connection.send([words], deadline)
         return states
@@ -140,7 +150,7 @@ class MemoryConnection(SocketConnection):
     ) -> list[State]:
         # While one part is copied the server finds slots for the next and checks the last. Replies
         # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
-        parts = self._parts(len(keys))
+        parts = self._parts(len(keys), STORE_BYTES)
         sizes = [part.stop - part.start for part in parts]
         asked: deque[_Asked] = deque()
         commits: deque[Request] = deque()
@@ -163,14 +173,14 @@ class MemoryConnection(SocketConnection):
             states += self._committed(commit, size, deadline)
         return states
 
-    def _parts(self, count: int) -> list[slice]:
+    def _parts(self, count: int, most_bytes: int) -> list[slice]:
         """Small ones first: nothing can be copied before the server has answered for the first."""
-        most = part_blocks(self._page_bytes, self._num_slots, PART_BYTES)
+        most = part_blocks(self._page_bytes, self._num_slots, most_bytes)
         size = max(1, most // FIRST_SHARE)
         parts, start = [], 0
         while start < count:
             parts.append(slice(start, min(start + size, count)))
-            start, size = start + size, min(2 * size, most)
+            start, size = start + size, min(GROWTH * size, most)
         return parts
 
     def _ask(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
@@ -194,8 +204,9 @@ class MemoryConnection(SocketConnection):
         first = len(hits) * SLOT_BYTES
         slots = self._slots(raw[:first])
         tags = [raw[place : place + TAG_BYTES] for place in range(first, len(raw), TAG_BYTES)]
+        copy_out, slot_at = self._copy_out, self._slot
         for index, slot, expected in zip(hits, slots, tags, strict=True):
-            tag = self._copy_out(keys[index], self._slot(slot), buffers[index])
+            tag = copy_out(keys[index], slot_at(slot), buffers[index])
             if time.monotonic() >= asked.lease_ends:
                 states[index] = State.MISS
             elif tag != expected:
@@ -256,17 +267,17 @@ class MemoryConnection(SocketConnection):
     def _copy_out(self, key: bytes, source: memoryview, buffer: memoryview) -> bytes:
         """The tag of what arrived in `buffer`."""
         hasher = self._tagger.begin(key)
-        for part, end in self._cuts:
-            target = buffer[part:end]
-            target[:] = source[part:end]
-            hasher.update(target)
+        for start, end in self._cuts:
+            part = buffer[start:end]
+            part[:] = source[start:end]
+            hasher.update(part)
         return hasher.digest()
 
     def _copy_in(self, key: bytes, buffer: memoryview, target: memoryview) -> bytes:
         """The tag of what was meant to be copied; the server hashes what arrived."""
         hasher = self._tagger.begin(key)
-        for part, end in self._cuts:
-            source = buffer[part:end]
-            hasher.update(source)
-            target[part:end] = source
+        for start, end in self._cuts:
+            part = buffer[start:end]
+            hasher.update(part)
+            target[start:end] = part
         return hasher.digest()

@@ -85,11 +85,6 @@ class RemoteStore(StoreTier):
         links = [server.link for server in self._servers]
         return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
 
-    @property
-    def links(self) -> list[ServerLink]:
-        """To each server. For tools."""
-        return [server.link for server in self._servers]
-
     def kinds(self) -> set[str]:
         """How blocks move on the connections that are open now. For tools."""
         lanes = [lane for server in self._servers for lane in (server.loads, server.stores)]

@@ -6,12 +6,16 @@ a request (or an iterator of them) and grpc's context, and returns the response,
 with `context.write`. A stub has the same names. BlockPiece goes through
 `raw_messages.py` on both sides, everything else through the generated code.
 
+To the server every request is a stream, also one of a single message: grpc would wait for that
+before anybody could ask who calls and for how long, so that strangers could hold calls for ever.
+
 Knows nothing of what the calls do, of credentials or of errors but one: a request that is no such
 message is raised as WireError where the servicer would have got it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import AsyncIterator, Callable
@@ -88,17 +92,34 @@ class Stub:
         def __getattr__(self, name: str) -> Any: ...
 
 
-def generic_handler(servicer: object) -> Any:
-    """What `grpc.aio.Server.add_generic_rpc_handlers` takes."""
+def generic_handler(servicer: object, request_seconds: float) -> Any:
+    """What `grpc.aio.Server.add_generic_rpc_handlers` takes. A request of a single message has so
+    many seconds to come."""
     handlers = {}
     for method in METHODS:
-        make = getattr(grpc, f"{method.kind}_rpc_method_handler")
-        handlers[method.name] = make(
-            _checking(method, getattr(servicer, method.attribute)),
+        behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
+        handlers[method.name] = stream_handler(
+            behaviour,
+            method.server_streaming,
             request_deserializer=_lenient(_deserializer(method.request_class)),
             response_serializer=_serializer(method.response_class),
         )
     return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
+    """A handler that begins when a call does, whether or not a message has come."""
+    if server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behaviour, **codec)
+    return grpc.stream_unary_rpc_method_handler(behaviour, **codec)
+
+
+async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
+    """The one message of a request. Raises TimeoutError where it does not come in time."""
+    async with asyncio.timeout(seconds):
+        async for request in requests:
+            return request
+    raise WireError("the call came without its request")
 
 
 def wrapped(handler: Any, path: str, around: Around) -> Any:
@@ -127,11 +148,11 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
     )
 
 
-def _checking(method: Method, behaviour: Any) -> Any:
+def _checking(method: Method, behaviour: Any, request_seconds: float) -> Any:
     """`behaviour`, for requests that went through `_lenient`."""
 
-    async def of_one(request: Any, context: Any) -> Any:
-        return await behaviour(_good(request), context)
+    async def of_one(requests: Any, context: Any) -> Any:
+        return await behaviour(_good(await only(requests, request_seconds)), context)
 
     async def of_stream(requests: Any, context: Any) -> Any:
         return await behaviour(_raising(requests), context)

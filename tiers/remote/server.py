@@ -27,7 +27,7 @@ from ..errors import TierConfigError
 from .auth import Authenticator
 from .call_guard import CallGuard
 from .data_server import DataServer
-from .health import Health
+from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .limits import Limits
 from .listen import check_exposure, check_free, host_port
 from .memory_server import MemoryServer
@@ -96,6 +96,8 @@ class CacheServer:
             call_seconds=limits.call_seconds,
             endless=_ENDLESS,
             observe=self._metrics.call_ended,
+            max_calls=limits.max_calls,
+            num_tenants=len(settings.tenants),
         )
         self._executor = ThreadPoolExecutor(_THREADS, "stratakv-call")
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
@@ -184,9 +186,11 @@ class CacheServer:
         server = grpc.aio.server(
             interceptors=(self._guard,),
             options=_options(settings.limits),
-            maximum_concurrent_rpcs=settings.limits.max_calls,
+            # The guard refuses more calls than there may be; this is for what it does not see.
+            maximum_concurrent_rpcs=2 * (settings.limits.max_calls + MAX_WATCHERS + MAX_CHECKS),
         )
-        server.add_generic_rpc_handlers((generic_handler(self._service), self._health.handler()))
+        service = generic_handler(self._service, settings.limits.stall_seconds)
+        server.add_generic_rpc_handlers((service, self._health.handler()))
         if settings.reflection:
             _add_reflection(server)
         self.port = _bind(server, settings.host, settings.port, credentials)
@@ -204,6 +208,7 @@ class CacheServer:
             boot_id=self.boot_id,
             limits=settings.limits,
             tls=None if settings.tls is None else settings.tls.context(),
+            num_tenants=len(settings.tenants),
         )
         return self._data.start()
 
@@ -211,7 +216,10 @@ class CacheServer:
         if not self.settings.shares_memory:
             return ""
         self._memory = MemoryServer(
-            self._resolve, boot_id=self.boot_id, limits=self.settings.limits
+            self._resolve,
+            boot_id=self.boot_id,
+            limits=self.settings.limits,
+            num_tenants=len(self.settings.tenants),
         )
         return self._memory.start()
 

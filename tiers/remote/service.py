@@ -74,7 +74,7 @@ class CacheService:
         self._pins = Pins(limits.max_leases)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.streams = Streams(limits, executor, num_tenants)
-        self.watches = Watches(limits)
+        self.watches = Watches(limits, num_tenants)
 
     async def describe(self, _request: Any, _context: Any) -> Any:
         """What this server is and allows."""

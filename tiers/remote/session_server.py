@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes connections of the data plane: a ticket is shown, a session served, one thread for each.
 
-Bounded in number; strangers have a short time to show a ticket. Knows nothing of what a session
+Bounded in number, for each tenant too. Strangers have a short time to show a ticket, and where all
+places are taken the one who has been silent for longest makes way. Knows nothing of what a session
 says; `DataServer` and `MemoryServer` are its two forms.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import socket
 import threading
@@ -35,20 +38,29 @@ log = logging.getLogger(__name__)
 Resolve = Callable[[bytes], tuple[Room, str] | None]
 
 _BACKLOG = 128
+_MOST_SHARES = 8
 _PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
 
 
 class SessionServer(ABC):
     """Accepts on a listening socket that a subclass makes."""
 
-    def __init__(self, resolve: Resolve, *, boot_id: bytes, limits: Limits) -> None:
+    def __init__(
+        self, resolve: Resolve, *, boot_id: bytes, limits: Limits, num_tenants: int = 1
+    ) -> None:
         self._resolve = resolve
         self._boot_id = boot_id
         self._limits = limits
+        # So that one tenant leaves the others something.
+        self._share = max(1, limits.max_data_connections // min(num_tenants, _MOST_SHARES))
+        self._sessions_of: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._sessions: dict[threading.Thread, Connection | None] = {}
+        # Those that have not shown a ticket, the oldest first: a second handle on the socket, with
+        # which it is shut down.
+        self._strangers: dict[threading.Thread, socket.socket] = {}
         self._draining = Draining()
         self._closed = False
 
@@ -115,18 +127,49 @@ class SessionServer(ABC):
                 log.warning("a data connection could not be taken: %s", error)
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            with self._lock:
-                if (
-                    self._draining.has_begun
-                    or len(self._sessions) >= self._limits.max_data_connections
-                ):
-                    sock.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._serve, args=(sock,), name="stratakv-data", daemon=True
-                )
-                self._sessions[thread] = None
+            try:
+                self._begin(sock)
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads
+                log.warning("a data connection could not be served: %s", error)
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Give a connection a thread, or end it. Raises OSError, RuntimeError."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="stratakv-data", daemon=True
+        )
+        with self._lock:
+            if self._draining.has_begun or not self._make_way():
+                sock.close()
+                return
+            self._strangers[thread] = sock.dup()
+            self._sessions[thread] = None
+        try:
             thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._sessions[thread]
+                self._strangers.pop(thread).close()
+            raise
+
+    def _make_way(self) -> bool:
+        """Whether there is a place, if need be that of the oldest stranger."""
+        most = self._limits.max_data_connections
+        if len(self._sessions) < most:
+            return True
+        if not self._strangers or len(self._sessions) >= 2 * most:
+            return False  # those that were told to go take their time
+        handle = self._strangers.pop(next(iter(self._strangers)))
+        with handle, contextlib.suppress(OSError):
+            handle.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _is_known(self, thread: threading.Thread) -> None:
+        """A connection is no stranger any more, for good or ill."""
+        with self._lock:
+            handle = self._strangers.pop(thread, None)
+        if handle is not None:
+            handle.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """A connection's whole life, on its thread."""
@@ -139,12 +182,16 @@ class SessionServer(ABC):
                 self._sessions[me] = connection
             if self._draining.has_begun:
                 return
-            session = self._open(connection, deadline)
-            if session is not None:
-                try:
-                    session.run()
-                finally:
-                    session.close()
+            opened = self._open(connection, deadline)
+            if opened is None:
+                return
+            session, tenant = opened
+            try:
+                session.run()
+            finally:
+                session.close()
+                with self._lock:
+                    self._sessions_of[tenant] -= 1
         except (ConnectionLost, OSError, TierClosed) as error:
             log.debug("a data connection ended: %s", error)
         except WireError as error:
@@ -153,20 +200,33 @@ class SessionServer(ABC):
             log.exception("a data connection was ended by a fault of this server")
         finally:
             sock.close()
+            self._is_known(me)
             with self._lock:
                 known = self._sessions.pop(me, None)
             if known is not None:
                 known.close()
 
-    def _open(self, connection: Connection, deadline: float) -> Session | None:
-        """Take the greeting. None for a client that was refused."""
+    def _open(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
+        """Take the greeting: what serves the client, and its tenant. None for one that was
+        refused."""
         version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
         opened = self._resolve(ticket) if version == VERSION else None
-        if opened is None:
-            status = Status.BAD_TICKET if version == VERSION else Status.BAD_VERSION
-            refusal = Welcome(status, self._boot_id, 0, 0, 0)
-            connection.send([encode_welcome(refusal)], deadline)
-            return None
-        room, _ = opened
-        self._greet(connection, room, deadline)
-        return self._session(connection, room)
+        status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
+        if opened is not None:
+            room, tenant = opened
+            with self._lock:
+                has_place = self._sessions_of[tenant] < self._share
+                self._sessions_of[tenant] += has_place
+            if has_place:
+                self._is_known(threading.current_thread())
+                try:
+                    self._greet(connection, room, deadline)
+                    return self._session(connection, room), tenant
+                except BaseException:
+                    with self._lock:
+                        self._sessions_of[tenant] -= 1
+                    raise
+            status = Status.BUSY
+        refusal = Welcome(status, self._boot_id, 0, 0, 0)
+        connection.send([encode_welcome(refusal)], deadline)
+        return None

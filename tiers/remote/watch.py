@@ -24,6 +24,7 @@ from .status import TooMuch
 from .wire import MAX_KEYS, State
 
 LOOK_AGAIN_SECONDS = 1.0
+_MOST_SHARES = 8
 _SLICE_KEYS = 8192  # looked up at once
 
 
@@ -153,10 +154,17 @@ class RoomWatch:
 
 
 class Watches:
-    """All watchers of a server, at most `limits.max_watchers`. For one event loop."""
+    """All watchers of a server, at most `limits.max_watchers`, those of one room a share of it. For
+    one event loop."""
 
-    def __init__(self, limits: Limits, look_again_seconds: float = LOOK_AGAIN_SECONDS) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_tenants: int = 1,
+        look_again_seconds: float = LOOK_AGAIN_SECONDS,
+    ) -> None:
         self._limits = limits
+        self._share = max(1, limits.max_watchers // min(num_tenants, _MOST_SHARES))
         self._look_again_seconds = look_again_seconds
         self._rooms: dict[int, RoomWatch] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -169,8 +177,10 @@ class Watches:
         """A new watcher of a room. Raises TooMuch."""
         if len(self) >= self._limits.max_watchers:
             raise TooMuch(f"{self._limits.max_watchers} watchers are here already")
-        watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
         watch = self._rooms.get(id(room))
+        if watch is not None and len(watch.watchers) >= self._share:
+            raise TooMuch(f"{self._share} watchers of these blocks are here already")
+        watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
         if watch is None:
             watch = self._rooms[id(room)] = RoomWatch(room, self._limits.max_watched_keys)
             room.subscribe(watch)

@@ -24,14 +24,9 @@ from stratakv.engine.api.app import create_app
 from stratakv.engine.api.server import make_server
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.client.in_process import InProcessClient
-from stratakv.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    OffloadConfig,
-    SchedulerConfig,
-)
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

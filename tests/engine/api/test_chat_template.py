@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.api.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate, TemplateRefused
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 
 MESSAGES = [{"role": "user", "content": "<hi> €"}]
 

@@ -16,7 +16,7 @@ import pytest
 
 from stratakv.engine.api import http_protocol
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 
 KEY = {"Authorization": "Bearer s3cret"}
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stratakv.engine.config import MIB, OffloadConfig
+from stratakv.engine.config_values import MIB
+from stratakv.engine.offload_config import OffloadConfig
 
 from .conftest import MODEL_NAME, LiveServer
 

@@ -17,8 +17,10 @@ from stratakv.connector.counters import OffloadCounters
 from stratakv.engine.api.metrics import Metrics
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
-from stratakv.engine.config import MIB, EngineConfig, ModelConfig, OffloadConfig
+from stratakv.engine.config import EngineConfig, ModelConfig
+from stratakv.engine.config_values import MIB
 from stratakv.engine.core.figures import Figures
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.traffic import Traffic

@@ -17,7 +17,8 @@ import pytest
 import stratakv
 from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
 from stratakv.engine.cli.main import main
-from stratakv.engine.config import MIB, ConfigError, EngineConfig
+from stratakv.engine.config import EngineConfig
+from stratakv.engine.config_values import MIB, ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
 from stratakv.engine.shown import shown
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.serve import _tell_start, bind
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.server import ServerConfig
 from stratakv.engine.wire import Ready

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids

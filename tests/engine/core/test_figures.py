@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from stratakv.connector.base import ConnectorWorkerOutput
-from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, OffloadConfig
+from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig
 from stratakv.engine.core.figures import Figures
+from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import (
     CachedRequestData,

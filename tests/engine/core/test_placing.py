@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import GIB, ConfigError
+from stratakv.engine.config_values import GIB, ConfigError
 from stratakv.engine.core import engine_core
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.placing import blocks_asked_for, placement_of

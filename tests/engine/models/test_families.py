@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.families import ARCHITECTURES, FAMILIES
 from stratakv.engine.models.fingerprint import fingerprint
 from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.files import check_directory, is_there
 from stratakv.engine.models.generation_config import load_default_sampling
 from stratakv.engine.models.spec import load_model_spec

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models import fingerprint as module
 from stratakv.engine.models.fingerprint import fingerprint
 from stratakv.engine.options import EMBEDDED_MODEL

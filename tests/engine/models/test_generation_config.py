@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models import generation_config
 from stratakv.engine.models.generation_config import load_default_sampling
 from stratakv.engine.options import EMBEDDED_MODEL

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.json_fields import JsonFields
 from stratakv.engine.models.rope import rope_tables, rotate
 from stratakv.engine.models.rope_spec import ROPE_KINDS, RopeSpec, parse_rope, stable_length

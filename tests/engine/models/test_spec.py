@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models import json_fields
 from stratakv.engine.models.rope_spec import RopeSpec
 from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.dtypes import compute_dtype, dtype_name
 from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.spec import load_model_spec

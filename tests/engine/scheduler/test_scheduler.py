@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.request import RequestStatus
 from stratakv.engine.scheduler.scheduler import QueueFull
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import GIB, ConfigError
+from stratakv.engine.config_values import GIB, ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.aliases import ALIASES
 from stratakv.engine.settings.layers import with_origins

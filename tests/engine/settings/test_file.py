@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.settings.file import MAX_BYTES, read_file
 from stratakv.engine.settings.resolve import read_config_settings
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config import GIB, MIB, ConfigError
+from stratakv.engine.config_values import GIB, MIB, ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.layers import with_origins
 from stratakv.engine.settings.resolve import Settings, resolve

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.text import tokenizer as tokenizer_module
 from stratakv.engine.text.tokenizer import PromptTooLong, Tokenizer
 

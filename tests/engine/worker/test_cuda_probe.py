@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.worker import cuda_probe
 from stratakv.engine.worker.cuda_probe import CudaState, Gpu, choose_gpu, probe_cuda
 from stratakv.engine.worker.placement import Placement

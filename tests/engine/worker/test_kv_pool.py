@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stratakv.connector.device.cpu import pool_pages
-from stratakv.engine.config import MAX_BLOCKS, ConfigError
+from stratakv.engine.config_values import MAX_BLOCKS, ConfigError
 from stratakv.engine.worker import kv_pool
 from stratakv.engine.worker.kv_pool import (
     KvPool,

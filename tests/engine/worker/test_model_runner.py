@@ -14,7 +14,7 @@ from stratakv.connector.base import (
     CopyJob,
     KVConnectorWorker,
 )
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models import attention
 from stratakv.engine.scheduler.output import CachedRequestData, SchedulerOutput
 from stratakv.engine.worker import attention_metadata

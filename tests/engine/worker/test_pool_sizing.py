@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratakv.engine.config import GIB, MAX_BLOCKS, MIB, ConfigError
+from stratakv.engine.config_values import GIB, MAX_BLOCKS, MIB, ConfigError
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.worker.memory_profile import PoolSizer

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in processes of their own that share a cache server, and what is asked of them.
+
+    with engines(model, remote(server), remote(server)) as (one, two):
+        answer = ask(one, prompt)
+        wait_shared(one, 10)                    ten blocks have come to the server
+        ask(two, prompt + answer.token_ids)     finds them there
+
+Every engine computes in float64 on one thread. Knows nothing of what goes wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from stratakv.engine.llm import LLM, RequestOutput
+from stratakv.engine.sampling_params import SamplingParams
+
+from .tiers.remote.rig import WAIT_SECONDS, Client
+from .tiny_models import VOCAB
+
+BLOCK_TOKENS = 16
+MAX_MODEL_LEN = 384
+OUTPUT_TOKENS = 24
+GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.9, seed=11, ignore_eos=True)
+
+
+def remote(server: Client, *, scheme: str = "grpc", host: str = "", **options: Any) -> dict[str, Any]:
+    """The options of an engine with that server below a small slab. It loads whatever it finds,
+    since a model as small as these is computed sooner than anything is loaded."""
+    address = f"{scheme}://{host or server.host}:{server.port}"
+    given = {"kv_offload": f"cpu,{address}", "kv_offload_cpu_bytes": "2MiB"}
+    return {**given, "kv_offload_load": "always", **options}
+
+
+@contextmanager
+def engines(model: Path, *options: dict[str, Any]) -> Iterator[list[LLM]]:
+    """An engine for each of these, started side by side."""
+    common: dict[str, Any] = {
+        "dtype": "float64",
+        "num_threads": 1,
+        "block_size": BLOCK_TOKENS,
+        "num_blocks": 120,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    with ExitStack() as stack, ThreadPoolExecutor(len(options)) as starters:
+        started = [
+            starters.submit(LLM, model, in_process=False, **(common | each)) for each in options
+        ]
+        for future in started:
+            if future.exception() is None:
+                stack.enter_context(future.result())
+        yield [future.result() for future in started]
+
+
+def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> RequestOutput:
+    """One prompt and its answer, which is whole."""
+    (answer,) = llm.generate([list(prompt)], params)
+    assert answer.finish_reason == "length", answer.error
+    return answer
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def tier(llm: LLM, name: str = "remote") -> dict[str, Any]:
+    """The counters of one tier of an engine."""
+    found: dict[str, Any] = llm.stats()["connector"]["tiers"][name]
+    return found
+
+
+def wait_shared(llm: LLM, blocks: int) -> None:
+    """Until the engine has brought so many blocks to its servers, since it was started."""
+    wait_for(lambda: tier(llm)["stored_blocks"] >= blocks, f"{blocks} blocks at the server")
+
+
+def wait_for(is_true: Any, what: str, seconds: float = WAIT_SECONDS) -> float:
+    """Ask until it is true; the seconds that took."""
+    began = time.monotonic()
+    while not is_true():
+        assert time.monotonic() - began < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def full_blocks(num_tokens: int) -> int:
+    """Blocks that are whole when this many tokens are computed."""
+    return num_tokens // BLOCK_TOKENS
