@@ -7,6 +7,7 @@ server whose KV pool holds little more than one of them. The same questions are 
     pool      with the document still in the pool,
     cpu       after other documents have pushed it out of the pool,
     ssd       after the server was stopped and started again,
+    remote    of another server, which shares a cache server with one that computed them,
 one request at a time. Every phase must give the tokens of the cold one; a phase that was not
 answered from where it should have been is an error, not a figure.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,16 @@ from . import limits
 from .documents import documents, question
 from .offload_child import ChildFailed, measure_in_child
 from .offload_costs_report import plot_costs, print_costs
+from .offload_phases import (
+    Ask,
+    BenchmarkFailed,
+    ask_cold,
+    ask_pool,
+    ask_tier,
+    check_phases,
+    warm_up,
+)
+from .offload_remote import measure_remote
 from .offload_report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases
 from .offload_scale import (
     COSTS,
@@ -52,23 +63,15 @@ from .offload_scale import PHASES as PHASES_SECTION
 from .plots import plot_phases
 from .report import Report
 from .served import Answer, ServedModel, ServerFailed
+from .tiers.contest import WrongWork
 
 # With fewer, the pool's room beyond one request would keep part of each document.
 MIN_DOCUMENTS = 3
 # The tiers hold all documents and the questions asked about them.
 ROOM_TO_SPARE = 2.0
 MIN_TIER_BYTES = 64 * 2**20
-# What a warm phase must find of the document in its tier; the rest is block rounding.
-_EXPECTED_HIT = 0.95
-_PAID_METRIC = "stratakv:load_seconds_paid_total"
-# So that what a hit leaves out, less than one block, stays below what _EXPECTED_HIT allows.
+# So that what a hit leaves out, less than one block, stays below what `check_phases` allows.
 MIN_PREFIX_BLOCKS = 20
-
-Ask = Callable[[str, int, str], Answer]
-
-
-class BenchmarkFailed(RuntimeError):
-    """A phase gave other tokens, or was not answered from its tier."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         path = report.write(arguments.out)
     except ConfigError:
         raise
-    except (BenchmarkFailed, ChildFailed, ServerFailed, ValueError, OSError) as error:
+    except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
         console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     show(report, path)
@@ -200,13 +203,25 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
         _progress(console) as bar,
     ):
-        steps = bar.add_task("starting", total=len(texts) * (2 * len(WARM_PHASES) + 1) + 2)
+        total = len(texts) * (2 * len(WARM_PHASES) + 2) + 4
+        steps = bar.add_task("starting", total=total)
         server_log = Path(scratch) / "serve.log"
         ssd_path = Path(scratch) / "ssd"
 
         def serve() -> ServedModel:
             bar.update(steps, description="starting the server")
             return ServedModel(plan.serve_arguments(ssd_path), server_log)
+
+        def write_remote(server: ServedModel) -> None:
+            bar.advance(steps)
+            ask = asker(server)
+            for document in range(len(texts)):
+                ask("remote: first engine", document, "prime")
+
+        def read_remote(server: ServedModel) -> None:
+            bar.advance(steps)
+            warm_up(server)
+            ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
 
         def asker(server: ServedModel) -> Ask:
             def ask(phase: str, document: int, name: str) -> Answer:
@@ -225,6 +240,8 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             bar.advance(steps)
             warm_up(server)
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
+        bar.update(steps, description="starting a cache server")
+        measure_remote(plan, server_log, write_remote, read_remote)
     check_phases(plan, phases, expected)
     fill_report(report, plan, load_model_spec(plan.model), phases)
 
@@ -265,64 +282,6 @@ def measure_limits(directory: Path) -> dict[str, float]:
         "memory_copy_gb_per_second": limits.memory_copy_gb_per_second(),
         "disk_read_gb_per_second": limits.disk_read_gb_per_second(directory),
     }
-
-
-def warm_up(server: ServedModel) -> None:
-    """The first request of a process pays for lazy initialisation; that is not what is measured."""
-    server.ask([1, 2, 3], 2)
-
-
-def ask_cold(
-    server: ServedModel, ask: Ask, count: int, phase: Phase
-) -> dict[tuple[str, int], list[int]]:
-    """Every question of every warm phase with empty caches; the tokens all must agree on."""
-    warm_up(server)
-    expected = {}
-    for document in range(count):
-        for name in WARM_PHASES:
-            server.reset("all")
-            answer = ask("cold", document, name)
-            phase.answers.append(answer)
-            expected[name, document] = answer.token_ids
-    server.reset("all")
-    return expected
-
-
-def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
-    """Each document right after another question about it."""
-    for document in range(count):
-        ask("pool: first question", document, "prime")
-        phase.answers.append(ask("pool", document, "pool"))
-
-
-def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
-    """Each document in turn, so that the ones before it have taken its place in the pool."""
-    paid = server.metric(_PAID_METRIC)
-    for document in range(count):
-        phase.answers.append(ask(tier, document, tier))
-    phase.seconds_loading = server.metric(_PAID_METRIC) - paid
-
-
-def check_phases(
-    plan: Plan, phases: dict[str, Phase], expected: dict[tuple[str, int], list[int]]
-) -> None:
-    """Raise BenchmarkFailed unless tokens agree and each phase was answered from its tier."""
-    for answer in phases["cold"].answers:
-        if answer.cached_tokens:
-            raise BenchmarkFailed(f"a cold request found {answer.cached_tokens} cached tokens")
-    for name in WARM_PHASES:
-        for document, answer in enumerate(phases[name].answers):
-            if answer.token_ids != expected[name, document]:
-                raise BenchmarkFailed(
-                    f"phase {name}, document {document + 1}: tokens {answer.token_ids} differ from "
-                    f"the cold ones {expected[name, document]}"
-                )
-            found = answer.cached_by_tier.get(name, 0)
-            if found < _EXPECTED_HIT * plan.prefix_tokens:
-                raise BenchmarkFailed(
-                    f"phase {name}, document {document + 1}: {found} of {plan.prefix_tokens} "
-                    f"tokens came from there, the others from {answer.cached_by_tier}"
-                )
 
 
 def _progress(console: Console) -> Progress:

@@ -13,10 +13,14 @@ from ..engine.models.spec import ModelSpec
 from .report import Report, median, percentile, print_table
 from .served import Answer
 
-PHASES = ("cold", "pool", "cpu", "ssd")
+PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
 # What a phase's loads are held against.
-LOAD_LIMITS = {"cpu": "memory_copy_gb_per_second", "ssd": "disk_read_gb_per_second"}
+LOAD_LIMITS = {
+    "cpu": "memory_copy_gb_per_second",
+    "ssd": "disk_read_gb_per_second",
+    "remote": "memory_copy_gb_per_second",  # of a server on this host
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,19 @@ class Plan:
 
     def serve_arguments(self, ssd_path: Path) -> list[str]:
         """The command line of the server under test."""
+        ssd = ["--kv-offload-ssd-path", str(ssd_path), "--kv-offload-ssd-bytes"]
+        return self._arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
+
+    def remote_arguments(self, address: str) -> list[str]:
+        """That of an engine with a cache server at this address instead of a disk."""
+        return self._arguments(f"cpu,{address}")
+
+    def _arguments(self, tiers: str, *others: str) -> list[str]:
         return [
-            str(self.model), "--kv-offload", "cpu,ssd",
+            str(self.model), "--kv-offload", tiers, *others,
             "--num-blocks", str(self.pool_blocks),
             "--block-size", str(self.block_size),
             "--kv-offload-cpu-bytes", str(self.cpu_bytes),
-            "--kv-offload-ssd-path", str(ssd_path),
-            "--kv-offload-ssd-bytes", str(self.ssd_bytes),
             "--kv-offload-load", "always",  # a phase is to be answered from its tier
             "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
             # In the type of the CPU: all phases must give the same tokens, and bfloat16 sums in
@@ -167,6 +177,8 @@ def print_limits(report: Report) -> None:
          "cpu_load_over_memory_copy"),
         ("SSD to pool, GB/s", "ssd_load_gb_per_second", "disk_read_gb_per_second",
          "ssd_load_over_disk_read"),
+        ("cache server to pool, GB/s", "remote_load_gb_per_second", "memory_copy_gb_per_second",
+         "remote_load_over_memory_copy"),
     ]  # fmt: skip
     print_table(
         "Against this machine's limits, measured in this run",

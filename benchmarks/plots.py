@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"cold": "#8a8f98", "pool": "#2f7d4f", "cpu": "#2b6cb0", "ssd": "#b7791f"}
+_COLOURS = {
+    "cold": "#8a8f98",
+    "pool": "#2f7d4f",
+    "cpu": "#2b6cb0",
+    "ssd": "#b7791f",
+    "remote": "#6b46c1",
+}
 
 
 def plot_phases(phases: Mapping[str, Mapping[str, Any]], path: Path) -> Path:

@@ -17,6 +17,7 @@ from ..tiers.block import BlockLayout
 from ..tiers.codecs.choice import DEFAULT_CODEC, make_codec
 from ..tiers.cpu import CpuSlab
 from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.mac_key import MacKey
 from ..tiers.policies.choice import DEFAULT_POLICY, policy_factory
 from ..tiers.registry import TierRequest, open_tier
 from ..tiers.remote.address import ServerAddress
@@ -39,7 +40,8 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdSettings:
-    """The SSD tier. `daily_bytes` bounds what is written to it, shutdown apart."""
+    """The SSD tier. `daily_bytes` bounds what is written to it, shutdown apart; `mac_key` seals it
+    against whoever else can write there."""
 
     path: Path
     capacity_bytes: int
@@ -49,6 +51,7 @@ class SsdSettings:
     daily_bytes: int | None = None
     exclusive: bool = False
     io_threads: int = 8
+    mac_key: MacKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdSto
         namespace=namespace,
         durability=ssd.durability,
         codec=make_codec(ssd.codec, layout, {"fp8": Fp8Codec}),
+        mac_key=ssd.mac_key,
         io_threads=ssd.io_threads,
         queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
     )

@@ -48,6 +48,7 @@ class OffloadConfig:
     ssd_admission: str = DEFAULT_FILTER
     ssd_daily_bytes: int | None = None
     ssd_exclusive: bool = False
+    ssd_mac_key_file: Path | None = None
     # Of cache servers, whose addresses stand among the tiers.
     remote_token_file: Path | None = None
     remote_ca_file: Path | None = None

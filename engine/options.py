@@ -195,6 +195,10 @@ OPTIONS: Mapping[str, Option] = {
         "offload", "ssd_exclusive", readers.switch,
         "keep a block either in the cpu tier or in the ssd tier",
     ),
+    "kv_offload_ssd_mac_key_file": Option(
+        "offload", "ssd_mac_key_file", readers.path,
+        "file with the key that seals blocks on a disk that others can write", "FILE",
+    ),
     "kv_offload_remote_token_file": Option(
         "offload", "remote_token_file", readers.path, "file with the token for cache servers",
         "FILE",

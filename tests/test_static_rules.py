@@ -25,15 +25,17 @@ BANNED_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle
 WRITES_PICKLE = {"benchmarks/hash_peers.py": "times block hashing as the peer does it"}
 BANNED_CALLS = {
     "torch.load": "reads pickle; use safetensors",
+    "torch.serialization.load": "reads pickle; use safetensors",
     "yaml.load": "builds any object; use yaml.safe_load",
+    "yaml.load_all": "builds any object; use yaml.safe_load_all",
     "yaml.unsafe_load": "builds any object; use yaml.safe_load",
     "yaml.full_load": "builds more than plain values; use yaml.safe_load",
     "eval": "runs text as code",
     "exec": "runs text as code",
     "os.system": "runs text as a shell command",
 }
-# Methods of pyzmq sockets that pickle, whatever the socket is called.
-BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
+# Methods that pickle, whatever the object is called: of pyzmq's sockets, of pandas.
+BANNED_METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle"}
 BANNED_TRUE_KEYWORDS = {
     "allow_pickle": "numpy would read pickle",
     "trust_remote_code": "transformers would run a repository's code",
@@ -123,18 +125,41 @@ def _starts_with(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
 
+def _aliases(path: Path) -> dict[str, str]:
+    """What modules are called in a file that gives them other names."""
+    return {
+        alias.asname: alias.name
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname
+    }
+
+
+def _plain(name: str) -> str:
+    """The name of a builtin without its module."""
+    return name.removeprefix("builtins.")
+
+
 def _unsafe(path: Path) -> Iterator[str]:
     """What this file does that can run code out of data, one sentence each."""
     writes_pickle = path.as_posix() in WRITES_PICKLE
     for module, node in _imports(path):
         if writes_pickle and module == "pickle":
             continue
-        if module.partition(".")[0] in BANNED_MODULES or module == "torch.load":
+        if module.partition(".")[0] in BANNED_MODULES or _plain(module) in BANNED_CALLS:
             yield f"{path}:{node.lineno}: imports {module}"
+    aliases = _aliases(path)
     for call in ast.walk(_tree(path)):
         if not isinstance(call, ast.Call):
             continue
-        name = _dotted(call.func)
+        head, dot, rest = _dotted(call.func).partition(".")
+        name = _plain(aliases.get(head, head) + dot + rest)
+        if name in ("__import__", "importlib.import_module"):
+            for argument in call.args[:1]:
+                module = argument.value if isinstance(argument, ast.Constant) else ""
+                if isinstance(module, str) and module.partition(".")[0] in BANNED_MODULES:
+                    yield f"{path}:{call.lineno}: imports {module}"
         if name.startswith("pickle.") and name != "pickle.dumps":
             yield f"{path}:{call.lineno}: {name}: runs code that the data names"
         if name in BANNED_CALLS:
@@ -165,7 +190,20 @@ def test_nothing_can_run_code_out_of_data() -> None:
         "from torch import load",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
         "import yaml\nyaml.load('x')",
+        "from yaml import load",
+        "import torch as t\nt.load('x')",
+        "import torch\ntorch.serialization.load('x')",
+        "import marshal",
+        "import shelve",
+        "from dill import loads",
+        "import cloudpickle.cloudpickle",
+        "importlib.import_module('pickle')",
+        "__import__('_pickle')",
+        "pandas.read_pickle('x')",
         "eval('1')",
+        "exec('1')",
+        "import builtins\nbuiltins.eval('1')",
+        "from builtins import exec",
         "socket.recv_pyobj()",
         "model(trust_remote_code=flag)",
     ],

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,25 @@ from .tiers.remote.rig import WAIT_SECONDS, Client
 from .tiny_models import VOCAB
 
 BLOCK_TOKENS = 16
+# Three layers, K and V, two heads of 8 numbers in float64.
+BLOCK_BYTES = BLOCK_TOKENS * 3 * 2 * 2 * 8 * 8
 MAX_MODEL_LEN = 384
 OUTPUT_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.9, seed=11, ignore_eos=True)
 
 
-def remote(server: Client, *, scheme: str = "grpc", host: str = "", **options: Any) -> dict[str, Any]:
+def remote(server: Client, **options: Any) -> dict[str, Any]:
     """The options of an engine with that server below a small slab. It loads whatever it finds,
     since a model as small as these is computed sooner than anything is loaded."""
-    address = f"{scheme}://{host or server.host}:{server.port}"
+    address = f"grpc{'' if server.tls is None else 's'}://127.0.0.1:{server.port}"
     given = {"kv_offload": f"cpu,{address}", "kv_offload_cpu_bytes": "2MiB"}
     return {**given, "kv_offload_load": "always", **options}
 
 
 @contextmanager
 def engines(model: Path, *options: dict[str, Any]) -> Iterator[list[LLM]]:
-    """An engine for each of these, started side by side."""
+    """An engine for each of these, started side by side and attached to its server."""
     common: dict[str, Any] = {
         "dtype": "float64",
         "num_threads": 1,
@@ -57,7 +60,16 @@ def engines(model: Path, *options: dict[str, Any]) -> Iterator[list[LLM]]:
         for future in started:
             if future.exception() is None:
                 stack.enter_context(future.result())
-        yield [future.result() for future in started]
+        llms = [future.result() for future in started]
+        for llm, each in zip(llms, options, strict=True):
+            if "kv_offload" in each:
+                wait_for(partial(is_attached, llm), "an engine attached to its server")
+        yield llms
+
+
+def is_attached(llm: LLM) -> bool:
+    """Whether the engine knows how much its server holds."""
+    return bool(tier(llm)["capacity_bytes"])
 
 
 def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -65,6 +77,11 @@ def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> Req
     (answer,) = llm.generate([list(prompt)], params)
     assert answer.finish_reason == "length", answer.error
     return answer
+
+
+def from_remote(answer: RequestOutput) -> int:
+    """Tokens of the prompt that came from a cache server."""
+    return answer.cached_tokens_by_tier.get("remote", 0)
 
 
 def prompt(seed: int, length: int) -> list[int]:

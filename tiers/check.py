@@ -7,7 +7,8 @@ no row names is an *orphan*: what an evicted block leaves behind until its slot 
 whose headers say key, layout and generation; of two records for one key the higher generation, the
 later write, is taken. A block that was dropped comes back by that, which is right as far as the
 identity file says whose records these are; without that file nothing is made. No payload is ever
-changed.
+changed. Records that are sealed are verified with their key only; without it their headers are
+looked at, and no index is made of what nobody verified.
 
 Knows nothing of how the result is shown. Takes memory for each row, as the store does, and none
 for payloads.
@@ -23,6 +24,8 @@ from pathlib import Path
 import lmdb
 
 from .errors import TierConfigError
+from .mac_key import MacKey
+from .record_seal import Seal
 from .ssd import guard
 from .ssd.check_result import IDENTITY, INDEX, SIZE, CheckResult
 from .ssd.directory import StoreDirectory
@@ -39,6 +42,7 @@ from .ssd.index_file import (
     fresh_folder,
     rebuild,
 )
+from .ssd.made_for import key_name, unpack
 from .ssd.opening import read_identity
 from .ssd.reconcile import Reconciler
 from .ssd.record_walk import Found, RecordFile, record_bytes_of
@@ -49,17 +53,19 @@ def check_store(
     path: str | os.PathLike[str],
     *,
     fix: bool = False,
+    mac_key: MacKey | None = None,
     max_problems: int = 100,
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
     """Read everything in the store at `path`, and with `fix` mend what can be mended.
 
-    Takes the store's lock. Raises TierConfigError where there is no store, it is in use, or it
-    cannot be read or written.
+    Takes the store's lock. Raises TierConfigError where there is no store, it is in use, it has
+    another key or none, or it cannot be read or written.
     """
     directory = StoreDirectory(Path(path), create=False)
     with closing(directory):
-        check = _Check(directory, CheckResult(directory.path, max_problems), scan_timeout_seconds)
+        result = CheckResult(directory.path, max_problems)
+        check = _Check(directory, result, mac_key, scan_timeout_seconds)
         try:
             check.look()
             if fix:
@@ -75,9 +81,14 @@ class _Check:
     """One check of one store, whose lock is held."""
 
     def __init__(
-        self, directory: StoreDirectory, result: CheckResult, scan_timeout_seconds: float
+        self,
+        directory: StoreDirectory,
+        result: CheckResult,
+        mac_key: MacKey | None,
+        scan_timeout_seconds: float,
     ) -> None:
         self.result = result
+        self._mac_key = mac_key
         self._directory = directory
         self._scan_timeout_seconds = scan_timeout_seconds
         self._note = read_note(directory.path)
@@ -94,8 +105,10 @@ class _Check:
         layout_id = self._identity.layout_id if self._identity else None
         self._reconciler = Reconciler(self.result, layout_id, has_index=batches is not None)
         slot_file = self._directory.slot_file
+        seal = self._seal()
         if slot_file.exists():
-            with closing(RecordFile(slot_file)) as file:
+            verifies = self.result.payloads_verified
+            with closing(RecordFile(slot_file, seal, verifies=verifies)) as file:
                 self._reconciler.run(_rows(batches), self._records(file))
         else:
             self._reconciler.run(_rows(batches), iter(()))
@@ -119,6 +132,12 @@ class _Check:
             self.result.removed_rows = len(bad_slots)
 
     def _make_index(self) -> None:
+        if not self.result.payloads_verified:
+            self.result.notes.append(
+                "no index was made, because the records cannot be verified without the key; give "
+                "its file and check again"
+            )
+            return
         index = self._directory.index
         if (index / DATA_FILE).exists():
             aside = guard.move_aside(index)
@@ -132,6 +151,28 @@ class _Check:
         rows = list(self._reconciler.rows_of_records())
         rebuild(index, self._plan.index_bytes, self._note.identity, rows)
         self.result.rebuilt_rows = len(rows)
+
+    def _seal(self) -> Seal | None:
+        """What seals the records of this store; None for plain checksums, or where the key was not
+        given. Raises TierConfigError for a key that is not the store's."""
+        if self._identity is None:
+            return None  # nobody knows it
+        made_for, given = unpack(self._identity.namespace), self._mac_key
+        if given is None:
+            if made_for.key_id:
+                self.result.payloads_verified = False
+                self.result.notes.append(
+                    f"payloads were not verified: the records are sealed with "
+                    f"{key_name(made_for.key_id)}; give its file to have them verified"
+                )
+            return None
+        if given.id != made_for.key_id:
+            raise TierConfigError(
+                f"{self._directory.path} has records with {key_name(made_for.key_id)} and the one "
+                f"given is {given.id.hex()}; give "
+                f"{'the file of that key' if made_for.key_id else 'none'}"
+            )
+        return made_for.seal(given)
 
     def _note_leftovers(self) -> None:
         index, notes = self._directory.index, self.result.notes

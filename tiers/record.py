@@ -12,19 +12,21 @@
         48    40 key
         88     8 payload bytes once decoded; 0 where there is no codec
         96    16 reserved, zero
-       112    16 xxh3-128 over bytes 0..111 and the payload
+       112    16 xxh3-128 over bytes 0..111 and the payload, or their seal (`record_seal.py`)
 All integers little-endian. Knows nothing of files or sockets; both write the same header.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import xxhash
 
 from .block import KEY_BYTES
+from .record_seal import Buffer, Seal
 
 MAGIC = b"STRKVBLK"
 RECORD_VERSION = 1
@@ -33,8 +35,6 @@ KEY_OFFSET = 48
 LARGEST_CODEC = 255
 _CHECKED_BYTES = 112
 _FIELDS = struct.Struct("<8sHHIQQ16s40sQ16x")
-
-Buffer = bytes | bytearray | memoryview
 
 
 class Defect(Enum):
@@ -53,7 +53,8 @@ class Defect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """The fields of a header that vary."""
+    """The fields of a header that vary, and what seals the record: no reader that expects a seal
+    takes a plain checksum for one, nor the other way round."""
 
     key: bytes
     layout_id: bytes
@@ -61,6 +62,7 @@ class RecordHeader:
     generation: int
     codec: int = 0
     decoded_bytes: int = 0
+    seal: Seal | None = field(default=None, repr=False, compare=False)
 
     @property
     def block_bytes(self) -> int:
@@ -85,7 +87,7 @@ def encode_header(header: RecordHeader, payload: Buffer) -> bytes:
         header.key,
         header.decoded_bytes,
     )
-    return checked + _checksum(checked, payload)
+    return checked + _proof(checked, payload, header.seal)
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:
@@ -102,10 +104,19 @@ def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
 
     The payload is hashed last, so that a misdirected read costs no hashing.
     """
+    defect = check_fields(raw_header, payload, expected)
+    if defect is not None:
+        return defect
+    found = bytes(raw_header[_CHECKED_BYTES:HEADER_BYTES])
+    wanted = _proof(bytes(raw_header[:_CHECKED_BYTES]), payload, expected.seal)
+    return None if hmac.compare_digest(found, wanted) else Defect.CHECKSUM
+
+
+def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
+    """As `check_record`, without a look at what the payload holds."""
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
-    checked = bytes(raw_header[:_CHECKED_BYTES])
-    fields = _FIELDS.unpack(checked)
+    fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
     magic, version, size, flags, length, generation, layout_id, key, decoded = fields
     if magic != MAGIC:
         return Defect.MAGIC
@@ -123,9 +134,11 @@ def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
         return Defect.LENGTH
     if generation != expected.generation:
         return Defect.GENERATION
-    if bytes(raw_header[_CHECKED_BYTES:HEADER_BYTES]) != _checksum(checked, payload):
-        return Defect.CHECKSUM
     return None
+
+
+def _proof(checked: bytes, payload: Buffer, seal: Seal | None) -> bytes:
+    return _checksum(checked, payload) if seal is None else seal.digest(checked, payload)
 
 
 def _checksum(checked: bytes, payload: Buffer) -> bytes:

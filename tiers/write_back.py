@@ -176,7 +176,7 @@ class WriteBack:
         kept = [key for key in reversed(self._slab.keys()) if key not in forgotten]
         newest_first = kept[:room]
         answers = self._faults.lookup(self._store, newest_first)
-        self.added([k for k, a in zip(newest_first, answers, strict=True) if a is Answer.MISS])
+        self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def clear(self) -> None:
         """Forget all; what is being written is dropped from the store when it arrives."""
@@ -204,7 +204,7 @@ class WriteBack:
     def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
         """Start one batch. False where the store is busy; the blocks stay marked then."""
         answers = self._faults.lookup(self._store, keys)
-        lacking = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
+        lacking = [k for k, a in zip(keys, answers, strict=True) if self._may_lack(a)]
         if filtered and lacking:
             lacking = self._admitted(lacking)
         slots = self._slab.pin(lacking, touch=False)
@@ -214,6 +214,11 @@ class WriteBack:
         for key in keys:
             self._dirty.pop(key, None)
         return True
+
+    def _may_lack(self, answer: Answer) -> bool:
+        """Whether a block with this answer is to be given to the store. PENDING is on its way
+        there; but one that is shared says so too of what it is being asked about."""
+        return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
         """Those that the filter finds worth writing; the others wait for their next use."""

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
+from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from ..settings import readers
 from ..shown import shown
@@ -30,6 +30,7 @@ BENCHMARKS = {
     "gpu": "...benchmarks.gpu.command",
     "trace": "...benchmarks.trace.command",
     "transfer": "...benchmarks.transfer.command",
+    "service": "...benchmarks.service.command",
 }
 
 

@@ -68,6 +68,10 @@ _TABLE = (
     _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
     _option("ssd_path", readers.path, "directory for blocks on a disk", "PATH"),
     _option("ssd_bytes", readers.size, "most bytes there, of all tenants", "SIZE"),
+    _option(
+        "ssd_mac_key_file", readers.path,
+        "file with the key that seals blocks on a disk that others can write", "FILE",
+    ),
     _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
     _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
     _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
@@ -189,12 +193,22 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
         metrics_host=options["metrics_host"],
         metrics_port=options["metrics_port"],
         ssd_path=ssd_path,
+        mac_key=_mac_key(options),
         tls=_tls(options),
         insecure=options["insecure"],
         reflection=options["reflection"],
         drain_seconds=options["drain_seconds"],
         limits=_limits(options),
     )
+
+
+def _mac_key(options: Mapping[str, Any]) -> Any:
+    from ...tiers.mac_key import read_mac_key
+
+    path, store = options["ssd_mac_key_file"], options["ssd_path"]
+    if path is not None and store is None:
+        raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
+    return None if path is None else read_mac_key(path, flag_of("ssd_mac_key_file"), store)
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:

@@ -174,7 +174,9 @@ def _tell_start(
     logger.info("KV pool of %s tokens, for requests of up to %s", tokens, ready.max_model_len)
     if offload.enabled:
         sizes = {"cpu": offload.cpu_bytes, "ssd": offload.ssd_bytes}
-        tiers = ", ".join(f"{tier} {show_size(sizes[tier])}" for tier in offload.tiers)
+        tiers = ", ".join(
+            f"{tier} {show_size(sizes[tier])}" if tier in sizes else tier for tier in offload.tiers
+        )
         logger.info("tiers below the pool: %s", tiers)
     else:
         logger.info("no tiers below the pool; --kv-offload cpu,ssd adds them")

@@ -11,6 +11,7 @@ from ...connector.build import OffloadSettings, RemoteTier, SsdSettings, build_o
 from ...connector.economics import Choice
 from ...tiers.block import BlockLayout
 from ...tiers.errors import TierConfigError
+from ...tiers.mac_key import read_mac_key
 from ...tiers.remote.credentials import Credentials
 from ..config_values import ConfigError, show_size
 from ..offload_config import OffloadConfig
@@ -53,9 +54,10 @@ def open_tiers(
 
 
 def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSettings:
-    """What the connector is built from."""
+    """What the connector is built from. Raises TierConfigError for a key file that is none."""
     ssd = None
     if "ssd" in offload.tiers and offload.ssd_path is not None:
+        key_file = offload.ssd_mac_key_file
         ssd = SsdSettings(
             path=offload.ssd_path,
             capacity_bytes=offload.ssd_bytes,
@@ -65,6 +67,9 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
             daily_bytes=offload.ssd_daily_bytes,
             exclusive=offload.ssd_exclusive,
             io_threads=offload.io_threads,
+            mac_key=None
+            if key_file is None
+            else read_mac_key(key_file, "--kv-offload-ssd-mac-key-file", offload.ssd_path),
         )
     remote = None
     if offload.cache_servers:

@@ -19,7 +19,7 @@ from stratakv.benchmarks.offload_report import PHASES, WARM_PHASES, Phase, Plan,
 from stratakv.benchmarks.report import Report, percentile
 from stratakv.benchmarks.served import Answer, ServedModel, ServerFailed
 from stratakv.engine.cli.main import main
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL
 
@@ -87,7 +87,7 @@ def answer(token_ids: list[int], **tiers: int) -> Answer:
 
 
 def good_phases() -> dict[str, Phase]:
-    cold = Phase([answer([number]) for number in range(6)])
+    cold = Phase([answer([number]) for number in range(2 * len(WARM_PHASES))])
     return {"cold": cold} | {
         name: Phase([answer([1], **{name: 96}), answer([2], **{name: 96})]) for name in WARM_PHASES
     }

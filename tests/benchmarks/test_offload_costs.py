@@ -23,7 +23,7 @@ from stratakv.benchmarks.offload_probe import read_seconds
 from stratakv.benchmarks.offload_scale import COSTS, GATES, QUICK_COSTS, SECTIONS
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
-from stratakv.engine.config import ConfigError
+from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.fault_plan import parse_faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,9 @@ from stratakv.connector.base import EvictedBlock, LoadReport
 from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.mac_key import MacKey
+from stratakv.tiers.ssd.identity_file import read_note
+from stratakv.tiers.ssd.made_for import unpack
 
 LAYOUT = BlockLayout(2, 4, 2, 80, "bfloat16")  # 5120 bytes: more than a page, not a whole number
 NUM_BLOCKS = 24
@@ -131,6 +134,22 @@ def test_a_slab_much_smaller_than_what_passes_through_loses_nothing(tmp_path: Pa
         engine.load([name], [5])
         assert torch.equal(engine.pool[5].view(torch.uint8), page.view(torch.uint8))
     engine.shutdown()
+
+
+def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
+    key = MacKey(bytes(32))
+    settings = OffloadSettings(
+        cpu_bytes=8 * LAYOUT.slot_bytes,
+        ssd=replace(ssd_at(tmp_path), mac_key=key),
+        populate_threads=1,
+    )
+    scheduler, worker = build_offload(LAYOUT, settings, namespace=b"test")
+    worker.shutdown()
+    scheduler.shutdown(WAIT_SECONDS)
+    note = read_note(tmp_path)
+    assert note is not None and unpack(note.namespace).key_id == key.id
+    with pytest.raises(TierConfigError, match=f"made for the MAC key {key.id.hex()}, and"):
+        build_offload(LAYOUT, replace(settings, ssd=ssd_at(tmp_path)), namespace=b"test")
 
 
 def test_a_damaged_record_is_a_failed_load_and_is_forgotten(tmp_path: Path) -> None:

@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from stratakv.connector.base import MatchKind
+from stratakv.connector.economics import Choice
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.transfer import CopySignal
+from stratakv.engine.cli.serve import _tell_start
+from stratakv.engine.options import EMBEDDED_MODEL, engine_config
+from stratakv.engine.settings.server import ServerConfig
+from stratakv.engine.wire import PROTOCOL_VERSION, Ready
 from stratakv.tiers.admission import AdmissionFilter
-from stratakv.tiers.block import pack_key
+from stratakv.tiers.base import Answer
+from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.breaker import LATE_ANSWERS
+from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.fault_plan import parse_faults
 from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.hierarchy import Hierarchy
@@ -22,6 +34,7 @@ from ..connector.order_checker import RecordingDevice
 from ..connector.order_walk import LAYOUT, Role, Walk
 from ..simulation.clock import VirtualClock, virtual_time
 from ..simulation.small_slab import small_slab
+from ..tiers.asking_store import AskingStore
 
 
 def test_652341014_a_refused_store_ahead_of_need(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,3 +133,51 @@ def test_a_flush_into_a_store_that_takes_nothing(faults: str) -> None:
         assert clock.now - began < 10.0
         assert time.monotonic() - really_began < 5.0
         assert hierarchy.close(1.0)
+
+
+def asking_hierarchy() -> tuple[Hierarchy, AskingStore]:
+    """A slab over a store that is far away."""
+    layout = BlockLayout(1, 4, 1, 8, "float32")
+    store = AskingStore(layout, 1000 * layout.page_bytes, name="remote")
+    slab = CpuSlab(layout, 32 * layout.slot_bytes, populate_threads=1)
+    return Hierarchy(slab, [store], wakeup=lambda: None), store
+
+
+def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
+    """`Lookups` remembered what it had found before the question, which the question did not
+    change: the request computed everything unless the answer came before the next step."""
+    hierarchy, store = asking_hierarchy()
+    side = OffloadScheduler(hierarchy, 4, CopySignal(), choice=Choice.LOAD)
+    asks = SimpleNamespace(request_id="a", block_hashes=[bytes([1]) * 32], num_tokens=5)
+    buffer = memoryview(bytearray(store.layout.page_bytes))
+    store.store([pack_key(asks.block_hashes[0])], [buffer]).result(0)
+    side.request_queued(asks)
+    assert side.get_matched_tokens(asks, 0).kind is MatchKind.RETRY
+    store.answer()
+    assert side.has_pending_work()
+    assert side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
+    side.shutdown(5.0)
+
+
+def test_blocks_that_are_computed_while_a_store_is_asked_for_them() -> None:
+    """Write-back took the open question for a store under way, and never wrote the blocks."""
+    hierarchy, store = asking_hierarchy()
+    names = [pack_key(bytes([number]) * 32) for number in range(3)]
+    assert hierarchy.ask(names)
+    hierarchy.end_store(hierarchy.begin_store(names), ok=True)
+    hierarchy.poll()
+    store.answer()
+    hierarchy.poll()
+    assert store.lookup(names) == [Answer.HIT] * 3
+    assert hierarchy.close(5.0)
+
+
+def test_a_server_tells_of_tiers_that_have_no_size(caplog: pytest.LogCaptureFixture) -> None:
+    """`stratakv serve --kv-offload cpu,grpc://…` ended where it said which tiers it has."""
+    caplog.set_level(logging.INFO)
+    config = engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu,grpc://host:9400"})
+    ready = Ready(PROTOCOL_VERSION, 64, 100, 10, 16, [])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        _tell_start(config, ServerConfig(), ready, sock)
+    assert "tiers below the pool: cpu 4GiB, grpc://host:9400" in caplog.messages

@@ -9,7 +9,7 @@ break theirs. Knows nothing of the hierarchy above.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from .clock import VirtualClock
 # What a store that hangs was asked goes on when it is back; of one that lost it, it does not.
 MODES = ("up", "slow", "hung", "lost", "down", "flaky", "full", "damaged")
 SOON_SECONDS, SLOW_SECONDS = 0.003, 0.6
+ASK_SECONDS = 0.1  # after which a question has no answer
 FLAKY = 0.3  # of the calls
 
 
@@ -37,7 +38,8 @@ class _Call:
 
 
 class SimStore(StoreTier):
-    """`content` tells what a key must hold; `wrong` takes notes of what must not happen."""
+    """`content` tells what a key must hold; `wrong` takes notes of what must not happen. One that
+    is shared knows of a block only after it stored it, or was asked about it."""
 
     def __init__(
         self,
@@ -65,6 +67,8 @@ class SimStore(StoreTier):
         self._open: dict[Future[Any], _Call] = {}
         self._hung: list[_Call] = []
         self._lost: list[_Call] = []
+        self._known: set[bytes] = set()
+        self._asked: Counter[bytes] = Counter()
         self._closed = False
 
     def set_mode(self, mode: str) -> None:
@@ -84,12 +88,34 @@ class SimStore(StoreTier):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         self._maybe_raise("lookup")
-        answers = [Answer.HIT if key in self._blocks else Answer.MISS for key in keys]
+        answers = [self._answer(key) for key in keys]
         if self.mode == "flaky" and self._happens():
             return answers[:-1]  # makes no sense, and must be taken for a fault
         if self.mode == "damaged":  # has forgotten what it had, or is not sure
             return [self._rng.choice([Answer.MISS, Answer.PENDING, answer]) for answer in answers]
         return answers
+
+    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+        new = [key for key in keys if key not in self._known and key not in self._asked]
+        if not self.is_shared or not new:
+            return None
+        self._maybe_raise("question")
+        self._asked.update(new)
+        future: Future[None] = Future()
+        answers = self.mode not in ("hung", "lost")
+
+        def finish() -> None:
+            self._asked.subtract(new)
+            self._asked = +self._asked
+            if answers and self.mode != "down":
+                self._known.update(new)
+                future.set_result(None)
+            else:
+                future.set_exception(TierError("no answer in time"))
+
+        soon = min(ASK_SECONDS, SLOW_SECONDS if self.mode == "slow" else SOON_SECONDS)
+        self._clock.after(self._rng.uniform(0.0, soon) if answers else ASK_SECONDS, finish)
+        return future
 
     def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
         self._maybe_raise("load")
@@ -113,6 +139,7 @@ class SimStore(StoreTier):
 
     def clear(self) -> None:
         self._blocks.clear()
+        self._known.clear()
         self._maybe_raise("clear")
 
     def stats(self) -> TierStats:
@@ -160,6 +187,11 @@ class SimStore(StoreTier):
         else:
             call.finish()
 
+    def _answer(self, key: bytes) -> Answer:
+        if self.is_shared and key not in self._known:
+            return Answer.PENDING if key in self._asked else Answer.MISS
+        return Answer.HIT if key in self._blocks else Answer.MISS
+
     def _load_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Answer]:
         answers = []
         for key, buffer in zip(keys, buffers, strict=True):
@@ -187,6 +219,7 @@ class SimStore(StoreTier):
             keeps = self.mode != "damaged" or self._rng.random() < 0.5
             if keeps:
                 self._blocks[key] = page
+                self._known.add(key)
                 self._blocks.move_to_end(key)
                 if len(self._blocks) > self._num_blocks:
                     self._blocks.popitem(last=False)

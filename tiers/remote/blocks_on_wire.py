@@ -22,12 +22,15 @@ def receive_block(
     """Fill `payload`; the block's tag, or None where the bytes do not match it. Raises
     ConnectionLost."""
     hasher = tagger.begin(key)
+    tag = bytearray(TAG_BYTES)
+    left = payload.nbytes
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
-        connection.receive_into(part, deadline)
+        left -= part.nbytes
+        # The tag comes with the last part: one call to the kernel less.
+        connection.receive_all([part] if left else [part, memoryview(tag)], deadline)
         hasher.update(part)
-    tag = connection.receive(TAG_BYTES, deadline)
-    return tag if tag == hasher.digest() else None
+    return bytes(tag) if tag == hasher.digest() else None
 
 
 def send_blocks(

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ..errors import TierError
-
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -22,8 +20,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
         error = ended.exception()
         if error is not None:
             result.set_exception(error)
-            return
-        result.set_result(work(ended.result()))
+        else:
+            _end(result, lambda: work(ended.result()))
 
     future.add_done_callback(done)
     return result
@@ -35,24 +33,32 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)
-    errors: list[TierError] = []
+    errors: list[BaseException] = []
 
     def done(ended: Future[Any]) -> None:
         nonlocal left
         error = ended.exception()
         with lock:
             left -= 1
-            if isinstance(error, TierError):
+            if error is not None:
                 errors.append(error)
             if left:
                 return
         if errors and len(errors) == len(futures):
             result.set_exception(errors[0])
         else:
-            result.set_result(work())
+            _end(result, work)
 
     if not futures:
-        result.set_result(work())
+        _end(result, work)
     for future in futures:
         future.add_done_callback(done)
     return result
+
+
+def _end(future: Future[_R], work: Callable[[], _R]) -> None:
+    """A future that never ended would be waited for until somebody's deadline."""
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is the future's
+        future.set_exception(error)

@@ -206,7 +206,7 @@ class Room:
     def end_store(self, intake: Intake, tags: Sequence[bytes | None]) -> list[State]:
         """End an intake: `tags[i]` is the tag that the bytes of the i-th block have, None where
         they never came or differ from theirs. The state of each block: KEPT, NO_ROOM, CORRUPT, or
-        MISS for one that another did not store after all."""
+        MISS for one that another did not store after all, or that was cleared meanwhile."""
         by_key: dict[bytes, bytes] = {}
         for key, slot, tag in zip(intake.stored, intake.slots, tags, strict=True):
             if slot is not None and tag is not None:
@@ -220,17 +220,17 @@ class Room:
             self._hierarchy.poll()
             answers = self._hierarchy.lookup(intake.stored)
             states = []
-            for state, answer in zip(intake.states, answers, strict=True):
+            for stored, state, answer in zip(intake.stored, intake.states, answers, strict=True):
                 if answer is Answer.HIT:
                     states.append(State.KEPT)
-                elif state is State.WANTED:
+                elif state is State.WANTED and stored not in by_key:
                     states.append(State.CORRUPT)
                 else:
                     states.append(State.NO_ROOM if state is State.NO_ROOM else State.MISS)
             kept = [
                 key
-                for key, stored, slot in zip(intake.keys, intake.stored, intake.slots, strict=True)
-                if slot is not None and stored in by_key
+                for key, slot, state in zip(intake.keys, intake.slots, states, strict=True)
+                if slot is not None and state is State.KEPT
             ]
             self._corrupt_blocks += states.count(State.CORRUPT)
             for listener in self._listeners:

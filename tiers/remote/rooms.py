@@ -23,6 +23,7 @@ from ..base import StoreTier
 from ..block import BlockLayout
 from ..cpu import CpuSlab
 from ..errors import TierClosed, TierConfigError
+from ..mac_key import MacKey
 from ..ssd.store import SsdStore
 from .key_salt import KeySalt
 from .layout_notes import read_layout_note, store_folder, write_layout_note
@@ -49,7 +50,8 @@ class _Place:
 
 
 class Rooms:
-    """By name. `ssd_path` is the folder of all stores, None where rooms have memory only."""
+    """By name. `ssd_path` is the folder of all stores, None where rooms have memory only; `mac_key`
+    seals what lies there."""
 
     def __init__(
         self,
@@ -57,12 +59,14 @@ class Rooms:
         secret: bytes,
         ssd_path: Path | None,
         *,
+        mac_key: MacKey | None = None,
         max_slots: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._places = {name: _Place(quota) for name, quota in quotas.items()}
         self._secret = secret
         self._ssd_path = ssd_path
+        self._mac_key = mac_key
         self._max_slots = max_slots
         self._clock = clock
         self._lock = threading.Lock()
@@ -204,7 +208,11 @@ class Rooms:
         (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
         try:
             store = SsdStore(
-                store_folder(self._ssd_path, name), layout, quota.ssd_bytes, namespace=namespace
+                store_folder(self._ssd_path, name),
+                layout,
+                quota.ssd_bytes,
+                namespace=namespace,
+                mac_key=self._mac_key,
             )
         except TierConfigError as error:
             raise NoDisk(str(error)) from error

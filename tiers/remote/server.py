@@ -24,6 +24,7 @@ import grpc
 
 from ... import __version__
 from ..errors import TierConfigError
+from ..mac_key import MacKey
 from .auth import Authenticator
 from .call_guard import CallGuard
 from .data_server import DataServer
@@ -65,6 +66,7 @@ class ServerSettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     ssd_path: Path | None = None
+    mac_key: MacKey | None = None  # of what lies there
     tls: TlsFiles | None = None
     insecure: bool = False
     reflection: bool = False
@@ -87,6 +89,7 @@ class CacheServer:
             settings.tenants.quotas,
             settings.secret,
             settings.ssd_path,
+            mac_key=settings.mac_key,
             max_slots=limits.max_slots,
         )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
@@ -270,6 +273,9 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # Calls that have come and not begun: of more than so many some are ended, then all.
+        ("grpc.server.max_pending_requests", limits.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * limits.max_calls),
         ("grpc.keepalive_time_ms", int(limits.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_seconds * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", int(limits.min_ping_seconds * 1000)),

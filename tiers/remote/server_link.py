@@ -26,6 +26,7 @@ from ..errors import TierConfigError
 from .address import ServerAddress
 from .beliefs import Beliefs
 from .block_connection import BlockConnection
+from .credentials import Credentials
 from .data_client import DataConnection
 from .lane import RemoteError, RemoteLate
 from .memory_client import MemoryConnection
@@ -53,6 +54,17 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
+    """A channel to the server; it connects when it is used. Raises TierConfigError for credentials
+    that cannot be read."""
+    options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
+    if not address.tls:
+        return grpc.insecure_channel(address.target, options)
+    if credentials.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return grpc.secure_channel(address.target, credentials.grpc(), options)
 
 
 class ServerLink:
@@ -279,7 +291,7 @@ class ServerLink:
         try:
             if self._channel is None:
                 self._metadata = self._settings.credentials.metadata()
-                self._channel = self._open_channel()
+                self._channel = open_channel(self.address, self._settings.credentials)
                 self._stub = Stub(self._channel)
             request = messages.AttachRequest(layout=layout_message(self._layout))
             response = self._stub.attach(
@@ -298,9 +310,12 @@ class ServerLink:
         except TierConfigError as error:
             self._tell(Retry.RARELY, str(error))
             return Retry.RARELY
-        except Exception:  # this thread is the only one that ever attaches
-            log.exception("%s cannot be attached", self.address)
+        except Exception as error:  # this thread is the only one that ever attaches
+            if str(error) != self._told:
+                log.exception("%s cannot be attached", self.address)
+                self._told = str(error)
             self.count("internal")
+            self._close_channel()
             return Retry.LATER
         with self._changed:
             if response.boot_id != self._boot_id:
@@ -313,18 +328,10 @@ class ServerLink:
         log.info("%s is attached", self.address)
         return None
 
-    def _open_channel(self) -> Any:
-        credentials, target = self._settings.credentials, self.address.target
-        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
-        if not self.address.tls:
-            return grpc.insecure_channel(target, options)
-        if credentials.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", credentials.server_name))
-        return grpc.secure_channel(target, credentials.grpc(), options)
-
     def _close_channel(self) -> None:
         channel, self._channel, self._stub = self._channel, None, None
-        channel.close()
+        if channel is not None:
+            channel.close()
 
     def _tell(self, retry: Retry, what: str) -> None:
         """One line for each cause, not for each try."""

@@ -39,6 +39,7 @@ Resolve = Callable[[bytes], tuple[Room, str] | None]
 
 _BACKLOG = 128
 _MOST_SHARES = 8
+_TELL_SECONDS = 1.0  # between two lines about what clients did
 _PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
 
 
@@ -63,6 +64,7 @@ class SessionServer(ABC):
         self._strangers: dict[threading.Thread, socket.socket] = {}
         self._draining = Draining()
         self._closed = False
+        self._told_at = float("-inf")
 
     @property
     def num_connections(self) -> int:
@@ -195,7 +197,7 @@ class SessionServer(ABC):
         except (ConnectionLost, OSError, TierClosed) as error:
             log.debug("a data connection ended: %s", error)
         except WireError as error:
-            log.warning("a data connection was ended: %s", error)
+            log.log(self._level(), "a data connection was ended: %s", error)
         except Exception:
             log.exception("a data connection was ended by a fault of this server")
         finally:
@@ -205,6 +207,15 @@ class SessionServer(ABC):
                 known = self._sessions.pop(me, None)
             if known is not None:
                 known.close()
+
+    def _level(self) -> int:
+        """Of a line about what a client did: anybody may send anything, and our log is not theirs
+        to fill."""
+        now = time.monotonic()
+        with self._lock:
+            is_new = now - self._told_at >= _TELL_SECONDS
+            self._told_at = now if is_new else self._told_at
+        return logging.WARNING if is_new else logging.DEBUG
 
     def _open(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
         """Take the greeting: what serves the client, and its tenant. None for one that was

@@ -50,19 +50,23 @@ class Connection:
 
     def receive_into(self, view: memoryview, deadline: float) -> None:
         """Fill `view`."""
-        done, size = 0, view.nbytes
-        while done < size:
+        self.receive_all([view], deadline)
+
+    def receive_all(self, views: list[memoryview], deadline: float) -> None:
+        """Fill these, one after the other. Uses the list up."""
+        _drop(views, 0)  # nothing is waited for where nothing is to come
+        while views:
             self._set_timeout(deadline, socket.SO_RCVTIMEO)
             try:
                 if self._is_tls:
-                    got = self._sock.recv_into(view[done:])
+                    got = self._sock.recv_into(views[0])
                 else:
-                    got = self._sock.recv_into(view[done:], 0, socket.MSG_WAITALL)
+                    got = self._plain.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             except OSError as error:
                 raise _lost(error, "sent") from error
             if not got:
                 raise ConnectionLost("the peer closed the connection")
-            done += got
+            _drop(views, got)
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
         """Send all of these, one after the other."""
@@ -77,10 +81,7 @@ class Connection:
                     sent = self._plain.sendmsg(views)
                 except OSError as error:
                     raise _lost(error, "took") from error
-                while views and sent >= views[0].nbytes:
-                    sent -= views.pop(0).nbytes
-                if sent:
-                    views[0] = views[0][sent:]
+                _drop(views, sent)
 
     def wait_readable(self, deadline: float, also: int | None = None) -> bool:
         """Whether something has come (or the peer has gone) by then, or before the descriptor
@@ -172,6 +173,14 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             raise
         return sock
     raise OSError(f"{host} has no address")
+
+
+def _drop(views: list[memoryview], size: int) -> None:
+    """Leave what comes after the first `size` bytes, and no empty view at the front."""
+    while views and size >= views[0].nbytes:
+        size -= views.pop(0).nbytes
+    if size:
+        views[0] = views[0][size:]
 
 
 def _lost(error: OSError, verb: str) -> ConnectionLost:

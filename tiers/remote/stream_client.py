@@ -140,7 +140,8 @@ class _Arriving:
             self._index, self._received = piece.index, 0
             self._hasher = self._tagger.begin(key)
         end = self._received + len(piece.payload)
-        if piece.index != self._index or piece.offset != self._received or end > page_bytes:
+        follows = (piece.index, piece.offset) == (self._index, self._received)
+        if not follows or not piece.payload or end > page_bytes:
             raise WireError(f"a piece of block {piece.index} does not follow on the one before")
         part = self._buffers[self._index][self._received : end]
         part[:] = piece.payload

@@ -32,9 +32,10 @@ class CheckResult:
     max_problems: int  # how many of them are kept
     slots: int = 0
     rows: int = 0
-    whole: int = 0  # rows whose records are whole
+    whole: int = 0  # rows whose records are whole, as far as they were looked at
     orphans: int = 0  # whole records without a row
     bytes_read: int = 0
+    payloads_verified: bool = True  # false: they are sealed and the key was not given
     counts: dict[str, int] = field(default_factory=dict)  # problems by kind
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # harmless, such as what a crash left

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import lmdb
 
@@ -21,6 +20,7 @@ from ..base import TierStats
 from ..block import BlockLayout
 from ..codecs.base import Codec
 from ..errors import TierConfigError, TierDown
+from ..mac_key import MacKey
 from . import guard
 from .directory import StoreDirectory
 from .identity_file import Note, make_note, read_note, write_note
@@ -34,6 +34,7 @@ from .index_file import (
     rebuild,
     sync_folder,
 )
+from .made_for import full_namespace, identity_of, refuse
 from .slot_file import SlotFile
 from .slot_index import SlotIndex
 from .space import SpacePlan, plan_space
@@ -41,7 +42,6 @@ from .state import StoreState
 
 log = logging.getLogger(__name__)
 
-_LOSSY = b"\0codec="  # in a namespace, before the name of a codec that loses something
 SET_ASIDE = "index_set_aside"  # the key in `TierStats.errors`
 
 # What LMDB says of a file rather than of the machine.
@@ -71,12 +71,14 @@ def open_store(
     namespace: bytes,
     scan_timeout_seconds: float,
     codec: Codec | None = None,
+    mac_key: MacKey | None = None,
 ) -> OpenedStore:
     """Raises TierConfigError with cause and cure, TierDown where the disk is the cause, and then
     leaves nothing open."""
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
-    wanted = _identity(layout, namespace, codec)
+    made_for = full_namespace(namespace, codec, mac_key)
+    wanted = identity_of(FORMAT_VERSION, layout, made_for)
     with ExitStack() as undo:
         directory = StoreDirectory(path)
         undo.callback(directory.close)
@@ -84,7 +86,7 @@ def open_store(
             note = read_note(directory.path)
             if note is not None and note.format_version != FORMAT_VERSION:
                 # Its index is not looked at: what it may hold is for that format to say.
-                _refuse_identity(directory.path, note.identity, wanted)
+                refuse(directory.path, note.identity, wanted)
             try:
                 index = _read_index(directory, plan, wanted, note, scan_timeout_seconds)
             except IndexDamaged as damage:
@@ -112,7 +114,8 @@ def open_store(
                 f"the SSD tier cannot use {directory.path} ({error}); use another path or make "
                 "room there"
             ) from error
-        state = StoreState(layout, slot_file, index, stats)
+        seal = None if mac_key is None else made_for.seal(mac_key)
+        state = StoreState(layout, slot_file, index, stats, seal)
         return OpenedStore(state, index_file, epoch, undo.pop_all().close)
 
 
@@ -139,7 +142,7 @@ def _read_index(
     if not found.is_same(wanted):
         if note is not None and note.identity.is_same(wanted):
             raise IndexDamaged("it does not say that it is for what the store is for")
-        _refuse_identity(directory.path, found, wanted)
+        refuse(directory.path, found, wanted)
     return index
 
 
@@ -181,43 +184,3 @@ def _fit_index(
         index_file.close()
         raise
     return index_file
-
-
-def _identity(layout: BlockLayout, namespace: bytes, codec: Codec | None) -> Identity:
-    """Blocks that lost something to a codec have a namespace of their own, so that nobody is
-    served them who did not ask for it."""
-    text = (
-        f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
-        f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
-    )
-    if codec is not None and not codec.is_lossless:
-        namespace += _LOSSY + codec.name.encode()
-    return Identity(FORMAT_VERSION, layout.layout_id(), namespace, text)
-
-
-def _name_of(namespace: bytes) -> str:
-    return f"namespace {namespace.hex()[:16]}" if namespace else "no namespace"
-
-
-def _codec_of(lossy: bytes) -> str:
-    name = lossy.decode(errors="replace")
-    return f"the codec {name}" if name else "no codec that changes numbers"
-
-
-def _refuse_identity(path: Path, found: Identity, wanted: Identity) -> NoReturn:
-    if found.format_version != wanted.format_version:
-        theirs, ours = f"format {found.format_version}", f"format {wanted.format_version}"
-    elif found.layout_id != wanted.layout_id:
-        theirs, ours = found.layout_text, wanted.layout_text
-    else:
-        their_namespace, _, their_codec = found.namespace.partition(_LOSSY)
-        our_namespace, _, our_codec = wanted.namespace.partition(_LOSSY)
-        # A namespace is there where the names of blocks do not say which model they are of.
-        theirs = f"another model or naming of blocks ({_name_of(their_namespace)})"
-        ours = _name_of(our_namespace)
-        if their_namespace == our_namespace:
-            theirs, ours = _codec_of(their_codec), _codec_of(our_codec)
-    raise TierConfigError(
-        f"the SSD tier in {path} was made for {theirs}, and this engine has {ours}; use another "
-        "path or delete that directory"
-    )

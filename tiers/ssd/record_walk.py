@@ -15,10 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..record import Defect, RecordHeader, check_record, decode_header
+from ..record import Defect, RecordHeader, check_fields, check_record, decode_header
+from ..record_seal import Seal
 from .space import HEADER_PAGE_BYTES
 
 _CHUNK_BYTES = 4 * 1024**2
@@ -36,9 +38,15 @@ class Found(NamedTuple):
 
 
 class RecordFile:
-    """A slot file opened for reading only, past the page cache where that can be."""
+    """A slot file opened for reading only, past the page cache where that can be.
 
-    def __init__(self, path: Path) -> None:
+    `seal` is what seals its records. Where that is not to be had, `verifies` is false: then headers
+    are looked at and payloads are not.
+    """
+
+    def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
+        self._seal = seal
+        self._check = check_record if verifies else check_fields
         self._descriptor = _open(path)
         self.size = os.fstat(self._descriptor).st_size
 
@@ -94,23 +102,23 @@ class RecordFile:
             slots = range(start, start + count)
             return [found for slot in slots for found in self._look(slot, 1, block_bytes, buffer)]
         records = (buffer[i * size : (i + 1) * size] for i in range(count))
-        return [_judge(slot, record, block_bytes) for slot, record in enumerate(records, start)]
+        return [self._judge(slot, each, block_bytes) for slot, each in enumerate(records, start)]
+
+    def _judge(self, slot: int, record: memoryview, block_bytes: int) -> Found:
+        header = decode_header(record)
+        if header is None:
+            return Found(slot, None, None, None)
+        if header.block_bytes != block_bytes:
+            return Found(slot, header, Defect.LENGTH, None)
+        # What lies behind an encoded payload is of an earlier record, and not looked at.
+        payload = record[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + header.payload_bytes]
+        expected = replace(header, seal=self._seal) if self._seal else header
+        return Found(slot, header, self._check(record, payload, expected), None)
 
 
 def record_bytes_of(block_bytes: int) -> int:
     """What a record of such a block takes in the file."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
-
-
-def _judge(slot: int, record: memoryview, block_bytes: int) -> Found:
-    header = decode_header(record)
-    if header is None:
-        return Found(slot, None, None, None)
-    if header.block_bytes != block_bytes:
-        return Found(slot, header, Defect.LENGTH, None)
-    # What lies behind an encoded payload is of an earlier record, and not looked at.
-    payload = record[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + header.payload_bytes]
-    return Found(slot, header, check_record(record, payload, header), None)
 
 
 def _open(path: Path) -> int:

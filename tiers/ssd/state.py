@@ -20,6 +20,7 @@ from ..base import TierStats
 from ..block import BlockLayout
 from ..errors import TierClosed, TierError
 from ..record import RecordHeader
+from ..record_seal import Seal
 from .slot_file import SlotFile
 from .slot_index import Entry, SlotIndex
 
@@ -36,6 +37,7 @@ class StoreState:
     slot_file: SlotFile
     index: SlotIndex
     stats: TierStats
+    seal: Seal | None = None  # of every record; None is a plain checksum
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -43,7 +45,13 @@ class StoreState:
 
     def header_of(self, entry: Entry) -> RecordHeader:
         """The header that the record of an entry without a codec must have."""
-        return RecordHeader(entry.key, self.layout_id, self.layout.page_bytes, entry.generation)
+        return RecordHeader(
+            entry.key,
+            self.layout_id,
+            self.layout.page_bytes,
+            entry.generation,
+            seal=self.seal,
+        )
 
     def encoded_header_of(self, entry: Entry, codec: int) -> RecordHeader:
         """The header that the record of an entry with a codec of this number must have."""
@@ -54,6 +62,7 @@ class StoreState:
             entry.generation,
             codec,
             self.layout.page_bytes,
+            self.seal,
         )
 
     def count_fault(self, error: Exception) -> None:

@@ -19,6 +19,7 @@ from ..base import Answer, ReadSample, StoreTier, TierStats
 from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
+from ..mac_key import MacKey
 from .opening import open_store
 from .reader import Part, Reader
 from .state import Job
@@ -50,6 +51,9 @@ class SsdStore(StoreTier):
     move, no more blocks fit. A store of a lossless codec may be opened without it and the other
     way round; blocks of one that loses something are for stores with the same codec only.
 
+    With a `mac_key` no record is served that was written without it: for a directory that others
+    can write. Such a store opens with the same key only.
+
     Raises TierConfigError where the path, the size or what lies there cannot be used.
     """
 
@@ -64,6 +68,7 @@ class SsdStore(StoreTier):
         queue_bytes: int = 256 * MIB,
         durability: str = "sync",
         codec: Codec | None = None,
+        mac_key: MacKey | None = None,
         scan_timeout_seconds: float = 30.0,
     ) -> None:
         if io_threads < 1 or queue_bytes < 1:
@@ -83,7 +88,7 @@ class SsdStore(StoreTier):
         self.name = "ssd"
         self.layout = layout
         self._opened = open_store(
-            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds, codec
+            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds, codec, mac_key
         )
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes

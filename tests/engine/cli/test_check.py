@@ -12,6 +12,7 @@ import pytest
 from stratakv.engine.cli import check
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
 
 from ...tiers.blocks import SMALL, make_keys
@@ -80,6 +81,27 @@ def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["is_clean"] is False and shown["counts"] == {"magic": 1}
     assert shown["rows"] == 10 and shown["whole"] == 9
     assert shown["problems"][0]["slot"] == 0
+
+
+def test_a_sealed_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, path = tmp_path / "mac.key", str(tmp_path / "sealed")
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    store = SsdStore(path, SMALL, CAPACITY, mac_key=MacKey(key.read_bytes()))
+    assert all(put(store, make_keys(10)))
+    store.close(SECONDS)
+    assert main(["check", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("note: payloads were not verified: the records are sealed with")
+    assert lines[2:] == ["clean, as far as that goes without the key"]
+    assert main(["check", path, "--mac-key-file", str(key), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["payloads_verified"] is True and shown["whole"] == 10
+    key.write_bytes(bytes(32))
+    for flags in (["--mac-key-file", str(key)], ["--mac-key-file", str(tmp_path / "none")]):
+        assert main(["check", path, *flags]) == 2
+    error = capsys.readouterr().err
+    assert "give the file of that key" in error and "--mac-key-file names" in error
 
 
 def test_what_is_no_store_or_in_use_is_refused(

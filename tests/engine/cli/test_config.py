@@ -77,8 +77,7 @@ def test_the_lines_say_the_same(
     assert size.split() == ["block_size:", "32", "#", "block_size", "of", str(config_file)]
     assert any(line.split() == ["#", "api_key:", "***", "#", "STRATAKV_API_KEY"] for line in lines)
     assert any(
-        line.startswith("# disable_log_requests of ") and "has no effect" in line
-        for line in lines
+        line.startswith("# disable_log_requests of ") and "has no effect" in line for line in lines
     )
 
 

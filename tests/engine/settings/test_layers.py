@@ -56,6 +56,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "kv_offload_ssd_admission": (("all", "all"), ("reuse", "reuse"), ("all", "all")),
     "kv_offload_ssd_daily_bytes": (("1TB", 10**12), ("2GiB", 2 * GIB), ("5MiB", 5 * MIB)),
     "kv_offload_ssd_exclusive": (("on", True), ("off", False), ("yes", True)),
+    "kv_offload_ssd_mac_key_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_token_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_ca_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_cert_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),

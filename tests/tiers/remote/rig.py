@@ -75,6 +75,7 @@ class Client:
 
     host = "127.0.0.1"
     port = 0
+    tls: Any = None  # grpc's channel credentials, where it speaks TLS
 
     @property
     def address(self) -> str:
@@ -87,6 +88,7 @@ class Client:
         arguments = [(f"grpc.{name}", value) for name, value in options.items()]
         # Otherwise the channels of a test share one connection.
         arguments.append(("grpc.use_local_subchannel_pool", 1))
+        tls = self.tls if tls is None else tls
         if tls is None:
             channel = grpc.insecure_channel(self.address, arguments)
         else:

@@ -18,7 +18,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from stratakv.engine.cli.main import main
+from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.remote.raw_messages import Piece
 from stratakv.tiers.remote.wire import State
 
@@ -78,6 +80,15 @@ def test_a_process_says_what_is_wrong() -> None:
     ("flags", "message"),
     [
         (["--ssd-bytes", "1GiB"], "--ssd-path and --ssd-bytes go together"),
+        (["--ssd-mac-key-file", "x"], "is for blocks on a disk; give --ssd-path too"),
+        (
+            ["--ssd-path", "FOLDER", "--ssd-bytes", "1GiB", "--ssd-mac-key-file", "/dev/null"],
+            "--ssd-mac-key-file names /dev/null, which is no regular file",
+        ),
+        (
+            ["--ssd-path", "FOLDER", "--ssd-bytes", "1GiB", "--ssd-mac-key-file", "FOLDER/key"],
+            "--ssd-mac-key-file names FOLDER/key, which lies in FOLDER, .* keep it elsewhere",
+        ),
         (["--tls-cert", "x"], "--tls-cert and --tls-key go together"),
         (["--tenants", "FOLDER/tenants.toml"], "is no TOML"),
         (["--tenants", "FOLDER/tenants.toml", "--token-file", "x"], "give one of the two"),
@@ -102,7 +113,29 @@ def test_settings_that_cannot_work(
     words = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert main(["cache-server", "--port", "0", *words]) == 2
     error = capsys.readouterr().err
-    assert re.search(message, error) and "Traceback" not in error, error
+    assert (
+        re.search(message.replace("FOLDER", str(tmp_path)), error) and "Traceback" not in error
+    ), error
+
+
+def test_a_key_for_blocks_on_the_disk(tmp_path: Path) -> None:
+    key = tmp_path / "mac.key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    folder, keys = tmp_path / "ssd", make_keys(5)
+    flags = ("--ssd-path", str(folder), "--ssd-bytes", "4MiB")
+    with server_process(*flags, "--ssd-mac-key-file", str(key)) as server:
+        stub = server.stub()
+        server.attach(stub)
+        assert store_blocks(stub, keys) == [State.KEPT] * 5
+        assert server.terminate() == 0
+        server.start()
+        stub = server.stub()
+        server.attach(stub)
+        assert load_blocks(stub, keys) == [payload_of(each, LAYOUT) for each in keys]
+        assert server.terminate() == 0
+    (store,) = (each for each in folder.iterdir() if each.is_dir())
+    assert check_store(store, mac_key=MacKey(key.read_bytes())).whole == 5
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -56,9 +56,7 @@ def judge(client: BareClient, recoveries: list[float]) -> None:
 def behind_proxies(*ports: int) -> Iterator[list[FaultProxy]]:
     """A proxy for each port, at the same port of HOST."""
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(FaultProxy((HOST, port), ("127.0.0.1", port))) for port in ports
-        ]
+        yield [stack.enter_context(FaultProxy((HOST, port), ("127.0.0.1", port))) for port in ports]
 
 
 # What begins a fault of one proxy, and what ends it.

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.remote.layout_notes import read_layout_note, store_folder
 from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.rooms import Rooms
@@ -110,6 +112,24 @@ def test_another_secret_finds_nothing(tmp_path: Path) -> None:
     with pytest.raises(NoDisk, match="another model or naming of blocks"):
         _attach(other)
     assert other.close(WAIT_SECONDS)
+
+
+def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
+    keys, key = make_keys(3), MacKey(bytes(32))
+    rooms = _rooms(tmp_path, mac_key=key)
+    assert _store(_attach(rooms), keys) == [State.KEPT] * 3
+    assert rooms.close(WAIT_SECONDS)
+    folder = store_folder(tmp_path, NAMES[0])
+    assert not check_store(folder).payloads_verified
+    assert check_store(folder, mac_key=key).whole == 3
+    for other in (None, MacKey(b"\1" * 32)):
+        rooms = _rooms(tmp_path, mac_key=other)
+        with pytest.raises(NoDisk, match=f"made for the MAC key {key.id.hex()}, and"):
+            _attach(rooms)
+        assert rooms.close(WAIT_SECONDS)
+    rooms = _rooms(tmp_path, mac_key=key)
+    assert _load(_attach(rooms), keys) == [payload_of(each, LAYOUT) for each in keys]
+    assert rooms.close(WAIT_SECONDS)
 
 
 def test_keys_on_the_disk_are_not_those_of_prompts(tmp_path: Path) -> None:

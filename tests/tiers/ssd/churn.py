@@ -4,7 +4,8 @@
 Everything that a judge must know is announced in a log before it may be true: rows that come and
 go, and afterwards what the store acknowledged. The log is written with single calls, so a kill
 loses none of it; `ledger.py` reads it. Job fields: `path` of the store, `log`, `capacity`, `seed`,
-`plants` (guards to take away, see `PLANTS`) and `durability` of churn, `kill_at` of a script.
+`plants` (guards to take away, see `PLANTS`), `durability` and `mac_key` (hexadecimal) of churn,
+`kill_at` of a script.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import lmdb
 
 from stratakv.tiers.contract import SECONDS, fetch, filled_buffers, make_keys, put
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore, offered
 from stratakv.tiers.ssd.index_file import IndexFile, Row
 
@@ -72,9 +74,12 @@ def churn(job: Job) -> None:
     offered.SYNC_SECONDS = 0.2  # of an asynchronous store, so that there is something to lose
     keys = make_keys(20_000, str(job["seed"]))
     known = 0
+    mac_key = MacKey(bytes.fromhex(job["mac_key"])) if job.get("mac_key") else None
     while True:
         log.say("open")
-        store = SsdStore(job["path"], ODD, job["capacity"], durability=job["durability"])
+        store = SsdStore(
+            job["path"], ODD, job["capacity"], durability=job["durability"], mac_key=mac_key
+        )
         for _ in range(rng.randrange(5, 200)):
             known = _churn_once(store, log, rng, keys, known % (len(keys) - 100))
         store.close(SECONDS)

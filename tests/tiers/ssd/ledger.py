@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from stratakv.tiers.check import check_store
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore
 
 from ..blocks import ODD
@@ -62,8 +63,8 @@ class Verdict:
     """What a store that was opened after a crash has. Every block it serves has been compared
     with what was stored (`fetch` does), and it took new ones."""
 
-    def __init__(self, path: Path, capacity: int) -> None:
-        store = SsdStore(path, ODD, capacity)
+    def __init__(self, path: Path, capacity: int, mac_key: MacKey | None = None) -> None:
+        store = SsdStore(path, ODD, capacity, mac_key=mac_key)
         try:
             rows = list(store._opened.index_file.rows())
             self.rows = {row.slot: row.key for row in rows}
@@ -77,10 +78,10 @@ class Verdict:
             store.close(SECONDS)
 
 
-def check_sound(path: Path) -> None:
+def check_sound(path: Path, mac_key: MacKey | None = None) -> None:
     """What a crash has left needs no repair: every row names a whole record."""
     if (path / "lock").exists():  # else the crash came before there was a store
-        result = check_store(path)
+        result = check_store(path, mac_key=mac_key)
         assert result.is_clean, result.problems
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore, index_file, slot_file
 
 from ..blocks import SMALL, make_keys
@@ -24,6 +25,8 @@ from .nursery import Nursery
 
 CAPACITY = 4 * 1024**2
 KILLS = {"ci": 50, "long": 5000}
+SEALED_KILLS = {"ci": 6, "long": 500}  # which differ in what a checksum is, and in no order
+KEY = bytes(range(32))
 
 
 @pytest.mark.slow
@@ -31,15 +34,28 @@ def test_what_was_acknowledged_survives_a_kill(
     memory_path: Path, nursery: Nursery, scale: str, seed: int
 ) -> None:
     """One store through all the kills, while it is opened, filled, turned over and closed."""
+    kill_and_judge(memory_path, nursery, seed, KILLS[scale])
+
+
+def test_sealed_blocks_survive_a_kill_as_well(
+    memory_path: Path, nursery: Nursery, scale: str, seed: int
+) -> None:
+    kill_and_judge(memory_path, nursery, seed, SEALED_KILLS[scale], KEY)
+
+
+def kill_and_judge(
+    memory_path: Path, nursery: Nursery, seed: int, kills: int, key: bytes = b""
+) -> None:
     path, rows, acknowledged, served = memory_path / "ssd", {}, 0, 0
-    for trial in range(KILLS[scale]):
+    mac_key = MacKey(key) if key else None
+    for trial in range(kills):
         rng = random.Random(f"{seed}/{trial}")
         log = memory_path / f"log-{trial}"
-        churn_and_kill(nursery, path, log, rng.choice([0.05, 0.3]) * rng.random(), rng)
+        churn_and_kill(nursery, path, log, rng.choice([0.05, 0.3]) * rng.random(), rng, key=key)
         ledger = Ledger(rows)
         ledger.read(log.read_bytes())
-        check_sound(path)
-        verdict = Verdict(path, CAPACITY)
+        check_sound(path, mac_key)
+        verdict = Verdict(path, CAPACITY, mac_key)
         told = f"trial {trial}, seed {seed}"
         assert ledger.must_have <= verdict.served, told
         assert len(verdict.served) == verdict.stats.blocks, told  # no row without its record
@@ -48,16 +64,22 @@ def test_what_was_acknowledged_survives_a_kill(
         acknowledged += ledger.words.count("kept")
         served += len(verdict.served)
         log.unlink()
-    assert acknowledged > KILLS[scale] and served > KILLS[scale]
+    assert acknowledged > kills and served > kills
 
 
 def churn_and_kill(
-    nursery: Nursery, path: Path, log: Path, seconds: float, rng: random.Random, *plants: str
+    nursery: Nursery,
+    path: Path,
+    log: Path,
+    seconds: float,
+    rng: random.Random,
+    *plants: str,
+    key: bytes = b"",
 ) -> None:
     """`seconds` counts from where the child begins to open the store."""
     seed = rng.randrange(2**32)
     job = {"path": str(path), "log": str(log), "capacity": CAPACITY, "seed": seed}
-    pid = nursery.start(kind="churn", plants=plants, durability="sync", **job)
+    pid = nursery.start(kind="churn", plants=plants, durability="sync", mac_key=key.hex(), **job)
     wait_for_word(log, "open", nursery)
     time.sleep(seconds)
     nursery.kill(pid)

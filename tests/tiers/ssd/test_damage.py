@@ -16,6 +16,7 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import ALIGNMENT, BlockLayout
+from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect
 from stratakv.tiers.ssd import SsdStore, index_file
 
@@ -41,8 +42,10 @@ FIELDS: dict[str, tuple[range, set[Defect]]] = {
 class Victim:
     """A closed store with known blocks, whose slot file a test may damage."""
 
-    def __init__(self, path: Path, layout: BlockLayout, count: int) -> None:
-        self.path, self.layout = path, layout
+    def __init__(
+        self, path: Path, layout: BlockLayout, count: int, mac_key: MacKey | None = None
+    ) -> None:
+        self.path, self.layout, self._mac_key = path, layout, mac_key
         self.keys = make_keys(count)
         self.record_bytes = ALIGNMENT + layout.slot_bytes
         store = self.open()
@@ -57,7 +60,7 @@ class Victim:
         return slots
 
     def open(self) -> SsdStore:
-        return SsdStore(self.path, self.layout, CAPACITY)
+        return SsdStore(self.path, self.layout, CAPACITY, mac_key=self._mac_key)
 
     def edit(self, key: bytes, change: Callable[[bytearray], None]) -> None:
         """Change the bytes of one record in place."""
@@ -101,12 +104,15 @@ def _flip(rng: random.Random, within: range) -> Callable[[bytearray], None]:
     return change
 
 
+@pytest.mark.parametrize("mac_key", [None, MacKey(bytes(32))], ids=["plain", "sealed"])
 @pytest.mark.parametrize("field", FIELDS)
-def test_flipped_bits(tmp_path: Path, rng: random.Random, scale: str, field: str) -> None:
-    """10 fields * 60 records in CI: 600 damaged records beside 150 whole ones."""
+def test_flipped_bits(
+    tmp_path: Path, rng: random.Random, scale: str, field: str, mac_key: MacKey | None
+) -> None:
+    """10 fields * 60 records in CI: 600 damaged records beside 150 whole ones; as many sealed."""
     within, allowed = FIELDS[field]
     for trial in range(1 if scale == "ci" else 200):
-        victim = Victim(tmp_path / f"{trial}", SMALL, 75)
+        victim = Victim(tmp_path / f"{trial}", SMALL, 75, mac_key)
         damaged = rng.sample(victim.keys, 60)
         for key in damaged:
             victim.edit(key, _flip(rng, within))

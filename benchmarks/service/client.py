@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's process: opens ways, and moves all its blocks through one of them when it is told to.
+
+Orders and answers go through a pipe; clients begin a move together, at a barrier. Knows nothing of
+rates.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, NamedTuple
+
+from .blocks import Blocks
+from .mooncake_way import MooncakeWay
+from .raw_way import RawWay
+from .redis_way import RedisWay
+from .ways import SECONDS, ConnectionWay, CopyWay, Plan, TierWay, Way
+
+WAYS: dict[str, Any] = {
+    "copy": CopyWay,
+    "connection": ConnectionWay,
+    "tier": TierWay,
+    "raw": RawWay,
+    "redis": RedisWay,
+    "mooncake": MooncakeWay,
+}
+
+
+class Moved(NamedTuple):
+    """When a client moved its blocks (monotonic), and what that took of the processor."""
+
+    began: float
+    ended: float
+    cpu_seconds: float
+
+
+class Failed(NamedTuple):
+    """An order that went wrong."""
+
+    words: str
+
+
+def serve(pipe: Pipe, barrier: Any, number: int, block_bytes: int, count: int) -> None:
+    """Do what comes through the pipe until it is closed."""
+    try:
+        client = _Client(barrier, number, block_bytes, count)
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        pipe.send(_failed(error))
+        return
+    while True:
+        try:
+            order, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(client, order)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the same
+            barrier.abort()
+            answer = _failed(error)
+        pipe.send(answer)
+
+
+def _failed(error: Exception) -> Failed:
+    return Failed(f"{type(error).__name__}: {error}")
+
+
+class _Client:
+    """The orders that a parent may give."""
+
+    def __init__(self, barrier: Any, number: int, block_bytes: int, count: int) -> None:
+        self._barrier = barrier
+        self._random = random.Random(number)
+        self._blocks = Blocks(block_bytes, count)
+        self._ways: dict[str, Way] = {}
+        self._stamps: dict[str, list[bytes]] = {}
+
+    def ready(self) -> None:
+        """Said when the memory is there."""
+
+    def open(self, name: str, plan: Plan) -> None:
+        """Open a way, and store every block once."""
+        self._ways[name] = WAYS[plan.kind](self._blocks, **plan.options)
+        self.move(name, "store", 1)
+
+    def shut(self, name: str) -> None:
+        """Close a way."""
+        self._ways.pop(name).close()
+
+    def move(self, name: str, verb: str, passes: int) -> Moved:
+        """Store or load all blocks so many times, each time in another order."""
+        way, blocks = self._ways[name], self._blocks
+        orders = [self._random.sample(range(len(blocks)), len(blocks)) for _ in range(passes)]
+        if verb == "store":
+            self._stamps[name] = blocks.stamp()
+        else:
+            blocks.scrub()
+        act = getattr(way, verb)
+        self._barrier.wait(SECONDS)
+        cpu = time.process_time()
+        began = time.monotonic()
+        for order in orders:
+            act(order)
+        moved = Moved(began, time.monotonic(), time.process_time() - cpu)
+        if verb == "load":
+            blocks.check(self._stamps[name])
+        return moved
+
+    def look_up(self, name: str, calls: int, keys: int) -> list[float]:
+        """Seconds of each call."""
+        way = self._ways[name]
+        assert isinstance(way, ConnectionWay)
+        return way.look_up(calls, keys)

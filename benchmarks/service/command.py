@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench service`: the cache service over loopback, against raw TCP and memcpy.
+
+Blocks of 256 KiB and 2 MiB between a real cache server and 1 or 4 clients, each in a process of its
+own with the tier that an engine has: through shared memory, the data connection (also with TLS) and
+gRPC streams; beside them Redis and Mooncake where they are installed, and look-ups of whole
+prompts. Every figure and its limit are taken in turn, all memory is warm and more than caches hold,
+what arrived is compared, and a ratio is the median of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from ...engine.config_values import ConfigError
+from ...tiers.errors import TierError
+from ...tiers.remote.address import ServerAddress
+from ..report import Report, median
+from ..tiers.contest import Contest, WrongWork, quartiles, take_rounds
+from ..tiers.scale import layout_of
+from ..tiers.slab_case import footprint_bytes
+from . import mooncake_way, raw_way
+from .crew import Crew, Round, cpu_seconds, far_ends
+from .report import plot_service, print_service
+from .scale import (
+    CASES,
+    FULL,
+    LIMITS,
+    LOOK_UP_KEYS,
+    QUICK,
+    SIZES,
+    Case,
+    Scale,
+    look_up_name,
+    row_name,
+)
+from .servers import OPENSSL, cache_server, certificate, find_redis, redis_server
+from .ways import Plan
+
+_LOOK_UP_BLOCK_BYTES = 4096
+_SPARE = 1.25  # of the server's memory: what is being stored has a place beside what is there
+_STREAMS_ONLY = ("--no-data-connections", "--no-shared-memory")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    parser.add_argument(
+        "--clients", metavar="N,...",
+        help="numbers of client processes, by commas (default: 1,4; quick 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cases", metavar="NAME,...", help="only these rows and their limits (default: all)"
+    )
+    parser.add_argument(
+        "--redis-server", metavar="FILE", help="the binary (default: that in PATH, if there is one)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    scale = QUICK if arguments.quick else FULL
+    clients = _clients(arguments.clients) or scale.clients
+    cases = _cases(arguments.cases)
+    report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
+    try:
+        Measurement(report, scale, cases, arguments.redis_server).take(clients)
+        written = report.write(arguments.out)
+        plot = plot_service(report, arguments.out / "service.png")
+    except (WrongWork, OSError, TierError) as error:
+        console = Console(stderr=True)
+        console.print(f"bench service: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    print_service(report)
+    print(f"written: {written}")
+    print(f"written: {plot}")
+    return 0
+
+
+def _clients(given: str | None) -> list[int]:
+    try:
+        numbers = [int(word) for word in (given or "").split(",") if word]
+    except ValueError:
+        numbers = [0]
+    if any(not 0 < number <= 64 for number in numbers):
+        raise ConfigError(f"--clients takes numbers from 1 to 64 by commas, not {given}")
+    return numbers
+
+
+def _cases(given: str | None) -> list[Case]:
+    names = [case.name for case in CASES]
+    wanted = given.split(",") if given else names
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(f"--cases takes names by commas, of {', '.join(names)}; not {name}")
+    return [case for case in CASES if case.name in wanted]
+
+
+class Measurement:
+    """One run, on its way into the report."""
+
+    def __init__(
+        self, report: Report, scale: Scale, cases: Sequence[Case], redis: str | None
+    ) -> None:
+        self._report = report
+        self._scale = scale
+        self._cases = cases
+        self._footprint = footprint_bytes(scale.footprint_bytes)
+        self._redis, no_redis = find_redis(redis)
+        self._skipped: dict[str, str] = {}
+        if no_redis:
+            self._skipped["redis"] = no_redis
+        if mooncake_way.why_not():
+            self._skipped["mooncake"] = mooncake_way.why_not()
+        figures = report.figures
+        figures["plan"] = {
+            "footprint_bytes": self._footprint,
+            "rounds": scale.rounds,
+            "rates_are_timed_by": "the wall clock, from the first client's start to the last's end",
+            "load_average_before": os.getloadavg(),
+        }
+        figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
+
+    def take(self, clients: Sequence[int]) -> None:
+        """Fill the report. Raises WrongWork where something did not do what it should."""
+        self._report.figures["plan"]["clients"] = list(clients)
+        for number in clients:
+            for size, block_bytes in SIZES.items():
+                crew = Crew(number, block_bytes, self._footprint // block_bytes)
+                try:
+                    self._take_cases(crew, size)
+                finally:
+                    crew.close()
+        self._take_look_ups()
+        self._report.figures["plan"]["load_average_after"] = os.getloadavg()
+
+    def _take_cases(self, crew: Crew, size: str) -> None:
+        with self._limits(crew, "copy", "raw") as limits:
+            if self._is_wanted("shm", "tier", "data"):
+                self._take_server(crew, size, limits)
+            if self._is_wanted("grpc"):
+                with (
+                    self._server(crew, *_STREAMS_ONLY) as (pid, address),
+                    crew.way("grpc", [_plan(address, "streams")] * len(crew)),
+                ):
+                    self._contests(crew, size, "grpc", [pid], limits)
+            for way, peer in (("redis", self._with_redis), ("mooncake", self._with_mooncake)):
+                if way not in self._skipped and self._is_wanted(way):
+                    with peer(crew) as pids:
+                        self._contests(crew, size, way, pids, limits)
+        if self._is_wanted("tls"):
+            self._take_tls(crew, size)
+
+    def _take_server(self, crew: Crew, size: str, limits: dict[str, list[int]]) -> None:
+        with self._server(crew) as (pid, address):
+            plans = {
+                "shm": _plan(address, "memory"),
+                "tier": Plan("tier", {"address": address}),
+                "data": _plan(address, "socket"),
+            }
+            for way, plan in plans.items():
+                if self._is_wanted(way):
+                    with crew.way(way, [plan] * len(crew)):
+                        self._contests(crew, size, way, [pid], limits)
+
+    def _take_tls(self, crew: Crew, size: str) -> None:
+        if shutil.which(OPENSSL) is None:
+            self._skipped["tls"] = f"{OPENSSL}, which makes the certificate, is not installed"
+            return
+        with certificate() as files:
+            flags = ("--tls-cert", str(files[0]), "--tls-key", str(files[1]))
+            with (
+                self._limits(crew, "raw_tls", files=files) as limits,
+                self._server(crew, *flags) as (pid, address),
+                crew.way("tls", [_plan(address, "socket", files[0])] * len(crew)),
+            ):
+                self._contests(crew, size, "tls", [pid], limits)
+
+    @contextlib.contextmanager
+    def _limits(
+        self, crew: Crew, *names: str, files: tuple[Path, Path] | None = None
+    ) -> Iterator[dict[str, list[int]]]:
+        """Those limits of the wanted cases that are named; each with the processes beside it."""
+        wanted = {case.limit for case in self._cases} & set(names)
+        ca_file = files[0] if files else None
+        pids: dict[str, list[int]] = {}
+        with contextlib.ExitStack() as stack:
+            if "copy" in wanted:
+                stack.enter_context(crew.way("copy", [Plan("copy")] * len(crew)))
+                pids["copy"] = []
+            for name in wanted - {"copy"}:
+                ends = stack.enter_context(
+                    far_ends(raw_way.serve, crew.block_bytes, crew.count, files, clients=len(crew))
+                )
+                plans = [Plan("raw", {"port": port, "ca_file": ca_file}) for _, port in ends]
+                stack.enter_context(crew.way(name, plans))
+                pids[name] = [child.process.pid for child, _ in ends]
+            yield pids
+
+    @contextlib.contextmanager
+    def _server(self, crew: Crew, *flags: str) -> Iterator[tuple[int, ServerAddress]]:
+        slot_bytes = layout_of(crew.block_bytes).slot_bytes
+        cpu_bytes = int(len(crew) * crew.count * slot_bytes * _SPARE)
+        with cache_server(cpu_bytes, *flags) as server:
+            yield server.pid, ServerAddress("127.0.0.1", server.port)
+
+    @contextlib.contextmanager
+    def _with_redis(self, crew: Crew) -> Iterator[list[int]]:
+        with redis_server(self._redis) as server:
+            plans = [
+                Plan("redis", {"port": server.port, "prefix": f"client{number}"})
+                for number in range(len(crew))
+            ]
+            with crew.way("redis", plans):
+                yield [server.pid]
+
+    @contextlib.contextmanager
+    def _with_mooncake(self, crew: Crew) -> Iterator[list[int]]:
+        """One process holds the memory of all clients, as a server would."""
+        count = len(crew) * crew.count
+        with far_ends(mooncake_way.serve, crew.block_bytes, count, clients=1) as [(child, told)]:
+            target, addresses = told
+            plans = [
+                Plan(
+                    "mooncake",
+                    {
+                        "target": target,
+                        "addresses": addresses[number * crew.count : (number + 1) * crew.count],
+                    },
+                )
+                for number in range(len(crew))
+            ]
+            with crew.way("mooncake", plans):
+                yield [child.process.pid]
+
+    def _is_wanted(self, *ways: str) -> bool:
+        return any(case.way in ways for case in self._cases)
+
+    def _contests(
+        self, crew: Crew, size: str, way: str, pids: Sequence[int], limits: dict[str, list[int]]
+    ) -> None:
+        for case in self._cases:
+            if case.way == way:
+                self._contest(crew, row_name(case.name, size, len(crew)), case, pids, limits)
+
+    def _contest(
+        self,
+        crew: Crew,
+        name: str,
+        case: Case,
+        pids: Sequence[int],
+        limits: dict[str, list[int]],
+    ) -> None:
+        ours = _Meter(crew, case.way, case.verb, pids, self._passes(crew, case))
+        limit = _Meter(crew, case.limit, case.verb, limits[case.limit], self._passes(crew, case))
+        outcome = take_rounds(
+            Contest(name, "B/s", LIMITS[case.limit], ours, limit), self._scale.rounds
+        )
+        figures = self._report.figures
+        costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
+        figures["contests"][name] = outcome.figures() | costs
+        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
+            figures["spreads"][spread] = quartiles(ratios)
+        self._report.ratios[name] = outcome.ratio
+        self._report.limits[f"{name}_limit"] = figures["contests"][name]["limit_median"]
+
+    def _passes(self, crew: Crew, case: Case) -> int:
+        wanted = self._scale.copied_bytes if case.limit == "copy" else self._scale.sent_bytes
+        return max(1, round(wanted / (len(crew) * self._footprint)))
+
+    def _take_look_ups(self) -> None:
+        most = max(LOOK_UP_KEYS)
+        crew = Crew(1, _LOOK_UP_BLOCK_BYTES, most)
+        try:
+            with self._server(crew) as (_, address), crew.way("shm", [_plan(address, "memory")]):
+                for keys in LOOK_UP_KEYS:
+                    crew.look_up("shm", self._scale.look_ups, keys)  # to warm up
+                    seconds = crew.look_up("shm", self._scale.look_ups, keys)
+                    rates = [keys / each for each in seconds]
+                    self._report.ratios[look_up_name(keys)] = median(rates)
+                    self._report.figures["spreads"][look_up_name(keys)] = quartiles(rates)
+        finally:
+            crew.close()
+
+
+def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:
+    """A connection that must be of this kind; with a CA's file it has TLS."""
+    address = replace(address, tls=ca_file is not None)
+    return Plan("connection", {"address": address, "kind": kind, "ca_file": ca_file})
+
+
+class _Meter:
+    """One side of a contest: the rate of a round, and what rounds took of the processor."""
+
+    def __init__(self, crew: Crew, way: str, verb: str, pids: Sequence[int], passes: int) -> None:
+        self._move: Callable[[], Round] = lambda: crew.move(way, verb, passes)
+        self._pids = pids
+        self._costs: list[float] = []
+
+    def __call__(self) -> float:
+        before = sum(map(cpu_seconds, self._pids))
+        done = self._move()
+        cpu = sum(map(cpu_seconds, self._pids)) - before + done.cpu_seconds
+        self._costs.append(cpu / done.num_bytes * 1e9)
+        return done.bytes_per_second
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the processor for 10⁹ bytes, of both ends together."""
+        return median(self._costs[1:])  # the first was to warm up

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands that ask a cache server have in common: address, credentials, calls, and one line
+that says what is wrong.
+
+Runs with the base installation and imports neither torch nor the engine's parts. Knows nothing of
+what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import ssl
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...tiers.errors import TierConfigError
+from ..config_values import ConfigError
+from ..settings import readers
+from ..shown import one_line
+
+if TYPE_CHECKING:
+    from ...tiers.remote.address import ServerAddress
+    from ...tiers.remote.credentials import Credentials
+
+CALL_SECONDS = 5.0
+EXIT_NO_ANSWER = 1
+_FILES = {
+    "token_file": "the token to show",
+    "ca_file": "who signs the server's certificate (default: the system's authorities)",
+    "cert_file": "a client certificate",
+    "key_file": "its key",
+}
+
+
+class NoAnswer(Exception):
+    """The server cannot be asked, or refused; the text is for people."""
+
+
+def add_client_arguments(parser: argparse.ArgumentParser) -> None:
+    """ADDRESS, credentials and --json."""
+    parser.add_argument("address", metavar="ADDRESS", help="such as grpc://host:9400, or grpcs://")
+    for name, text in _FILES.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, metavar="FILE", help=f"file of {text}"
+        )
+    parser.add_argument(
+        "--server-name", metavar="NAME",
+        help="what the server's certificate says (default: the host)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+class CacheClient:
+    """Calls of one server; a context manager. Raises ConfigError for what cannot be an address or
+    credentials, and NoAnswer from every call."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        try:
+            self.address, self.credentials = _address(args), _credentials(args)
+            self._metadata = self.credentials.metadata()
+            self._channel, self._stub, self._health = _open(self.address, self.credentials)
+        except TierConfigError as error:
+            raise ConfigError(str(error)) from error
+
+    def __enter__(self) -> CacheClient:
+        try:
+            _check_reachable(self.address, self.credentials)
+        except BaseException:
+            self._channel.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def call(self, name: str, request: Any) -> Any:
+        """One call, such as `lookup`; its response."""
+        return self._ask(getattr(self._stub, name), request)
+
+    def health(self) -> str:
+        """Such as SERVING."""
+        from grpc_health.v1 import health_pb2
+
+        response = self._ask(self._health, health_pb2.HealthCheckRequest())
+        status: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+        return status
+
+    def _ask(self, method: Any, request: Any) -> Any:
+        import grpc
+
+        from ...tiers.remote.status import verdict_of
+
+        try:
+            return method(request, timeout=CALL_SECONDS, metadata=self._metadata)
+        except grpc.RpcError as error:
+            reason = verdict_of(error).reason
+            said = one_line(error.details() or error.code().name)
+            raise NoAnswer(f"{self.address}: {reason}: {said}") from error
+
+
+def _address(args: argparse.Namespace) -> ServerAddress:
+    from ...tiers.remote.address import parse_address
+
+    return parse_address(readers.text("ADDRESS", args.address))
+
+
+def _credentials(args: argparse.Namespace) -> Credentials:
+    from ...tiers.remote.credentials import Credentials
+
+    given: dict[str, Any] = {}
+    for name in _FILES:
+        value = getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        given[name] = None if value is None else readers.path(flag, value)
+    if args.server_name is not None:
+        given["server_name"] = readers.text("--server-name", args.server_name)
+    credentials = Credentials(**given)
+    credentials.check()
+    return credentials
+
+
+def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, Any]:
+    """A channel, the calls of the service, and that of grpc.health.v1."""
+    from grpc_health.v1 import health_pb2
+
+    from ...tiers.remote.rpc import Stub
+    from ...tiers.remote.server_link import open_channel
+
+    channel = open_channel(address, credentials)
+    health = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return channel, Stub(channel), health
+
+
+def _check_reachable(address: ServerAddress, credentials: Credentials) -> None:
+    """Connect once without grpc, which does not say well why it cannot. Raises NoAnswer."""
+    context = credentials.context() if address.tls else _trusting()
+    context.set_alpn_protocols(["h2"])
+    name = credentials.server_name or address.host
+    try:
+        sock = socket.create_connection((address.host, address.port), CALL_SECONDS)
+    except OSError as error:
+        raise NoAnswer(f"{address}: no server can be reached ({error.strerror or error})") from None
+    with sock:
+        try:
+            context.wrap_socket(sock, server_hostname=name).close()
+        except ssl.SSLCertVerificationError as error:
+            raise NoAnswer(
+                f"{address}: its certificate is not trusted ({error.verify_message}); name its "
+                "authority with --ca-file, or what it says with --server-name"
+            ) from None
+        except OSError as error:
+            if address.tls:
+                raise NoAnswer(
+                    f"{address}: it does not speak TLS ({error.strerror or error}); try "
+                    f"grpc://{address.target}"
+                ) from None
+            return
+    if not address.tls:
+        raise NoAnswer(f"{address}: it speaks TLS; try grpcs://{address.target}")
+
+
+def _trusting() -> ssl.SSLContext:
+    """To find out whether a server speaks TLS; nothing is sent."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

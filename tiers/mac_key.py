@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key that seals the records of a store: read from a file of its owner's, never made here.
+
+    id                 the first 8 bytes of HMAC-SHA256(key, "id")
+    key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
+
+The second keeps a record of one store from passing in another of the same key, where the names of
+blocks do not say which model they are of. Knows nothing of records.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import stat
+from pathlib import Path
+
+from .errors import TierConfigError
+from .record_seal import Seal
+
+log = logging.getLogger(__name__)
+
+LEAST_BYTES = 32
+MOST_BYTES = 4096
+ID_BYTES = 8
+
+
+class MacKey:
+    """A key, which no text of it shows. Raises TierConfigError for one that is too short."""
+
+    def __init__(self, key: bytes) -> None:
+        if not LEAST_BYTES <= len(key) <= MOST_BYTES:
+            raise TierConfigError(
+                f"a key for records has {LEAST_BYTES} to {MOST_BYTES} bytes, not {len(key)}"
+            )
+        self._key = key
+        self.id = self._derive(b"id")[:ID_BYTES]
+
+    def seal(self, namespace: bytes) -> Seal:
+        """The seal of the store with this namespace."""
+        return Seal(self._derive(b"store\0" + namespace))
+
+    def _derive(self, text: bytes) -> bytes:
+        return hmac.digest(self._key, text, "sha256")
+
+
+def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
+    """The key that the file at `path` is, every byte of it, a line's end too. `flag` is the option
+    that named it; `store` a directory whose writers are to be kept out. A file that others can read
+    is a warning in the log. Raises TierConfigError with a cure."""
+    if store is not None and _lies_in(store, path):
+        raise TierConfigError(
+            f"{flag} names {path}, which lies in {store}, where whoever can write could exchange "
+            "it; keep it elsewhere"
+        )
+    try:
+        # Not to wait for whoever opens the other end of a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            key = file.read(MOST_BYTES + 1) if stat.S_ISREG(mode) else None
+    except OSError as error:
+        raise TierConfigError(
+            f"{flag} names {path}, which cannot be read ({error.strerror}); {_how_to_make(path)}"
+        ) from error
+    if key is None:
+        raise TierConfigError(
+            f"{flag} names {path}, which is no regular file; {_how_to_make(path)}"
+        )
+    if not LEAST_BYTES <= len(key) <= MOST_BYTES:
+        size = f"more than {MOST_BYTES}" if len(key) > MOST_BYTES else len(key)
+        raise TierConfigError(
+            f"{flag} names {path}, which has {size} bytes where {LEAST_BYTES} to {MOST_BYTES} are "
+            f"expected; {_how_to_make(path)}"
+        )
+    if mode & 0o077:
+        log.warning(
+            "%s names %s, which users other than its owner may use (mode %04o); run: chmod 600 %s",
+            flag, path, stat.S_IMODE(mode), path,
+        )  # fmt: skip
+    return MacKey(key)
+
+
+def _lies_in(folder: Path, path: Path) -> bool:
+    """Whether the file, or the link to it, does."""
+    # realpath, which takes links that lead in a circle.
+    places = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
+    return any(place.is_relative_to(os.path.realpath(folder)) for place in places)
+
+
+def _how_to_make(path: Path) -> str:
+    return f"make one with: (umask 077; head -c {LEAST_BYTES} /dev/urandom > {path})"
