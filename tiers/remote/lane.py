@@ -74,13 +74,16 @@ class Lane:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
+        # No job outlives its end in a variable here: it holds the caller's buffers.
+        while (job := self._next()) is not None:
             self._do(job)
+            del job
+
+    def _next(self) -> _Job | None:
+        """Wait for a job; None after `close`, when all are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
+            return self._jobs.popleft() if self._jobs else None
 
     def _do(self, job: _Job) -> None:
         try:

@@ -16,7 +16,7 @@ from functools import partial
 
 from ..base import Answer, StoreTier, TierStats
 from ..block import BlockLayout
-from ..errors import InvalidBlock, TierClosed
+from ..errors import InvalidBlock, TierBusy, TierClosed
 from .address import ServerAddress
 from .beliefs import Beliefs
 from .gather import all_of, then
@@ -128,6 +128,9 @@ class RemoteStore(StoreTier):
 
     def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         self._check(keys, buffers)
+        if not any(server.link.was_up for server in self._servers):
+            # Not broken but not there yet: what is computed meanwhile is to be offered again.
+            raise TierBusy(f"no server of the {self.name} tier has been attached yet")
         kept = [False] * len(keys)
         futures = []
         for server, places in self._divided(keys):

@@ -80,6 +80,7 @@ class ServerLink:
         self._layout = layout
         self._settings = settings
         self._changed = threading.Condition()
+        self.was_up = False  # attached, at some time
         self._is_up = False
         self._closed = False
         self._told = ""  # the last refusal that was logged
@@ -322,6 +323,7 @@ class ServerLink:
                 self.beliefs.clear()
             self._boot_id = response.boot_id
             self.capacity_bytes = response.capacity_bytes
+            self.was_up = True
             self._is_up = not self._closed
             self._told = ""
             self._changed.notify_all()

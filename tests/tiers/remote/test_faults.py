@@ -50,6 +50,7 @@ def judge(client: BareClient, recoveries: list[float]) -> None:
     assert max(max(times) for times in report.late.values()) <= MOST_LATE_EVER
     assert max(recoveries) <= RECOVERY_SECONDS
     assert report.outcomes["load ok"] and report.outcomes["store ok"]
+    assert any(not outcome.endswith(" ok") for outcome in report.outcomes), "nothing was at fault"
 
 
 @contextmanager
