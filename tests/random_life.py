@@ -22,7 +22,7 @@ import pytest
 from stratakv.connector import build
 from stratakv.connector.device import cpu as cpu_device
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from stratakv.engine.core import engine_core as core_module
+from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.offload_config import OffloadConfig
@@ -115,7 +115,7 @@ class Life:
             settings = dataclasses.replace(settings, read_seconds=self._read_seconds)
             return build.build_offload(layout, settings, **options)
 
-        monkeypatch.setattr(core_module, "build_offload", offload)
+        monkeypatch.setattr(core_offload, "build_offload", offload)
         ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
         for age in range(ages):
             if age:

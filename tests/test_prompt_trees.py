@@ -22,7 +22,7 @@ import torch
 
 from stratakv.connector import build
 from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine.core import engine_core as core_module
+from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.block import BlockLayout
@@ -109,7 +109,7 @@ class Run:
         copies = faulty_copies(cpu_device._copy_runs, mischief)
         monkeypatch.setattr(cpu_device, "_copy_runs", copies)
         monkeypatch.setattr(build, "SsdStore", self._make_store)
-        monkeypatch.setattr(core_module, "build_offload", build_impatiently)
+        monkeypatch.setattr(core_offload, "build_offload", build_impatiently)
         answers = [self._life()]
         if self._way.tiers in ("pool", "cpu") or self._rng.random() < 0.5:
             return answers

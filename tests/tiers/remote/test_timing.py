@@ -36,9 +36,9 @@ from .rig import (
 
 SAMPLES = (500, 10_000)  # of each kind; in CI, and in a long run
 NOTHING_TOLD, ALL_TOLD = (0.42, 0.58), 0.9
-# 1 MiB a block, so that one's own take longer than a miss.
+# 4 MiB a block, so that one's own take longer than a miss.
 BLOCKS = 8
-LAYOUT = BlockLayout(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, kv_dtype="float32")
+LAYOUT = BlockLayout(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, kv_dtype="float32")
 Ask = Callable[[bytes], State]
 
 
