@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import xxhash
 
+from .holdings import Intake
 from .limits import PIECE_BYTES
 from .messages import read_header
 from .raw_messages import Piece
-from .room import Intake, Room
+from .room import Room
 from .wire import MAX_BLOCKS, State, WireError
 
 GROUP_BYTES = 8 * 1024**2  # stored at once; until then the blocks are reserved

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from .blocks_on_wire import receive_block, send_blocks
-from .room import Loan
+from .holdings import Loan
 from .session import Session
 from .wire import Reply, Request, State, Status, Verb, encode_reply, part_blocks
 

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 
+from .holdings import Intake, Loan
 from .limits import Limits
-from .room import Intake, Loan, Room
+from .room import Room
 from .session import Draining, Session
 from .sockets import Connection
 from .wire import (

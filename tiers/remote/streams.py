@@ -20,10 +20,11 @@ from contextlib import asynccontextmanager
 
 from .block_receiver import GROUP_BYTES, BlockReceiver
 from .byte_budget import ByteBudget
+from .holdings import Loan
 from .limits import PIECE_BYTES, Limits
 from .messages import header_message
 from .raw_messages import Piece
-from .room import Loan, Room
+from .room import Room
 from .wire import State
 
 PART_BYTES = 8 * 1024**2
