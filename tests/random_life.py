@@ -120,12 +120,13 @@ class Life:
         for age in range(ages):
             if age:
                 damage(self._path / "blocks", self._rng)
+            before = frozenset(threading.enumerate())
             self._start()
             try:
                 self._age()
             finally:
                 self.core.shutdown(self._rng.choice([0.0, 20.0, 20.0]))
-            check_threads()
+            check_threads(before)
 
     def _make_store(self, *args: Any, **kwargs: Any) -> StoreTier:
         return FaultyStore(SsdStore(*args, **kwargs), self._mischief, self._late_seconds)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,7 @@ class Run:
 
     def _life(self) -> Answers:
         config = self._way.config(self._tree, self._directory, self._load)
+        before = frozenset(threading.enumerate())
         core = make_core(self._model, self._tree, config)
         try:
             asker = Asker(core)
@@ -137,7 +139,7 @@ class Run:
         finally:
             # A store that keeps failing is tried until the time is over.
             core.shutdown(0.3 if self._breaks == "store" and self._way.rate else 20.0)
-        check_threads()
+        check_threads(before)
         return answers
 
     def _count(self, core: EngineCore) -> None:
