@@ -105,6 +105,10 @@ class ConnectorMetadata:
         return bool(self.stores or self.loads or self.ahead or self.overtaken)
 
 
+# For most steps; not to be changed.
+NOTHING_TO_MOVE = ConnectorMetadata()
+
+
 @dataclass(slots=True)
 class ConnectorWorkerOutput:
     """What the worker side finished since it was last asked; job ids of ConnectorMetadata."""
@@ -122,6 +126,10 @@ class ConnectorWorkerOutput:
         return bool(
             self.finished_stores or self.failed_stores or self.finished_loads or self.failed_loads
         )
+
+
+# For most steps; not to be changed.
+NOTHING_FINISHED = ConnectorWorkerOutput()
 
 
 @dataclass(slots=True)

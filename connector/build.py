@@ -50,7 +50,7 @@ class SsdSettings:
     admission: str = DEFAULT_FILTER
     daily_bytes: int | None = None
     exclusive: bool = False
-    io_threads: int = 8
+    io_threads: int = 4
     mac_key: MacKey | None = None
 
 

@@ -23,6 +23,8 @@ from ..tiers.block import key_suffix
 from ..tiers.hierarchy import Hierarchy
 from .back_loads import BackLoads
 from .base import (
+    NOTHING_FINISHED,
+    NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
     EvictedBlock,
@@ -208,6 +210,9 @@ class OffloadScheduler(KVConnectorScheduler):
     ) -> ConnectorMetadata:
         self._retry_due = False
         self._collect()
+        is_due = self._outgoing.has_due or self._incoming.has_due or self._back_loads.has_due
+        if not (evicted or cold or is_due):
+            return NOTHING_TO_MOVE
         meta = ConnectorMetadata()
         self._outgoing.begin(evicted, cold, meta)
         self._incoming.copy_ready(meta)
@@ -224,20 +229,8 @@ class OffloadScheduler(KVConnectorScheduler):
         return self.build_meta(resident)
 
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        self._jobs_reported += self._trial.take(output)
-        self._counters.count_costs(output)
-        if output.finished_loads or output.failed_loads:
-            self._note_copies(output)
-        if output:
-            for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
-                for job_id in ids:
-                    self._jobs_reported += 1
-                    self._outgoing.end(job_id, ok)
-            for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
-                for job_id in ids:
-                    self._jobs_reported += 1
-                    if not self._back_loads.end_copy(job_id, ok):
-                        self._incoming.end_copy(job_id, ok)
+        if output is not NOTHING_FINISHED:
+            self._take(output)
         reports = self._incoming.take_reports() + self._back_loads.take_reports()
         for report in reports:
             if not report.is_whole:
@@ -311,6 +304,22 @@ class OffloadScheduler(KVConnectorScheduler):
         if self._retry_version is not None and self._retry_version != self._version:
             self._retry_version = None
             self._retry_due = True
+
+    def _take(self, output: ConnectorWorkerOutput) -> None:
+        """Take in what the worker has finished."""
+        self._jobs_reported += self._trial.take(output)
+        self._counters.count_costs(output)
+        if output.finished_loads or output.failed_loads:
+            self._note_copies(output)
+        for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
+            for job_id in ids:
+                self._jobs_reported += 1
+                self._outgoing.end(job_id, ok)
+        for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
+            for job_id in ids:
+                self._jobs_reported += 1
+                if not self._back_loads.end_copy(job_id, ok):
+                    self._incoming.end_copy(job_id, ok)
 
     def _note_copies(self, output: ConnectorWorkerOutput) -> None:
         """Copies run one after the other; when exactly they ended nobody looked."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker side of offloading: turns one step's jobs into copies with the right order.
 
-    store job   after the last writer of the pool
+    store job   after the last writer of the pool; a device without streams copies it at once
     load job    after the last writer, and after every store queued before it: its blocks may be
                 the ones that are being stored
-    ahead job   as a store job, behind those of the step
+    ahead job   as a store job, behind those of the step, beside whatever computes
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
 Knows nothing of keys or requests: blocks and slots are numbers here.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from .base import (
     CLOSE_SECONDS,
+    NOTHING_FINISHED,
     ConnectorMetadata,
     ConnectorWorkerOutput,
     CopyJob,
@@ -52,7 +53,7 @@ class OffloadWorker(KVConnectorWorker):
         self._ahead: set[int] = set()  # those of `_stores` that no forward pass waits for
         self._loads: dict[int, Event] = {}
         self._torn: set[int] = set()  # stores whose blocks were written to while they were read
-        self._unreported = ConnectorWorkerOutput()
+        self._unreported: ConnectorWorkerOutput | None = None
         device.set_notify(signal.job_ended)
 
     def register_pool(self, pool: torch.Tensor) -> None:
@@ -64,11 +65,14 @@ class OffloadWorker(KVConnectorWorker):
         if meta.overtaken:
             self._ahead.difference_update(meta.overtaken)
         after = [self._device.writer_event()]
-        for job in meta.stores:
-            self._start(Stream.STORE, job, after)
+        if meta.stores:
+            began = time.monotonic()
+            for job in meta.stores:
+                self._start(Stream.STORE, job, after, is_held=True)
+            self._news().store_wait_seconds += time.monotonic() - began
         if meta.loads:
-            # One stream runs in order, so the newest store stands for all of them.
-            newest = [next(reversed(self._stores.values()))] if self._stores else []
+            # Those that still run do so in order, so the newest stands for all of them.
+            newest = [event for event in self._stores.values() if not event.done()][-1:]
             for job in meta.loads:
                 self._start(Stream.LOAD, job, after + newest)
         for job in meta.ahead:
@@ -82,7 +86,7 @@ class OffloadWorker(KVConnectorWorker):
         due = {
             job_id: event
             for job_id, event in self._stores.items()
-            if job_id not in self._ahead and job_id not in self._torn
+            if job_id not in self._ahead and job_id not in self._torn and not event.done()
         }
         if not due:
             return
@@ -94,10 +98,12 @@ class OffloadWorker(KVConnectorWorker):
                 # in the slab is no block, and it is reported so once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
-        self._unreported.store_wait_seconds += time.monotonic() - began
+        self._news().store_wait_seconds += time.monotonic() - began
 
     def poll(self) -> ConnectorWorkerOutput:
-        output, self._unreported = self._unreported, ConnectorWorkerOutput()
+        if not (self._stores or self._loads or self._unreported is not None):
+            return NOTHING_FINISHED
+        output, self._unreported = self._news(), None
         if self._stores:
             ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
             self._torn.difference_update(ended)
@@ -112,13 +118,25 @@ class OffloadWorker(KVConnectorWorker):
         if not self._device.close(timeout_seconds):
             log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
-    def _start(self, stream: Stream, job: CopyJob, after: list[Event]) -> None:
+    def _news(self) -> ConnectorWorkerOutput:
+        """What the next poll reports."""
+        if self._unreported is None:
+            self._unreported = ConnectorWorkerOutput()
+        return self._unreported
+
+    def _start(
+        self, stream: Stream, job: CopyJob, after: list[Event], *, is_held: bool = False
+    ) -> None:
         running = self._stores if stream is Stream.STORE else self._loads
         try:
-            running[job.job_id] = self._device.copy(stream, job.block_ids, job.slots, after)
+            if is_held:
+                event = self._device.copy_held(job.block_ids, job.slots, after)
+            else:
+                event = self._device.copy(stream, job.block_ids, job.slots, after)
+            running[job.job_id] = event
         except Exception:
             log.exception("a %s of %d blocks could not begin", stream.value, len(job.slots))
-            output = self._unreported
+            output = self._news()
             failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
             failed.append(job.job_id)
             self._signal.job_ended()

@@ -4,7 +4,7 @@
 An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
 Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
 passes that leave them alone; when one is evicted at last, there is nothing left to wait for, or
-what is left of a copy. Knows nothing of loads.
+what is left of a copy. Few of them go in one job with what is evicted. Knows nothing of loads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .jobs import JobIds
 AHEAD_BYTES = 16 * 1024**2
 AHEAD_BLOCKS = 128  # for small blocks: what a step should spend on choosing them
 AHEAD_JOBS = 2  # in flight
+# A job of its own costs as much as copying so much; so much may go with what a step evicts.
+ALONG_BYTES = 1024**2
 
 
 class Outgoing:
@@ -38,6 +40,7 @@ class Outgoing:
         self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
         self._overtaken: set[int] = set()  # to be waited for by the next step
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // hierarchy.block_bytes))
+        self._along = ALONG_BYTES // hierarchy.block_bytes
 
     def __len__(self) -> int:
         """Jobs in flight."""
@@ -45,6 +48,11 @@ class Outgoing:
 
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._tickets
+
+    @property
+    def has_due(self) -> bool:
+        """Whether the next step has jobs to wait for, though nothing is evicted."""
+        return bool(self._overtaken)
 
     def num_wanted_ahead(self) -> int:
         """Cold blocks to be given to `begin`."""
@@ -58,26 +66,16 @@ class Outgoing:
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
     ) -> None:
         """Find slots and add the jobs to the step's metadata."""
-        if not (evicted or cold or self._overtaken):
-            return
-        blocks = self._named(evicted)
-        self._overtaken.update(
-            [self._ahead_job_of[key] for key in blocks if key in self._ahead_job_of]
-        )
-        meta.overtaken = sorted(self._overtaken & self._ahead.keys())
-        self._overtaken.clear()
-        if blocks:
-            job = self._begin(blocks)
-            if job is not None:
-                meta.stores.append(job)
-        if cold:
-            blocks = self._named(cold)
-            job = self._begin(blocks)
-            if job is not None:
-                meta.ahead.append(job)
-                keys = self._tickets[job.job_id].keys
-                self._ahead[job.job_id] = keys
-                self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
+        self._overtake(evicted, meta)
+        if evicted and len(cold) <= self._along:
+            evicted, cold = [*evicted, *cold], ()
+        if evicted and (job := self._begin(evicted)):
+            meta.stores.append(job)
+        if cold and (job := self._begin(cold)):
+            meta.ahead.append(job)
+            keys = self._tickets[job.job_id].keys
+            self._ahead[job.job_id] = keys
+            self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
     def end(self, job_id: int, ok: bool) -> None:
         """A job has ended, well or not."""
@@ -91,16 +89,22 @@ class Outgoing:
         else:
             self._counters.count_failure("store_copy")
 
-    def _named(self, blocks: Sequence[EvictedBlock]) -> dict[bytes, int]:
+    def _overtake(self, evicted: Sequence[EvictedBlock], meta: ConnectorMetadata) -> None:
+        """Have the step wait for the jobs ahead whose blocks it overwrites."""
+        if self._ahead:
+            jobs = [self._ahead_job_of.get(block.key + self._shard) for block in evicted]
+            self._overtaken.update([job_id for job_id in jobs if job_id is not None])
+            meta.overtaken = sorted(self._overtaken & self._ahead.keys())
+        self._overtaken.clear()
+
+    def _begin(self, blocks: Sequence[EvictedBlock]) -> CopyJob | None:
         # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
         # have one key; their bytes are the same.
-        return {block.key + self._shard: block.block_id for block in reversed(blocks)}
-
-    def _begin(self, blocks: dict[bytes, int]) -> CopyJob | None:
-        ticket = self._hierarchy.begin_store(list(blocks))
+        named = {block.key + self._shard: block.block_id for block in reversed(blocks)}
+        ticket = self._hierarchy.begin_store(list(named))
         self._counters.allocation_failures += bool(ticket.num_refused)
         if not ticket.keys:
             return None
-        job = CopyJob(self._job_ids.next(), [blocks[key] for key in ticket.keys], ticket.slots)
+        job = CopyJob(self._job_ids.next(), [named[key] for key in ticket.keys], ticket.slots)
         self._tickets[job.job_id] = ticket
         return job

@@ -84,6 +84,8 @@ class ReadTimes:
 
     def collect(self) -> None:
         """Look which have ended."""
+        if not self._watched:
+            return
         now = self._clock()
         for watched in [w for w in self._watched.values() if w.ticket.done()]:
             self._forget(watched)

@@ -57,7 +57,7 @@ class OffloadConfig:
     remote_server_name: str | None = None
     # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    io_threads: int = 8
+    io_threads: int = 4
     shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:

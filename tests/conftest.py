@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from .threads import check_threads
 
 # A long run repeats what CI does once, often a thousand times.
 LONG_TIMEOUT_SECONDS = 7200
@@ -149,6 +153,14 @@ def _fixed_seeds(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_stays() -> Iterator[None]:
+    """Strict for a whole module, since its fixtures may keep threads between two of its tests."""
+    before = frozenset(threading.enumerate())
+    yield
+    check_threads(before)
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

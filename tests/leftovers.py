@@ -7,9 +7,6 @@ how the core came to be as it is.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -86,19 +83,3 @@ def check_bytes(core: EngineCore, slab: SlabTier) -> None:
         kept = np.frombuffer(bytes(slab.buffer(slot)[: slab.layout.page_bytes]), np.float64)
         slab.unpin([key])
         np.testing.assert_allclose(kept, pool[block_id].numpy().ravel(), atol=1e-6)
-
-
-def check_threads(before: Collection[threading.Thread]) -> None:
-    """After a shutdown: every thread of an engine has ended, or does so at once. Those that were
-    there `before` it was started are another test's."""
-    deadline = time.monotonic() + 10.0
-    while True:
-        left = [
-            thread.name
-            for thread in threading.enumerate()
-            if thread.name.startswith("stratakv") and thread not in before
-        ]
-        if not left or time.monotonic() > deadline:
-            break
-        time.sleep(0.002)
-    assert left == []

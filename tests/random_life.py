@@ -42,8 +42,9 @@ from .faulty_parts import (
     faulty_copies,
     faulty_forward,
 )
-from .leftovers import check_nothing_left, check_references, check_threads, is_busy
+from .leftovers import check_nothing_left, check_references, is_busy
 from .random_wishes import World, draw_params
+from .threads import check_threads
 
 MAX_MODEL_LEN = 128
 # An engine that steps so often in a row without a token or a sleep is spinning.

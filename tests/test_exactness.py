@@ -23,10 +23,10 @@ from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
+from .stepping import step_outputs
 from .tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama
 
 OUTPUT_TOKENS = 20
-DEADLINE_STEPS = 20_000
 
 
 @dataclass
@@ -74,12 +74,10 @@ def ask(core: EngineCore, prompts: Sequence[Sequence[int]], tag: str = "r") -> l
     """Run `prompts` together; their answers in order."""
     answers = {f"{tag}{index}": Answer() for index in range(len(prompts))}
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    outputs: list[TokenOutput] = []
     for request_id, prompt in zip(answers, prompts, strict=True):
         ids = np.asarray(prompt, "<i4").tobytes()
-        outputs += core.add(AddRequest(request_id, ids, params)) or []
-    for _ in range(DEADLINE_STEPS):
-        outputs += core.step()
+        assert not core.add(AddRequest(request_id, ids, params))
+    for outputs in step_outputs(core):
         for output in outputs:
             answer = answers[output.request_id]
             answer.token_ids += output.new_token_ids
@@ -87,7 +85,6 @@ def ask(core: EngineCore, prompts: Sequence[Sequence[int]], tag: str = "r") -> l
             if output.finish_reason:
                 assert output.finish_reason == "length", output
                 answer.last = output
-        outputs = []
         if all(answer.last for answer in answers.values()):
             return list(answers.values())
     raise AssertionError(f"requests did not end: {answers}")

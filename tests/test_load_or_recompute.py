@@ -12,7 +12,6 @@ import pytest
 from stratakv.connector import build
 from stratakv.connector.economics import STORE_PRIOR
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.wire import TokenOutput
 from stratakv.tiers.fault_plan import parse_faults
 from stratakv.tiers.faulty import FaultyStore
 
@@ -118,15 +117,6 @@ def test_a_tier_that_is_too_slow_is_left_alone(
     with running_core(model, cache={"num_blocks": 36}, offload=offload(tmp_path)) as core:
         for index, (text, _) in enumerate(texts):
             ask(core, [text], tag=f"{index}-")
-    steps = EngineCore.step
-
-    def unhurried(core: EngineCore) -> list[TokenOutput]:
-        """A loop would sleep until it is woken, and not step."""
-        if not core.has_work():
-            time.sleep(0.001)
-        return steps(core)
-
-    monkeypatch.setattr(EngineCore, "step", unhurried)
     real, plan = build._open_ssd, parse_faults("load:delay=4.0")
     monkeypatch.setattr(build, "_open_ssd", lambda *args: FaultyStore(real(*args), plan))
     with running_core(model, cache={"num_blocks": 36}, offload=offload(tmp_path)) as core:

@@ -25,9 +25,9 @@ from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .checked_logprobs import check_logprobs
+from .stepping import step_outputs
 from .tiny_models import VOCAB, make_llama
 
-DEADLINE_STEPS = 3000
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 3},
     "random": {"temperature": 1.3, "top_p": 0.9, "seed": 5, "logprobs": 20, "prompt_logprobs": 20},
@@ -110,8 +110,8 @@ def ask(
     }
     for name, answer in answers.items():
         assert not core.add(AddRequest(name, pack_token_ids(answer.prompt), answer.params))
-    for _ in range(DEADLINE_STEPS):
-        for output in core.step():
+    for outputs in step_outputs(core):
+        for output in outputs:
             answers[output.request_id].take(output)
         if all(answer.last for answer in answers.values()):
             return list(answers.values())

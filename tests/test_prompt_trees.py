@@ -32,9 +32,9 @@ from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
 
 from .faulty_parts import Mischief, faulty_copies
-from .leftovers import check_threads
 from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
+from .threads import check_threads
 from .tiny_models import make_llama
 
 TREES = {"ci": 60, "long": 10_000}

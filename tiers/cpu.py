@@ -88,8 +88,8 @@ class CpuSlab(SlabTier):
     def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
         """As promised by SlabTier; keys of the call itself are not evicted for one another."""
         with self._lock:
-            unknown = list(dict.fromkeys([key for key in keys if key not in self._slots]))
-            self._make_room(unknown, frozenset(keys), optional)
+            unknown = [key for key in dict.fromkeys(keys) if key not in self._slots]
+            self._make_room(unknown, frozenset(keys).difference(unknown), optional)
             indices: list[int | None] = []
             for key in keys:
                 if key in self._slots or not self._free:
@@ -97,8 +97,8 @@ class CpuSlab(SlabTier):
                     indices.append(None)
                     continue
                 slot = self._slots[key] = _Slot(self._free.pop())
-                self._stats.reserved_blocks += 1
                 indices.append(slot.index)
+            self._stats.reserved_blocks += len(indices) - indices.count(None)
             return indices
 
     def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
@@ -108,13 +108,11 @@ class CpuSlab(SlabTier):
             slots = [self._slots.get(key) for key in keys]
             if len(keys) != len(ok) or any(slot is None or slot.committed for slot in slots):
                 raise InvalidBlock("commit takes reserved keys and one verdict for each")
-            published = []
+            published = [key for key, kept in zip(keys, ok, strict=True) if kept]
             for key, slot, kept in zip(keys, slots, ok, strict=True):
                 assert slot is not None
-                if kept:
-                    slot.committed = True
-                    published.append(key)
-                else:
+                slot.committed = kept
+                if not kept:
                     self._release(key, slot)
             self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
@@ -230,9 +228,10 @@ class CpuSlab(SlabTier):
             return
         idle = self._is_idle
 
-        def may_evict(key: bytes) -> bool:
+        def is_free_to_go(key: bytes) -> bool:
             return key not in wanted and idle(key)
 
+        may_evict = is_free_to_go if wanted else idle
         if optional:
             victims = self._policy.displaced_by(coming, count, may_evict)
         else:

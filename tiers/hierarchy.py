@@ -174,8 +174,10 @@ class Hierarchy:
 
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
-        self._is_due = True  # a store that fails to answer is to be probed
-        return self._look_up.find(keys, self._doomed)
+        prefix = self._look_up.find(keys, self._doomed)
+        if not all(map(self._faults.allows, self._stores)):
+            self._is_due = True  # a store that failed to answer is to be probed
+        return prefix
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each key on its own. Changes nothing."""

@@ -57,9 +57,11 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
     try:
         # Not to wait for whoever opens the other end of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            key = file.read(MOST_BYTES + 1) if stat.S_ISREG(mode) else None
+        try:  # not `open`, which leaves the descriptor of a directory open
+            mode = os.fstat(descriptor).st_mode
+            key = os.read(descriptor, MOST_BYTES + 1) if stat.S_ISREG(mode) else None
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise TierConfigError(
             f"{flag} names {path}, which cannot be read ({error.strerror}); {_how_to_make(path)}"

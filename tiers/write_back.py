@@ -69,6 +69,7 @@ class WriteBack:
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // SHARES_OF_SLAB))
         self._dirty: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
         self._full_at: float | None = None  # when a batch that is not full goes (monotonic)
+        self._alarm_at = 0.0  # the last one that was set for it
         self._is_urgent = False  # some of `_dirty` will be evicted next
         self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
         self._writes = Writes(
@@ -198,6 +199,8 @@ class WriteBack:
         now = time.monotonic()
         if self._full_at is None:
             self._full_at = now + self._fill_seconds
+        if self._alarm_at <= now < self._full_at:
+            self._alarm_at = self._full_at
             self._set_alarm(self._full_at)
         return now < self._full_at
 

@@ -69,6 +69,7 @@ class Writes:
         self._faults = faults
         self._breaker = faults.write_breakers[store.name]
         self._announced: float | None = None  # the alarm for a probe
+        self._alarm_at = 0.0  # the last one that was set for a deadline
         self._traffic = traffic
         self._batches: list[Batch] = []
         self._taken_at = 0.0  # since a flush began, when something was taken last
@@ -117,7 +118,7 @@ class Writes:
             return True
         self._batches.append(batch)
         self._traffic.active_cascades += 1
-        self._set_alarm(deadline)
+        self._watch()
         future.add_done_callback(lambda done: self._deliver(lambda: self._ended(batch, done)))
         return True
 
@@ -132,6 +133,7 @@ class Writes:
                 self._traffic.cascade_failures += 1
                 self._traffic.late_write_blocks += len(batch.keys)
                 self._faults.count(self._store, LATE_WRITE, writing=True)
+        self._watch()
 
     def announce_probe(self) -> None:
         """There is something to write: have an alarm set for the next probe, if one is to come."""
@@ -159,6 +161,15 @@ class Writes:
         """Whether the store has taken nothing for so long that it is to be given up."""
         most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
+
+    def _watch(self) -> None:
+        """Have an alarm set for the next deadline, unless one comes before: most batches end long
+        before theirs, and each alarm wakes two threads."""
+        if self._alarm_at <= time.monotonic():
+            waiting = [batch.deadline for batch in self._batches if not batch.is_late]
+            if waiting:
+                self._alarm_at = min(waiting)
+                self._set_alarm(self._alarm_at)
 
     def _ended(self, batch: Batch, future: Future[list[bool]]) -> None:
         self._batches.remove(batch)

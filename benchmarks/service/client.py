@@ -80,9 +80,13 @@ class _Client:
         """Said when the memory is there."""
 
     def open(self, name: str, plan: Plan) -> None:
-        """Open a way, and store every block once."""
+        """Open a way, and store every block once; where that fails it is closed again."""
         self._ways[name] = WAYS[plan.kind](self._blocks, **plan.options)
-        self.move(name, "store", 1)
+        try:
+            self.move(name, "store", 1)
+        except BaseException:
+            self.shut(name)
+            raise
 
     def shut(self, name: str) -> None:
         """Close a way."""

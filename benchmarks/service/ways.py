@@ -12,6 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,15 @@ class ConnectionWay(ServiceWay):
         self, blocks: Blocks, *, address: ServerAddress, kind: str, ca_file: Path | None = None
     ) -> None:
         super().__init__(blocks, kind, ca_file)
-        self._link = ServerLink(address, blocks.layout, self._settings)
-        if not self._link.wait_up(SECONDS):
-            raise WrongWork(f"{address} cannot be reached")
-        self._connection = self._link.connect(time.monotonic() + SECONDS)
-        self._check_kind(self._connection.kind)
+        with ExitStack() as opened:
+            self._link = ServerLink(address, blocks.layout, self._settings)
+            opened.callback(self._link.close)
+            if not self._link.wait_up(SECONDS):
+                raise WrongWork(f"{address} cannot be reached")
+            self._connection = self._link.connect(time.monotonic() + SECONDS)
+            opened.callback(self._connection.close)
+            self._check_kind(self._connection.kind)
+            self._opened = opened.pop_all()
 
     def store(self, order: Sequence[int]) -> None:
         self._renew(order)
@@ -150,8 +155,7 @@ class ConnectionWay(ServiceWay):
         return seconds
 
     def close(self) -> None:
-        self._connection.close()
-        self._link.close()
+        self._opened.close()
 
 
 class TierWay(ServiceWay):
@@ -161,6 +165,7 @@ class TierWay(ServiceWay):
         super().__init__(blocks, "memory", None)
         self._tier = RemoteStore(StaticMembership([address]), blocks.layout, self._settings)
         if not self._tier.wait_up(SECONDS):
+            self._tier.close(SECONDS)
             raise WrongWork(f"{address} cannot be reached")
 
     def store(self, order: Sequence[int]) -> None:

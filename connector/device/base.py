@@ -106,6 +106,13 @@ class CopyDevice(ABC):
         """Queue a copy of `block_ids[i]` ↔ `slots[i]`. Raises DeviceError where the queue is full
         or the device closed, InvalidBlock for ids outside the pool or the slab."""
 
+    def copy_held(
+        self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
+    ) -> Event:
+        """As `copy` of a store for which whatever computes next will be held. It may run at once,
+        on the caller's thread, and so before stores that were queued earlier."""
+        return self.copy(Stream.STORE, block_ids, slots, after)
+
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
         """Let queued copies end, at most so long, and let go of pool and slab. False if copies

@@ -2,8 +2,9 @@
 """The CPU as a copy device: one thread for each stream, events that threads can wait for.
 
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
-a block has always finished when a copy is queued. Everything else is as on CUDA. Knows nothing of
-keys or requests.
+a block has always finished when a copy is queued. A small store for which computing is held is made
+by the caller: a thread would be woken only to be waited for, which costs as much as copying half a
+megabyte. Everything else is as on CUDA. Knows nothing of keys or requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .base import CopyDevice, DeviceError, Event, Stream
 QUEUE_JOBS = 1024
 # Longest wait for an event of the other stream; copies take milliseconds.
 DEPENDENCY_SECONDS = 60.0
+# Of more than this, which takes milliseconds, the thread copies part while the caller prepares.
+HELD_BYTES = 16 * 1024**2
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -72,9 +75,12 @@ class CpuEvent:
         return self._seconds
 
 
+Work = Callable[[], None]
+
+
 @dataclass(slots=True)
 class _Job:
-    work: Callable[[], None]
+    work: Work
     after: Sequence[Event]
     event: CpuEvent
 
@@ -90,7 +96,7 @@ class _StreamThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None], after: Sequence[Event]) -> CpuEvent:
+    def submit(self, work: Work, after: Sequence[Event]) -> CpuEvent:
         if self._jobs.qsize() >= QUEUE_JOBS:
             raise DeviceError(f"{QUEUE_JOBS} copies wait already in one stream")
         event = CpuEvent()
@@ -111,20 +117,27 @@ class _StreamThread:
 
     def _run_one(self, job: _Job) -> tuple[Exception | None, float]:
         """What went wrong, if anything, and how long the work took."""
-        began = time.monotonic()
-        deadline = began + self._dependency_seconds
+        deadline = time.monotonic() + self._dependency_seconds
         try:
             for event in job.after:
                 if not event.wait(max(0.0, deadline - time.monotonic())):
                     raise DeviceError(
                         f"a copy waited {self._dependency_seconds} s for another stream"
                     )
-            began = time.monotonic()
-            job.work()
         except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
-            # Without its frames, which would keep views of the pool and the slab alive.
-            return error.with_traceback(None), time.monotonic() - began
-        return None, time.monotonic() - began
+            return error.with_traceback(None), 0.0
+        return _run_timed(job.work)
+
+
+def _run_timed(work: Work) -> tuple[Exception | None, float]:
+    """What went wrong, if anything, and how long it took."""
+    began = time.monotonic()
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+        # Without its frames, which would keep views of the pool and the slab alive.
+        return error.with_traceback(None), time.monotonic() - began
+    return None, time.monotonic() - began
 
 
 class CpuCopyDevice(CopyDevice):
@@ -165,6 +178,23 @@ class CpuCopyDevice(CopyDevice):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
+        # Merged by the thread that copies: the step loop should not wait for it.
+        return self._streams[stream].submit(self._work(stream, block_ids, slots), after)
+
+    def copy_held(
+        self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
+    ) -> Event:
+        """As promised by CopyDevice: at once, unless it is much or has to wait for something."""
+        is_much = len(slots) * self._page_bytes > HELD_BYTES
+        if is_much or not all(event.done() for event in after):
+            return self.copy(Stream.STORE, block_ids, slots, after)
+        event = CpuEvent()
+        event.end(*_run_timed(self._work(Stream.STORE, block_ids, slots)))
+        self._streams[Stream.STORE].notify()
+        return event
+
+    def _work(self, stream: Stream, block_ids: Sequence[int], slots: Sequence[int]) -> Work:
+        """The copy to be run. Raises as promised of `copy`."""
         pool, slab = self._pool, self._slab
         if self._closed or pool is None or slab is None:
             raise DeviceError("the device is closed or has no pool and slab yet")
@@ -176,10 +206,7 @@ class CpuCopyDevice(CopyDevice):
             source, target, pairs = pool, slab, (list(block_ids), list(slots))
         else:
             source, target, pairs = slab, pool, (list(slots), list(block_ids))
-        # Merged by the thread that copies: the step loop should not wait for it.
-        return self._streams[stream].submit(
-            lambda: _copy_runs(source, target, merge_runs(*pairs)), after
-        )
+        return lambda: _copy_runs(source, target, merge_runs(*pairs))
 
     def close(self, timeout_seconds: float) -> bool:
         self._closed = True

@@ -33,9 +33,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
 
 from ...connector.base import EvictedBlock
+from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
 from .residency import Residency
 
@@ -69,6 +69,7 @@ class BlockPool:
         self._evicted: list[tuple[int, bytes]] = []
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
         self._fresh: deque[KVCacheBlock] | None = None
+        self._cold = ColdBlocks(self.free_queue)
 
     @property
     def num_free(self) -> int:
@@ -113,9 +114,9 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
-        self.free_queue.remove_n(
-            [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        )
+        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        self.free_queue.remove_n(free)
+        self._cold.removed(len(free))
         for block in blocks:
             block.ref_cnt += 1
         self.residency.touched(blocks)
@@ -126,6 +127,7 @@ class BlockPool:
         Their names are dropped; those of computed blocks go to `take_evicted`.
         """
         blocks = self.free_queue.popleft_n(count)
+        self._cold.removed(count)
         self.residency.taken(blocks)
         named = self._named
         uncomputed = self._uncomputed
@@ -138,11 +140,12 @@ class BlockPool:
             if found is not block:
                 self._keep_others(key, block, found)
             block.block_hash = None
-            block.is_offered = False
             if block.block_id in uncomputed:
                 del uncomputed[block.block_id]
             else:
                 self._evicted.append((block.block_id, key))
+                self._cold.was_late |= not block.is_offered
+            block.is_offered = False
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -160,6 +163,7 @@ class BlockPool:
                 freed.append(block)
             else:
                 raise RuntimeError(f"block {block.block_id} was freed more often than held")
+        self._cold.added(len(freed))
         self.free_queue.append_n(freed)
 
     def cache_full_blocks(
@@ -229,19 +233,12 @@ class BlockPool:
         self.num_evicted += len(evicted)
         return evicted
 
-    def take_cold(self, count: int, within: int) -> list[EvictedBlock]:
+    def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
         """Up to `count` computed blocks with a name among the `within` to be reused next, in that
-        order. A block is given once under one name."""
-        cold = []
-        for block in islice(self.free_queue, within):
-            key = block.block_hash
-            if key is None or block.is_offered or block.block_id in self._uncomputed:
-                continue
-            block.is_offered = True
-            cold.append(EvictedBlock(block.block_id, key))
-            if len(cold) == count:
-                break
-        return cold
+        order. A block is given once under one name. None while there are fewer than `least`, unless
+        one was evicted that had not been given: then there is something to store anyway."""
+        cold = self._cold.take(count, within, least, self._uncomputed)
+        return [_offer(block) for block in cold]
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
         """Up to `count` blocks that were computed since they were last asked for, the tail of a
@@ -249,12 +246,9 @@ class BlockPool:
         fresh: list[EvictedBlock] = []
         while self._fresh and len(fresh) < count:
             block = self._fresh.popleft()
-            key = block.block_hash
             # It may have been evicted, and even named anew by the step that runs.
-            if key is None or block.is_offered or block.block_id in self._uncomputed:
-                continue
-            block.is_offered = True
-            fresh.append(EvictedBlock(block.block_id, key))
+            if block.block_hash and not block.is_offered and block.block_id not in self._uncomputed:
+                fresh.append(_offer(block))
         return fresh[::-1]
 
     def resident(self) -> list[EvictedBlock]:
@@ -306,6 +300,13 @@ class BlockPool:
         if isinstance(found, dict):
             del found[block.block_id]
             self._named[key] = found if len(found) > 1 else found.popitem()[1]
+
+
+def _offer(block: KVCacheBlock) -> EvictedBlock:
+    """A named block, to be given once under its name."""
+    assert block.block_hash is not None
+    block.is_offered = True
+    return EvictedBlock(block.block_id, block.block_hash)
 
 
 def _group_suffix(group_id: int) -> bytes:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ...connector.base import (
+    NOTHING_FINISHED,
     ConnectorMetadata,
     ConnectorWorkerOutput,
     EvictedBlock,
@@ -47,6 +48,8 @@ from .running import RunningRound
 from .step import StepBuilder
 from .stop import end_token_ids
 
+# Of fewer blocks it costs less to store them when they are evicted than to wake a thread ahead.
+MIN_AHEAD_BLOCKS = 8
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
 RETRY_SECONDS = 0.02
@@ -98,6 +101,8 @@ class Scheduler:
         # pool that would be all of them; further off than a quarter of it none is near its end.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size)
         self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
+        # Half of them go at a time: what is left in front is what one step takes.
+        self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
         self._in_flight: SchedulerOutput | None = None
         # What a failed step told a worker that may not have listened.
         self._preempted_again: set[str] = set()
@@ -127,15 +132,16 @@ class Scheduler:
     def has_runnable_work(self) -> bool:
         """Whether a step now could do anything. False while all that is unfinished waits for loads
         or for room that only loads can give back, and the connector has nothing to do."""
-        connector = self.connector
-        if connector is not None and (
-            connector.has_pending_work()
-            or (self.manager.pool.has_fresh and connector.num_wanted_ahead())
-        ):
-            return True
         if self._stalled:
-            return self._retry_at is not None and time.monotonic() >= self._retry_at
-        return len(self._places.requests) > self._places.parked.num_unfinished
+            is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
+        else:
+            is_due = len(self._places.requests) > self._places.parked.num_unfinished
+        connector = self.connector
+        if is_due or connector is None:  # what the connector has to do, that step does too
+            return is_due
+        return connector.has_pending_work() or bool(
+            self.manager.pool.has_fresh and connector.num_wanted_ahead()
+        )
 
     def check_queue(self) -> None:
         """Raise QueueFull if no more requests may wait. Cheap, so that it can be asked before a
@@ -285,7 +291,8 @@ class Scheduler:
         pool = self.manager.pool
         ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
         if wanted > len(ahead):
-            ahead += pool.take_cold(wanted - len(ahead), self._soon_taken)
+            count = wanted - len(ahead)
+            ahead += pool.take_cold(count, self._soon_taken, min(count, self._least_ahead))
         return connector.build_meta(evicted, ahead)
 
     def _take_reports(
@@ -296,7 +303,9 @@ class Scheduler:
             return []
         places = self._places
         failures: list[tuple[str, str]] = []
-        reports = self.connector.update_from_worker(worker_output or ConnectorWorkerOutput())
+        if worker_output is None:
+            worker_output = NOTHING_FINISHED
+        reports = self.connector.update_from_worker(worker_output)
         for request, report in places.parked.release(reports):
             places.put_loaded(request)
             progress = places.progress[request.request_id]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorWorker
+from ...connector.base import NOTHING_TO_MOVE, ConnectorWorkerOutput, KVConnectorWorker
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.elementwise import Elementwise
@@ -115,7 +115,7 @@ class ModelRunner:
         not affected."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
-            self._connector.start_step(output.connector_meta or ConnectorMetadata())
+            self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         self._update_batch(output)
         result = ModelRunnerOutput({})
         if output.num_scheduled_tokens:

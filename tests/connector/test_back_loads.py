@@ -11,7 +11,7 @@ import pytest
 from stratakv.connector.base import ConnectorMetadata, CopyJob, LoadReport, MatchKind
 from stratakv.connector.economics import Choice
 
-from .test_offload_scheduler import WAIT_SECONDS, FakeRequest, Rig, request
+from .scheduler_rig import WAIT_SECONDS, FakeRequest, Rig, request
 
 BLOCK = 4
 

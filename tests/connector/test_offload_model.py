@@ -60,9 +60,18 @@ class FaultyDevice(CpuCopyDevice):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
+        self._may_refuse()
+        return super().copy(stream, block_ids, slots, after)
+
+    def copy_held(
+        self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
+    ) -> Event:
+        self._may_refuse()
+        return super().copy_held(block_ids, slots, after)
+
+    def _may_refuse(self) -> None:
         if self._rng.random() < self._rate:
             raise DeviceError("refused")
-        return super().copy(stream, block_ids, slots, after)
 
 
 @dataclass(eq=False)

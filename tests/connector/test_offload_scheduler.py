@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import threading
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
 from stratakv.connector.base import (
-    ConnectorMetadata,
+    NOTHING_FINISHED,
+    NOTHING_TO_MOVE,
     ConnectorWorkerOutput,
     EvictedBlock,
     LoadReport,
@@ -18,86 +18,11 @@ from stratakv.connector.base import (
 )
 from stratakv.connector.lookups import REMEMBERED_LOOKUPS
 from stratakv.connector.offload_scheduler import OffloadScheduler
-from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
-from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.block import pack_key
 from stratakv.tiers.errors import TierError
-from stratakv.tiers.hierarchy import Hierarchy
-from stratakv.tiers.memory import MemoryStore
 
-LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
-WAIT_SECONDS = 10.0
-
-
-def digest(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def evicted(block_id: int, number: int) -> EvictedBlock:
-    return EvictedBlock(block_id, digest(number) + b"\x00\x00")
-
-
-@dataclass
-class FakeRequest:
-    request_id: str
-    block_hashes: list[bytes]
-    num_tokens: int = field(default=0)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = self.num_tokens or 4 * len(self.block_hashes) + 1
-
-
-def request(name: str, *numbers: int, num_tokens: int = 0) -> FakeRequest:
-    return FakeRequest(name, [digest(number) for number in numbers], num_tokens)
-
-
-class Rig:
-    def __init__(self) -> None:
-        self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
-        self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
-        self.signal = CopySignal()
-        self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.signal.wake)
-        self.side = OffloadScheduler(self.hierarchy, LAYOUT.block_size, self.signal)
-        self.woken = threading.Event()
-        self.side.set_wakeup(self.woken.set)
-
-    def work(self, meta: ConnectorMetadata, fail: bool = False) -> list[LoadReport]:
-        """Play the worker, which copies nothing."""
-        stores = [job.job_id for job in meta.stores]
-        loads = [job.job_id for job in meta.loads]
-        for _ in [*stores, *loads]:
-            self.signal.job_ended()
-        output = ConnectorWorkerOutput()
-        if fail:
-            output.failed_stores, output.failed_loads = stores, loads
-        else:
-            output.finished_stores, output.finished_loads = stores, loads
-        return self.side.update_from_worker(output)
-
-    def put(self, *numbers: int) -> None:
-        """These blocks leave the pool, tail first."""
-        blocks = [evicted(number, number) for number in reversed(numbers)]
-        assert self.work(self.side.build_meta(blocks)) == []
-
-    def put_below(self, *numbers: int) -> None:
-        buffer = memoryview(bytearray(LAYOUT.page_bytes))
-        keys = [pack_key(digest(number)) for number in numbers]
-        self.store.store(keys, [buffer] * len(keys)).result(0)
-
-    def slow_reads(self, seconds: float = 0.06) -> None:
-        self.store.fault = lambda op, _keys: seconds if op == "load" else None
-
-    def wait_for_wakeup(self) -> None:
-        assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
-        self.woken.clear()
-        self.hierarchy.poll()
-
-    def wait(self) -> None:
-        """Sleep as an engine does: until a wake-up after which there is something to do."""
-        while not self.side.has_pending_work():
-            assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
-            self.woken.clear()
+from .scheduler_rig import LAYOUT, WAIT_SECONDS, Rig, digest, evicted, request
 
 
 @pytest.fixture
@@ -355,6 +280,29 @@ def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
         rig.signal.job_ended()
     output = ConnectorWorkerOutput(finished_stores=[job_id, job_id + 1])
     rig.side.update_from_worker(output)
+
+
+def test_few_cold_blocks_go_with_what_is_evicted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = [evicted(6, 2), evicted(5, 1)]
+    meta = rig.side.build_meta([evicted(8, 4), evicted(7, 3)], cold)
+    assert not meta.ahead
+    (job,) = meta.stores
+    assert job.block_ids == [5, 6, 7, 8], "heads first"
+    rig.work(meta)
+    assert not rig.side.build_meta(cold)
+    monkeypatch.setattr(rig.side._outgoing, "_along", 1)
+    meta = rig.side.build_meta([evicted(7, 5)], [evicted(6, 7), evicted(5, 6)])
+    assert [job.block_ids for job in (*meta.stores, *meta.ahead)] == [[7], [5, 6]]
+    rig.work(meta)
+
+
+def test_a_step_with_nothing_to_do_leaves_what_all_of_them_share_as_it_was(rig: Rig) -> None:
+    meta = rig.side.build_meta([])
+    assert meta is NOTHING_TO_MOVE and not meta
+    rig.work(rig.side.build_meta([evicted(1, 1)]))
+    assert rig.side.update_from_worker(NOTHING_FINISHED) == []
+    assert not rig.side.build_meta([])
+    assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], 0.0, 0.0, 0.0)
 
 
 def test_storing_ahead_is_bounded(rig: Rig) -> None:

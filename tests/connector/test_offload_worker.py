@@ -45,6 +45,13 @@ class GatedDevice(CpuCopyDevice):
             raise DeviceError("no")
         return super().copy(stream, block_ids, slots, after)
 
+    def copy_held(
+        self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
+    ) -> Event:
+        if self.refuse:
+            raise DeviceError("no")
+        return super().copy_held(block_ids, slots, after)
+
 
 class Rig:
     def __init__(self) -> None:
@@ -113,15 +120,15 @@ def test_what_copies_cost_is_reported_once(rig: Rig, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("stratakv.connector.device.cpu._copy_runs", slow)
     rig.device.writer = CpuEvent()
-    threading.Timer(0.1, rig.device.writer.end).start()
+    threading.Timer(0.3, rig.device.writer.end).start()
     rig.worker.start_step(
         ConnectorMetadata(stores=[CopyJob(1, [0], [0])], loads=[CopyJob(2, [1], [1])])
     )
     rig.worker.wait_before_forward()
     output = rig.worker.poll()
     assert output.finished_stores == [1]
-    assert 0.05 <= output.store_copy_seconds < 0.1, "waiting for the writer is no copying"
-    assert 0.1 <= output.store_wait_seconds < WAIT_SECONDS
+    assert 0.05 <= output.store_copy_seconds < 0.3, "waiting for the writer is no copying"
+    assert 0.3 <= output.store_wait_seconds < WAIT_SECONDS
     costs = []
     deadline = time.monotonic() + WAIT_SECONDS
     while not costs and time.monotonic() < deadline:

@@ -112,11 +112,11 @@ def test_at_the_end_everything_is_written_whatever_the_filter_says(rig: Rig) -> 
 
 def test_policy_and_filter_are_told_of_prompts() -> None:
     policy, admission = Watching(), Refusing()
-    rig = Rig(8, policy=policy, admission=admission)
+    rig, plain = Rig(8, policy=policy, admission=admission), Rig(8)
     rig.hierarchy.observe(keys(1, 2, 3))
     assert policy.chains == admission.chains == [[key(1), key(2), key(3)]]
-    assert rig.hierarchy.learns and not Rig(8).hierarchy.learns
-    assert rig.hierarchy.close(1.0)
+    assert rig.hierarchy.learns and not plain.hierarchy.learns
+    assert rig.hierarchy.close(1.0) and plain.hierarchy.close(1.0)
 
 
 def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> None:

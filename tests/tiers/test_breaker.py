@@ -176,14 +176,14 @@ def test_a_broken_store_is_left_alone_and_found_again(rig: Rig) -> None:
     assert rig.tiers(12) == ["ssd"]
 
 
-@pytest.mark.parametrize("rig", [{"num_slots": 16, "read_seconds": 0.02}], indirect=True)
+@pytest.mark.parametrize("rig", [{"num_slots": 16, "read_seconds": 0.1}], indirect=True)
 def test_a_store_that_hangs_costs_a_few_deadlines_only(rig: Rig) -> None:
     rig.put_below(*range(20))
     rig.store.hold_loads = True
     began = time.monotonic()
     for number in range(20):
         assert rig.get(number) == []
-    assert time.monotonic() - began < 20 * 0.02
+    assert time.monotonic() - began < 20 * 0.1
     assert sum(op == "load" for op, _ in rig.store.batches) == LATE_ANSWERS
     rig.store.hold_loads = False
     rig.store.release()

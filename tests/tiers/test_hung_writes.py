@@ -12,15 +12,16 @@ import pytest
 from stratakv.tiers.breaker import MAX_PROBES
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.fault_plan import FaultPlan, parse_faults
+from stratakv.tiers.faults import Faults
 from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.traffic import Traffic
-from stratakv.tiers.writes import LATE_SHARE, OPEN_STALL_SECONDS, STALL_SECONDS
+from stratakv.tiers.writes import LATE_SHARE, OPEN_STALL_SECONDS, STALL_SECONDS, Writes
 
 from .rig import LAYOUT, WAIT_SECONDS, HeldStore, Rig, keys, with_rig
 
-WRITE_SECONDS = 0.05
+WRITE_SECONDS = 0.2
 SLOTS = 48
 
 
@@ -74,6 +75,33 @@ def test_the_breaker_opens_soon_after_the_deadline_and_wakes_whoever_sleeps(dril
     drill.wait_for(lambda: drill.hierarchy.stats()["ssd"].errors["late_write"] == 3, 1.0)
     assert drill.traffic.late_write_blocks == 3 * (SLOTS // 8)
     assert drill.traffic.breaker == "closed", "reads are another matter"
+
+
+def test_one_alarm_stands_for_all_that_is_being_written() -> None:
+    slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes, populate_threads=1)
+    store, traffic, alarms = HeldStore(), Traffic(), list[float]()
+    store.hold_stores = True
+    writes = Writes(
+        slab, store, write_seconds=WRITE_SECONDS, deliver=lambda take: take(),
+        set_alarm=alarms.append, unpin=slab.unpin, faults=Faults([store]), traffic=traffic,
+    )  # fmt: skip
+    for number in range(3):
+        slots = slab.reserve(keys(number))
+        slab.commit(keys(number), [True])
+        slab.pin(keys(number))
+        assert writes.start(keys(number), [slot for slot in slots if slot is not None])
+        time.sleep(0.02)
+    assert len(alarms) == 1
+    for late in range(1, 4):
+        time.sleep(max(0.0, alarms[-1] - time.monotonic()))
+        writes.give_up_late()
+        if late < 3 and traffic.late_write_blocks < 3:  # on a slow machine several are late at once
+            assert alarms[-1] > time.monotonic() - WRITE_SECONDS
+            assert len(alarms) == traffic.late_write_blocks + 1
+    assert traffic.late_write_blocks == 3, "whoever goes by the alarms alone misses none"
+    store.release()
+    assert traffic.late_write_blocks == len(writes) == 0
+    slab.close()
 
 
 def test_blocks_of_a_hung_write_stay_pinned_and_their_number_is_bounded(drill: Drill) -> None:

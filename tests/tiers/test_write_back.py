@@ -167,6 +167,26 @@ def test_a_batch_that_nothing_fills_goes_after_a_moment(monkeypatch: pytest.Monk
     assert rig.hierarchy.close(WAIT_SECONDS)
 
 
+def test_a_later_batch_goes_after_its_own_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alarm that is set was for an earlier batch, which filled up before."""
+    monkeypatch.setattr("stratakv.tiers.write_backs.FILL_SECONDS", 0.2)
+    rig = _full_rig()
+    rig.put(64)
+    for number in range(65, 72):
+        rig.put(number)
+    assert rig.store.written[64:] == keys(*range(64, 72))
+    time.sleep(0.1)
+    rig.hierarchy.poll()
+    rig.put(72)
+    began = time.monotonic()
+    while rig.store.written[72:] != keys(72):
+        assert rig.woken.wait(WAIT_SECONDS), "no wake-up came"
+        rig.woken.clear()
+        rig.hierarchy.poll()
+    assert 0.15 < time.monotonic() - began < WAIT_SECONDS
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
 def test_a_block_that_goes_next_is_written_at_once() -> None:
     rig = _full_rig()
     rig.put(64)

@@ -23,9 +23,7 @@ class LruPolicy(EvictionPolicy):
         return len(self._order)
 
     def insert(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._order[key] = None
-            self._order.move_to_end(key)
+        self._order.update(dict.fromkeys(keys))  # each is new, so it comes at the end
 
     def touch(self, keys: Iterable[bytes]) -> None:
         for key in keys:

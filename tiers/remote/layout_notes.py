@@ -41,8 +41,12 @@ def read_layout_note(path: Path, room: str) -> BlockLayout | None:
     """The layout of a room's store; None where there is no note of it that can be read."""
     place = _place(path, room)
     try:
-        with open(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-            note = msgspec.json.decode(file.read(_LIMIT_BYTES), type=_Note)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(place, flags)
+        try:  # not `open`, which leaves the descriptor of a directory open
+            note = msgspec.json.decode(os.read(descriptor, _LIMIT_BYTES), type=_Note)
+        finally:
+            os.close(descriptor)
         if note.layout_version != LAYOUT_VERSION:
             return None
         return BlockLayout(

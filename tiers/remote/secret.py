@@ -23,9 +23,11 @@ def read_secret(path: Path) -> bytes:
     missing. Raises TierConfigError with a cure."""
     try:
         descriptor = _open(path)
-        with open(descriptor, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_MOST_BYTES)
+        try:  # not `open`, which leaves the descriptor of a directory open
+            mode = os.fstat(descriptor).st_mode
+            content = os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise TierConfigError(
             f"the secret file {path} cannot be read or made ({error.strerror}); name another one "
@@ -46,7 +48,8 @@ def read_secret(path: Path) -> bytes:
 
 def _open(path: Path) -> int:
     """May raise OSError."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    # Not to wait for whoever opens the other end of a pipe.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
     except FileNotFoundError:

@@ -18,11 +18,17 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import TierConfigError, TierDown
 from .space import SpacePlan
+
+# An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
+# until the child has become another program.
+LEFT_BEHIND_SECONDS = 2.0
+_RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
@@ -124,23 +130,43 @@ class StoreDirectory:
             )
 
     def _take_lock(self) -> None:
+        deadline = time.monotonic() + LEFT_BEHIND_SECONDS
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not self._has_lock():
+                owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                if time.monotonic() > deadline or not _is_gone(owner):
+                    os.close(self._lock)
+                    raise TierConfigError(
+                        f"the SSD tier in {self.path} is in use by process {owner}; stop that "
+                        "process or use another path"
+                    )
+                time.sleep(_RETRY_SECONDS)
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock)
-            raise TierConfigError(
-                f"the SSD tier in {self.path} is in use by process {owner}; stop that process or "
-                "use another path"
-            ) from None
         except OSError as error:
             os.close(self._lock)
             raise TierConfigError(
                 f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
                 "local disk with room"
             ) from error
+
+    def _has_lock(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _is_gone(owner: str) -> bool:
+    """Whether no process has this id. One of another container looks so too, and still has it."""
+    try:
+        os.kill(int(owner), 0)
+    except (ValueError, OverflowError, PermissionError):
+        return False
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _make_private(path: Path) -> None:

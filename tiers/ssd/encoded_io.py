@@ -13,48 +13,58 @@ from ..block import ALIGNMENT
 from ..codecs.base import Codec
 from ..codecs.choice import readable_codecs
 from ..record import HEADER_BYTES, Defect, check_record, decode_header, encode_header
+from .disk_queue import DiskQueue
 from .slot_file import Scratch
 from .slot_index import Entry
+from .space import HEADER_PAGE_BYTES
 from .state import StoreState
 
 
 class EncodingWriter:
-    """Writes blocks through a codec. Thread-safe but for the scratch."""
+    """Encodes blocks for their records. Thread-safe but for the scratch."""
 
     def __init__(self, state: StoreState, codec: Codec) -> None:
         self._state = state
         self._codec = codec
 
-    def write(self, entry: Entry, payload: memoryview, scratch: Scratch) -> Entry:
-        """Write one block; its entry as the row must say it. May raise OSError."""
+    def encode(self, entry: Entry, payload: memoryview, scratch: Scratch) -> Entry:
+        """Bring header and encoded block to the scratch, or the header alone where the block is to
+        be written as it is; the entry as the row must say it."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
-        if not used:
+        if used:
+            entry = entry._replace(encoded_bytes=used)
+            expected = state.encoded_header_of(entry, codec.number)
+            header = encode_header(expected, scratch.encoded[:used])
+        else:
             header = encode_header(state.header_of(entry), payload)
-            scratch.headers[0][:HEADER_BYTES] = header
-            state.slot_file.write(entry.slot, [payload], scratch)
-            return entry
-        entry = entry._replace(encoded_bytes=used)
-        expected = state.encoded_header_of(entry, codec.number)
-        scratch.headers[0][:HEADER_BYTES] = encode_header(expected, scratch.encoded[:used])
-        state.slot_file.write_encoded(entry.slot, used, scratch)
+        scratch.headers[0][:HEADER_BYTES] = header
         return entry
 
 
 class DecodingReader:
     """Reads what was written through a codec: the store's own, if it has one, or one of those
-    without loss. Thread-safe but for the scratch."""
+    without loss. Thread-safe but for the scratch and the queue."""
 
     def __init__(self, state: StoreState, codec: Codec | None) -> None:
         self._state = state
         self._codecs = readable_codecs(state.layout, codec)
+        self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
-    def read(self, entry: Entry, payload: memoryview, scratch: Scratch) -> Defect | None:
-        """Read one block; None if `payload` is exactly what was encoded. May raise OSError."""
+    def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
+        """Have one block read into the scratch, as far as there is room for what its row says."""
+        size = min(entry.encoded_bytes, self._most_bytes)
+        self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
+
+    def take(
+        self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
+    ) -> Defect | None:
+        """Decode a block of which so many bytes were read, header page included; None if `payload`
+        is exactly what was encoded."""
         state, size = self._state, entry.encoded_bytes
-        if size > state.layout.slot_bytes - ALIGNMENT:
+        if size > self._most_bytes:
             return Defect.LENGTH  # a damaged row
-        if not state.slot_file.read_encoded(entry.slot, size, scratch):
+        if num_bytes < HEADER_PAGE_BYTES + size:
             return Defect.SHORT
         header, encoded = scratch.headers[0], scratch.encoded[:size]
         found = decode_header(header)

@@ -42,9 +42,12 @@ def make_note(identity: Identity, page_bytes: int, epoch: int) -> Note:
 def read_note(folder: Path) -> Note | None:
     """What the file in `folder` says; None where there is none or it is damaged."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(descriptor, "rb") as file:
-            line, _, checksum = file.read(_LIMIT_BYTES).partition(b"\n")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(folder / NAME, flags)
+        try:  # not `open`, which leaves the descriptor of a directory open
+            line, _, checksum = os.read(descriptor, _LIMIT_BYTES).partition(b"\n")
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
     if checksum.strip() != _checksum(line):

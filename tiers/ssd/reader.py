@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads records into the callers' buffers, several runs at a time, and verifies each one.
+"""Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
 forgotten. A record that cannot be read is a miss too. Knows nothing of how blocks get to the disk.
@@ -10,17 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from ..base import Answer
 from ..codecs.base import Codec
+from ..errors import TierClosed
 from ..record import Defect, check_record
+from .disk_queue import DiskQueue, Result
 from .encoded_io import DecodingReader
+from .io_lane import Done
 from .io_pool import GRACE_SECONDS, IoPool
 from .slot_file import Scratch
 from .slot_index import Entry
 from .state import Job, StoreState
+
+# Under way at once, though no thread verifies with nothing under way.
+FLIGHT_BYTES = 32 * 1024**2
 
 # What became of one record: None is good.
 Outcome = Defect | Exception | None
@@ -36,80 +41,70 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """A few threads that read and verify runs: while one verifies, the others read."""
+    """A few threads that read and verify: while they verify some records, others are on their
+    way."""
 
     def __init__(self, state: StoreState, io_threads: int, codec: Codec | None = None) -> None:
-        self._state = state
-        self._decoder = DecodingReader(state, codec)
-        self._idle = threading.Condition(state.lock)
-        self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read")
-        self._abandoned = False
+        self.state = state
+        self.decoder = DecodingReader(state, codec)
+        self.abandoned = False  # what has not begun then does not
         self.queued_blocks = 0  # changed under the lock; the owner bounds it
+        self._busy_since = 0.0
+        self._idle = threading.Condition(state.lock)
+        flight_bytes = max(FLIGHT_BYTES, 2 * io_threads * state.slot_file.run_bytes)
+        self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read", flight_bytes)
 
     def submit(self, parts: Sequence[Part]) -> None:
         """Under the lock. Settles and unpins every part."""
+        if not self.queued_blocks:
+            self._busy_since = time.monotonic()
         self.queued_blocks += len(parts)
         ordered = sorted(parts, key=lambda part: part.entry.slot)
         self._pool.start(
             [part.entry.slot for part in ordered],
-            lambda runs, scratch: self._read_share(ordered, runs, scratch),
+            _Reading(self, ordered),
+            singly=any(part.entry.encoded_bytes for part in ordered),
         )
 
     def close(self, deadline: float) -> bool:
         """Let reads finish until `deadline` (monotonic) and abandon those not begun. False if one
         is still in the kernel. No `submit` may follow."""
-        with self._state.lock:
+        with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
-            self._abandoned = True
+            self.abandoned = True
         return self._pool.close(max(deadline, time.monotonic()) + GRACE_SECONDS)
+
+    def end(self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]) -> None:
+        """Settle some parts and end the calls that are done."""
+        for _, outcome in answered:
+            if isinstance(outcome, Exception):
+                self.state.count_fault(outcome)
+        done: list[Job[Answer]] = []
+        with self.state.lock:
+            for part, outcome in answered:
+                self._settle(part, outcome)
+                if not part.job.waiting_for:
+                    done.append(part.job)
+            for part in abandoned:
+                self.state.index.unpin(part.entry)
+                part.job.abandon()
+                if not part.job.waiting_for:
+                    done.append(part.job)
+            self.queued_blocks -= len(answered) + len(abandoned)
+            now = time.monotonic()
+            self.state.stats.load_seconds += now - self._busy_since
+            self._busy_since = now
+            if not self.queued_blocks:
+                self._idle.notify_all()
+        for job in done:
+            job.complete()
 
     def _is_idle(self) -> bool:
         return not self.queued_blocks
 
-    def _read_share(self, ordered: Sequence[Part], runs: Sequence[range], scratch: Scratch) -> None:
-        """On a thread of the pool: read some runs, one after the other."""
-        began = time.monotonic()
-        answered: list[tuple[Part, Outcome]] = []
-        abandoned: list[Part] = []
-        for run in runs:
-            parts = ordered[run.start : run.stop]
-            if self._abandoned:
-                abandoned += parts
-                continue
-            try:
-                outcomes = self._read_run(parts, scratch)
-            except Exception as error:  # noqa: BLE001 - a future must end whatever happens
-                outcomes = [error] * len(parts)
-            answered += zip(parts, outcomes, strict=True)
-        for _, outcome in answered:
-            if isinstance(outcome, Exception):
-                self._state.count_fault(outcome)
-        self._end(answered, abandoned, time.monotonic() - began)
-
-    def _end(
-        self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part], seconds: float
-    ) -> None:
-        """Settle the parts and end the calls that are done."""
-        done: dict[int, Job[Answer]] = {}
-        with self._state.lock:
-            for part, outcome in answered:
-                self._settle(part, outcome)
-                if not part.job.waiting_for:
-                    done[id(part.job)] = part.job
-            for part in abandoned:
-                self._state.index.unpin(part.entry)
-                part.job.abandon()
-                if not part.job.waiting_for:
-                    done[id(part.job)] = part.job
-            self.queued_blocks -= len(answered) + len(abandoned)
-            self._state.stats.load_seconds += seconds
-            self._idle.notify_all()
-        for job in done.values():
-            job.complete()
-
     def _settle(self, part: Part, outcome: Outcome) -> None:
         """Under the lock: unpin, count, answer."""
-        state, stats = self._state, self._state.stats
+        state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
         if outcome is None:
             stats.hits += 1
@@ -126,44 +121,63 @@ class Reader:
                 stats.rejected[outcome.value] = stats.rejected.get(outcome.value, 0) + 1
             part.job.settle(part.position, Answer.MISS)
 
-    def _read_run(self, parts: Sequence[Part], scratch: Scratch) -> list[Outcome]:
-        """Encoded blocks one by one, the neighbours between them together."""
-        if not any(part.entry.encoded_bytes for part in parts):
-            return self._read(parts, scratch)
-        outcomes: list[Outcome] = []
-        for is_encoded, some in groupby(parts, lambda part: part.entry.encoded_bytes > 0):
-            if is_encoded:
-                outcomes += [self._decode(part, scratch) for part in some]
-            else:
-                outcomes += self._read(list(some), scratch)
-        return outcomes
 
-    def _decode(self, part: Part, scratch: Scratch) -> Outcome:
-        try:
-            return self._decoder.read(part.entry, part.payload, scratch)
-        except Exception as error:  # noqa: BLE001 - the neighbours are read whatever happens
-            return error
+class _Reading:
+    """One batch of parts, in the order of their slots. Neighbours are read at once; what that did
+    not bring is read anew one by one, so that a bad sector or the end of a truncated file costs
+    the neighbours nothing."""
 
-    def _read(self, parts: Sequence[Part], scratch: Scratch) -> list[Outcome]:
-        """Read neighbours at once; one by one what that did not bring, so that a bad sector or
-        the end of a truncated file costs the neighbours nothing."""
+    def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
+        self._reader = reader
+        self._ordered = ordered
+
+    def prepare(self, run: range, scratch: Scratch) -> None:
+        """A read takes none."""
+
+    def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
+        if self._reader.abandoned:
+            raise TierClosed("the SSD tier was closed before this read began")
+        parts = self._ordered[run.start : run.stop]
+        entry = parts[0].entry
+        if entry.encoded_bytes:
+            self._reader.decoder.start(entry, scratch, disk, number)
+            return
+        payloads = [part.payload for part in parts]
+        self._reader.state.slot_file.start_read(disk, number, entry.slot, payloads, scratch)
+
+    def finish(self, done: Sequence[Done]) -> list[range]:
+        answered: list[tuple[Part, Outcome]] = []
+        abandoned: list[Part] = []
+        again: list[range] = []
+        for run, scratch, result in done:
+            parts = self._ordered[run.start : run.stop]
+            if isinstance(result, TierClosed):
+                abandoned += parts
+                continue
+            outcomes = self._outcomes(parts, scratch, result)
+            answered += zip(parts, outcomes, strict=False)
+            again += (range(i, i + 1) for i in run[len(outcomes) :])
+        self._reader.end(answered, abandoned)
+        return again
+
+    def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
+        """Of the first parts, or of all; a part by itself has one."""
         try:
-            payloads = [part.payload for part in parts]
-            whole = self._state.slot_file.read(parts[0].entry.slot, payloads, scratch)
-        except OSError as error:
-            if len(parts) == 1:
-                return [error]
-            whole = 0
-        outcomes: list[Outcome] = [
-            self._verify(part, header)
+            if isinstance(result, Exception):
+                raise result
+            if parts[0].entry.encoded_bytes:
+                return [self._reader.decoder.take(*parts[0][:2], result, scratch)]
+            outcomes = self._verified(parts, result, scratch)
+            return outcomes if outcomes or len(parts) > 1 else [Defect.SHORT]
+        except Exception as error:  # noqa: BLE001 - the thread and the future must go on
+            return [error] if len(parts) == 1 else []
+
+    def _verified(self, parts: Sequence[Part], num_bytes: int, scratch: Scratch) -> list[Outcome]:
+        """Of those that came whole."""
+        state = self._reader.state
+        payloads = [part.payload for part in parts]
+        whole = state.slot_file.take_read(num_bytes, payloads, scratch)
+        return [
+            check_record(header, part.payload, state.header_of(part.entry))
             for part, header in zip(parts[:whole], scratch.headers, strict=False)
         ]
-        rest = parts[whole:]
-        if len(parts) == 1 and rest:
-            return [Defect.SHORT]
-        for part in rest:
-            outcomes += self._read([part], scratch)
-        return outcomes
-
-    def _verify(self, part: Part, header: memoryview) -> Defect | None:
-        return check_record(header, part.payload, self._state.header_of(part.entry))

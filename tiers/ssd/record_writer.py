@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives records their headers and writes them, the runs of a batch several at a time.
+"""Gives records their headers and writes them, the runs of a batch many at a time.
 
-Hashing and writing release the interpreter, so while some threads wait for the disk others hash
-what it gets next. Knows nothing of rows, of syncs, or of who may be offered when.
+While the disk writes some, the threads hash what it gets next; hashing releases the interpreter.
+Knows nothing of rows, of syncs, or of who may be offered when.
 """
 
 from __future__ import annotations
 
-import threading
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..codecs.base import Codec
 from ..record import HEADER_BYTES, encode_header
+from .disk_queue import DiskQueue, Result
 from .encoded_io import EncodingWriter
+from .io_lane import Done
 from .io_pool import IoPool
 from .slot_file import Scratch
 from .slot_index import Entry
 from .state import StoreState
 from .write_queue import Write
 
-# Handed to the disk at once. It keeps a disk busy, and a sync or a commit, which waits behind it,
-# is soon over: with 40 MiB instead, blocks of 5 MiB came to the disk at two thirds of the speed.
-IN_FLIGHT_BYTES = 8 * 1024**2
+# Under way at once, though no thread hashes with nothing under way. A sync or a commit waits behind
+# it.
+FLIGHT_BYTES = 32 * 1024**2
 
 Placed = tuple[Write, Entry]
 
@@ -36,12 +38,12 @@ class Batch:
     placed: list[Placed] = field(default_factory=list)
     failed_syncs: int = 0  # before its writing began
     # Changed under the lock by the threads that write it.
-    shares_left: int = 0
+    blocks_left: int = 0
     written: list[int] = field(default_factory=list)  # positions in `placed`
 
     def is_written(self) -> bool:
         """Whether all writes have returned, with or without an error."""
-        return not self.shares_left
+        return not self.blocks_left
 
 
 class RecordWriter:
@@ -54,56 +56,86 @@ class RecordWriter:
         codec: Codec | None,
         notify: Callable[[], None],
     ) -> None:
-        self._state = state
+        self.state = state
+        self.encoder = None if codec is None else EncodingWriter(state, codec)
         self._notify = notify
-        self._encoder = None if codec is None else EncodingWriter(state, codec)
-        self._disk = threading.Semaphore(max(2, IN_FLIGHT_BYTES // state.slot_file.run_bytes))
-        self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write")
+        flight_bytes = max(FLIGHT_BYTES, 2 * io_threads * state.slot_file.run_bytes)
+        self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-write", flight_bytes)
 
     @property
     def encodes(self) -> bool:
         """Whether payloads go through a codec."""
-        return self._encoder is not None
+        return self.encoder is not None
 
     def start(self, batch: Batch) -> None:
         """Have what is placed written. Never waits."""
         slots = [entry.slot for _, entry in batch.placed]
-        with self._state.lock:  # or a share could end before it is counted
-            batch.shares_left = self._pool.start(
-                slots, lambda runs, scratch: self._write_share(batch, runs, scratch)
-            )
+        with self.state.lock:  # or a run could end before it is counted
+            # Only once it is encoded is known how long a block becomes.
+            self._pool.start(slots, _Writing(self, batch), singly=self.encodes)
+            batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:
         """False if a thread has not ended by `deadline` (monotonic). No `start` may follow."""
         return self._pool.close(deadline)
 
-    def _write_share(self, batch: Batch, runs: Sequence[range], scratch: Scratch) -> None:
-        """On a thread of the pool: write some runs, one after the other."""
-        written: list[int] = []
-        try:
-            for run in runs:
-                try:
-                    self._write_run(batch, run, scratch)
-                    written += run
-                except Exception as error:  # noqa: BLE001 - the thread must go on
-                    self._state.count_fault(error)
-        finally:
-            with self._state.lock:
-                batch.written += written
-                batch.shares_left -= 1
-                if batch.is_written():
-                    self._notify()
+    def end(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
+        """So many blocks of the batch have ended, those at the positions `written` well."""
+        with self.state.lock:
+            batch.written += written
+            batch.blocks_left -= ended
+            if batch.is_written():
+                self._notify()
 
-    def _write_run(self, batch: Batch, run: range, scratch: Scratch) -> None:
-        state, placed = self._state, batch.placed[run.start : run.stop]
-        if self._encoder is not None:
-            # Only now is it known how long a block becomes, and its entry says it.
-            for position, (write, entry) in zip(run, placed, strict=True):
-                entry = self._encoder.write(entry, write.payload, scratch)
-                batch.placed[position] = (write, entry)
+
+class _Writing:
+    """The runs of one batch."""
+
+    def __init__(self, writer: RecordWriter, batch: Batch) -> None:
+        self._writer = writer
+        self._batch = batch
+        self._slot_file = writer.state.slot_file
+
+    def prepare(self, run: range, scratch: Scratch) -> None:
+        placed, encoder = self._batch.placed[run.start : run.stop], self._writer.encoder
+        if encoder is not None:
+            [(write, entry)] = placed
+            entry = encoder.encode(entry, write.payload, scratch)
+            self._batch.placed[run.start] = (write, entry)  # which says how long it became
             return
         for (write, entry), header in zip(placed, scratch.headers, strict=False):
-            header[:HEADER_BYTES] = encode_header(state.header_of(entry), write.payload)
+            expected = self._writer.state.header_of(entry)
+            header[:HEADER_BYTES] = encode_header(expected, write.payload)
+
+    def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
+        placed = self._batch.placed[run.start : run.stop]
+        entry = placed[0][1]
+        if entry.encoded_bytes:
+            size = entry.encoded_bytes
+            self._slot_file.start_write_encoded(disk, number, entry.slot, size, scratch)
+            return
         payloads = [write.payload for write, _ in placed]
-        with self._disk:
-            state.slot_file.write(placed[0][1].slot, payloads, scratch)
+        self._slot_file.start_write(disk, number, entry.slot, payloads, scratch)
+
+    def finish(self, done: Sequence[Done]) -> tuple[()]:
+        written: list[int] = []
+        for run, _, result in done:
+            fault = self._fault(run, result)
+            if fault is None:
+                written += run
+            else:
+                self._writer.state.count_fault(fault)
+        self._writer.end(self._batch, sum(len(run) for run, _, _ in done), written)
+        return ()
+
+    def _fault(self, run: range, result: Result) -> Exception | None:
+        if isinstance(result, Exception):
+            return result
+        encoded_bytes = self._batch.placed[run.start][1].encoded_bytes
+        if encoded_bytes:
+            wanted = self._slot_file.encoded_record_bytes(encoded_bytes)
+        else:
+            wanted = len(run) * self._slot_file.record_bytes
+        if result != wanted:
+            return OSError(errno.EIO, f"{result} of {wanted} bytes of a run were written")
+        return None

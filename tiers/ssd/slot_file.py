@@ -18,11 +18,12 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 from ..block import ALIGNMENT, BlockLayout
+from .disk_queue import DiskQueue, open_queue
 from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Scratch:
-    """Aligned pages for the headers and tails of one run; belongs to one thread."""
+    """Aligned pages for the headers and tails of one run that is under way."""
 
     def __init__(self, records: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -46,12 +47,13 @@ class Scratch:
 
     @cached_property
     def encoded(self) -> memoryview:
-        """Room for one encoded payload; only a thread that meets one has it."""
+        """Room for one encoded payload; only who meets one has it."""
         return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
 class SlotFile:
-    """`num_slots` records in one preallocated file, mode 0600. Thread-safe but for the scratch.
+    """`num_slots` records in one preallocated file, mode 0600. Thread-safe but for scratches and
+    queues, each of which is one thread's.
 
     Raises OSError where the file cannot be made, or not as large as it has to be.
     """
@@ -80,48 +82,66 @@ class SlotFile:
         return self._direct is not None
 
     def scratch(self) -> Scratch:
-        """Pages for one thread's calls, good for runs of `run_slots`."""
+        """Pages for one run of at most `run_slots`."""
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
-    def read(self, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """Read neighbouring records from `slot` on: headers into the scratch, payloads into the
-        buffers. How many of them are whole; fewer where the file ends. May raise OSError."""
-        vector = self._vector(payloads, scratch)
-        offset = slot * self.record_bytes
-        done = self._either(lambda fd: os.preadv(fd, vector, offset))
-        whole = done // self.record_bytes
+    def open_queue(self, most: int) -> DiskQueue:
+        """For one thread's requests to this file, at most so many at once."""
+        return open_queue(self._direct, self._buffered, most)
+
+    def start_read(
+        self,
+        disk: DiskQueue,
+        number: int,
+        slot: int,
+        payloads: Sequence[memoryview],
+        scratch: Scratch,
+    ) -> None:
+        """Have neighbouring records read from `slot` on: headers into the scratch, payloads into
+        the buffers, which are whole only after `take_read`."""
+        disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
+
+    def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
+        """How many of the records are whole, of which so many bytes were read; fewer than were
+        asked for where the file ends."""
+        whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
                 payload[self._whole :] = tail[: self._tail]
         return whole
 
-    def write(self, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> None:
-        """Write neighbouring records from `slot` on; the headers are in the scratch. On the disk
-        only after `sync`. May raise OSError."""
+    def start_write(
+        self,
+        disk: DiskQueue,
+        number: int,
+        slot: int,
+        payloads: Sequence[memoryview],
+        scratch: Scratch,
+    ) -> None:
+        """Have neighbouring records written from `slot` on; the headers are in the scratch. On the
+        disk only after `sync`."""
         if self._tail:
             for payload, tail in zip(payloads, scratch.tails, strict=False):
                 tail[: self._tail] = payload[self._whole :]
-        vector = self._vector(payloads, scratch)
-        offset = slot * self.record_bytes
-        done = self._either(lambda fd: os.pwritev(fd, vector, offset))
-        if done != len(payloads) * self.record_bytes:
-            raise OSError(errno.EIO, f"{done} bytes of a run were written", str(self._path))
+        disk.start(number, True, self._vector(payloads, scratch), slot * self.record_bytes)
 
-    def read_encoded(self, slot: int, size: int, scratch: Scratch) -> bool:
-        """Read one record, header and encoded payload of `size` bytes, into the scratch; False
-        where the file ends before it does. May raise OSError."""
-        vector, offset = _encoded_vector(size, scratch), slot * self.record_bytes
-        done = self._either(lambda fd: os.preadv(fd, vector, offset))
-        return done >= HEADER_PAGE_BYTES + size
+    def start_read_encoded(
+        self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
+    ) -> None:
+        """Have one record, header and encoded payload of `size` bytes, read into the scratch."""
+        disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
 
-    def write_encoded(self, slot: int, size: int, scratch: Scratch) -> None:
-        """Write one record, whose header and encoded payload of `size` bytes are in the scratch;
-        the rest of its last page is zeroed. On the disk only after `sync`. May raise OSError."""
+    def start_write_encoded(
+        self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
+    ) -> None:
+        """Have one record written, whose header and encoded payload of `size` bytes are in the
+        scratch; the rest of its last page is zeroed. On the disk only after `sync`."""
         scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
-        vector, offset = _encoded_vector(size, scratch), slot * self.record_bytes
-        done = self._either(lambda fd: os.pwritev(fd, vector, offset))
-        if done != HEADER_PAGE_BYTES + _whole_pages(size):
-            raise OSError(errno.EIO, f"{done} bytes of a record were written", str(self._path))
+        disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
+
+    def encoded_record_bytes(self, size: int) -> int:
+        """What moves for an encoded payload of `size` bytes."""
+        return HEADER_PAGE_BYTES + _whole_pages(size)
 
     def saved_bytes(self, size: int) -> int:
         """What need not move of a slot whose encoded payload has `size` bytes; of one without a
@@ -155,17 +175,6 @@ class SlotFile:
             )
             return None
         return descriptor
-
-    def _either(self, call: Callable[[int], int]) -> int:
-        """Run a call on the direct descriptor; on the buffered one where that is refused."""
-        if self._direct is not None:
-            try:
-                return call(self._direct)
-            except OSError as error:
-                # A caller's buffer that is not aligned is slow, but no reason to fail.
-                if error.errno != errno.EINVAL:
-                    raise
-        return call(self._buffered)
 
     def _vector(self, payloads: Sequence[memoryview], scratch: Scratch) -> list[memoryview]:
         vector: list[memoryview] = []

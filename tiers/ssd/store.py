@@ -42,7 +42,7 @@ class SsdStore(StoreTier):
     `queue_bytes` bounds the buffers waiting to be written, and those waiting to be read, each. A
     call that finds its queue empty is always taken, so that no batch is too large to ever pass.
 
-    `io_threads` read and as many hash and write: the depth of the queue that the disk sees.
+    `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
     "async" once it is written, and then a power cut may take what came in the last seconds.
     Neither ever serves a wrong byte.
@@ -64,7 +64,7 @@ class SsdStore(StoreTier):
         capacity_bytes: int,
         *,
         namespace: bytes = b"",
-        io_threads: int = 8,
+        io_threads: int = 4,
         queue_bytes: int = 256 * MIB,
         durability: str = "sync",
         codec: Codec | None = None,

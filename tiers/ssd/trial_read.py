@@ -10,12 +10,14 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from ..base import ReadSample
 from ..block import BlockLayout
-from .slot_file import SlotFile, runs
+from .disk_queue import DiskQueue
+from .io_lane import Done
+from .io_pool import GRACE_SECONDS, IoPool
+from .slot_file import Scratch, SlotFile
 
 TRIAL_BYTES = 16 * 1024**2
 
@@ -25,40 +27,65 @@ def trial_read(
 ) -> ReadSample | None:
     """Read these slots, in runs as loads do, by so many threads; None where the disk is late or
     fails. Waits for `seconds` at most; a read that hangs keeps its thread, and nothing else."""
-    slots = sorted(slots)
-    work = deque(runs(slots, slot_file.run_slots))
-    read: list[int] = []  # bytes of each run
-    stop = threading.Event()
-
-    def run() -> None:
-        scratch = slot_file.scratch()
-        memory = memoryview(mmap.mmap(-1, slot_file.run_slots * layout.slot_bytes))
-        size = layout.slot_bytes
-        while not stop.is_set():
-            try:
-                positions = work.popleft()
-            except IndexError:  # all are read, or about to be
-                return
-            first, count = slots[positions.start], len(positions)
-            buffers = [memory[i * size : (i + 1) * size][: layout.page_bytes] for i in range(count)]
-            try:
-                whole = slot_file.read(first, buffers, scratch)
-            except OSError:
-                stop.set()
-                return
-            read.append(whole * layout.page_bytes)
-
+    if not slots:
+        return None
+    trial = _Trial(slot_file, layout, sorted(slots))
+    pool = IoPool(slot_file, threads, "stratakv-ssd-trial", TRIAL_BYTES)
     began = time.monotonic()
-    readers = [
-        threading.Thread(target=run, name="stratakv-ssd-trial", daemon=True)
-        for _ in range(min(threads, len(work)))
-    ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(max(0.0, began + seconds - time.monotonic()))
+    pool.start(trial.slots, trial)
+    trial.over.wait(seconds)
     took = time.monotonic() - began
-    failed = stop.is_set()
-    stop.set()
-    num_bytes = sum(read)
-    return ReadSample(num_bytes, took) if num_bytes and not failed else None
+    failed = trial.stop()
+    pool.close(time.monotonic() + (0.0 if failed or not trial.over.is_set() else GRACE_SECONDS))
+    return ReadSample(trial.num_bytes, took) if trial.num_bytes and not failed else None
+
+
+class _Trial:
+    """`over` is set when all slots are read, or one has failed."""
+
+    def __init__(self, slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int]) -> None:
+        self.slots = slots
+        self.over = threading.Event()
+        self.num_bytes = 0
+        self._slot_file = slot_file
+        self._layout = layout
+        self._memory = memoryview(mmap.mmap(-1, len(slots) * layout.slot_bytes))
+        self._lock = threading.Lock()
+        self._ended = 0
+        self._stopped = False
+        self._failed = False
+
+    def stop(self) -> bool:
+        """Begin nothing more, and count nothing more; whether a read has failed."""
+        with self._lock:
+            self._stopped = True
+            return self._failed
+
+    def prepare(self, run: range, scratch: Scratch) -> None:
+        """A read takes none."""
+
+    def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
+        if self._stopped:
+            raise TimeoutError("the trial is over")
+        payloads = self._payloads(run)
+        self._slot_file.start_read(disk, number, self.slots[run.start], payloads, scratch)
+
+    def finish(self, done: Sequence[Done]) -> tuple[()]:
+        with self._lock:
+            for run, scratch, result in done:
+                self._ended += len(run)
+                if self._stopped:
+                    continue
+                if isinstance(result, Exception):
+                    self._failed = True
+                    continue
+                whole = self._slot_file.take_read(result, self._payloads(run), scratch)
+                self.num_bytes += whole * self._layout.page_bytes
+            if self._failed or self._ended == len(self.slots):
+                self.over.set()
+        return ()
+
+    def _payloads(self, run: range) -> list[memoryview]:
+        size = self._layout.slot_bytes
+        places = (self._memory[i * size : (i + 1) * size] for i in run)
+        return [place[: self._layout.page_bytes] for place in places]

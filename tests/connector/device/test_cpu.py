@@ -16,6 +16,7 @@ from stratakv.connector.device.base import DeviceError, Stream
 from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.errors import InvalidBlock
 
 WAIT_SECONDS = 10.0
 
@@ -139,3 +140,51 @@ def test_an_error_while_copying_is_in_the_event(
     assert event.wait(WAIT_SECONDS)
     assert isinstance(event.error(), MemoryError)
     assert device.close(WAIT_SECONDS)
+
+
+def page(slab: CpuSlab, slot: int) -> bytes:
+    return bytes(slab.buffer(slot)[: slab.layout.page_bytes])
+
+
+def held_device(slab: CpuSlab) -> tuple[CpuCopyDevice, torch.Tensor, list[int]]:
+    """A device, its pool, and the threads that have copied something."""
+    device, pool, copied_by = CpuCopyDevice(), pool_of(slab), list[int]()
+    device.set_notify(lambda: copied_by.append(threading.get_ident()))
+    device.register_slab(slab)
+    device.register_pool(pool)
+    return device, pool, copied_by
+
+
+def test_a_small_store_that_holds_the_pass_is_made_by_the_caller(slab: CpuSlab) -> None:
+    device, pool, copied_by = held_device(slab)
+    gate = CpuEvent()
+    stuck = device.copy(Stream.STORE, [3], [3], [gate])
+    event = device.copy_held([0, 2], [1, 0], [device.writer_event()])
+    assert event.done() and event.error() is None
+    assert copied_by == [threading.get_ident()], "its end was told"
+    assert page(slab, 1) == pool[0].numpy().tobytes()
+    assert page(slab, 0) == pool[2].numpy().tobytes()
+    assert not stuck.done()
+    gate.end()
+    with pytest.raises(InvalidBlock, match="block ids go from 0 to 3"):
+        device.copy_held([4], [0])
+    assert device.close(WAIT_SECONDS)
+    with pytest.raises(DeviceError, match="closed"):
+        device.copy_held([0], [0])
+
+
+@pytest.mark.parametrize("why", ["it waits for something", "it is large"])
+def test_another_one_is_made_by_the_thread(
+    slab: CpuSlab, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    device, pool, copied_by = held_device(slab)
+    gate = CpuEvent()
+    if why == "it is large":
+        monkeypatch.setattr(cpu, "HELD_BYTES", slab.layout.page_bytes)
+        gate.end()
+    event = device.copy_held([0, 1], [0, 1], [gate])
+    gate.end()
+    assert event.wait(WAIT_SECONDS)
+    assert page(slab, 1) == pool[1].numpy().tobytes()
+    assert device.close(WAIT_SECONDS)
+    assert len(copied_by) == 1 and threading.get_ident() not in copied_by

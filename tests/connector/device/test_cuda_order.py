@@ -155,4 +155,4 @@ MISTAKES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda name: name.replace(" ", "-"))
 def test_a_mistake_is_found(mistake: str, seed: int) -> None:
-    assert not all(run(seed + i, **MISTAKES[mistake]) for i in range(6))  # type: ignore[arg-type]
+    assert not all(run(seed + i, **MISTAKES[mistake]) for i in range(60))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -32,20 +33,23 @@ READY = re.compile(r"StrataKV serves tiny at (http://127\.0\.0\.1:\d+) ")
 
 @contextmanager
 def serving(model: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stratakv.engine.cli.main", "serve", str(model),
-         "--served-model-name", "tiny", *FLAGS, *flags],
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    # One that is killed leaves the folder of its sockets behind.
+    with tempfile.TemporaryDirectory(prefix="stratakv-test-") as scratch:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stratakv.engine.cli.main", "serve", str(model),
+             "--served-model-name", "tiny", *FLAGS, *flags],
+            cwd="/",
+            env={**os.environ, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
 
 
 def wait_ready(process: subprocess.Popen[str]) -> str:

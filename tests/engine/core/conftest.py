@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
+from ...stepping import step_outputs
+
 VOCAB = 257
-MAX_STEPS = 3000
 Reference = Callable[[Sequence[int], int], list[int]]
 MakeCore = Callable[..., EngineCore]
 
@@ -58,8 +60,8 @@ def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str
     """Step until `count` requests have ended; what each of them got, merged."""
     merged: dict[str, TokenOutput] = {}
     ended = 0
-    for _ in range(MAX_STEPS):
-        for output in outputs:
+    for more in chain([outputs], step_outputs(core)):
+        for output in more:
             whole = merged.setdefault(output.request_id, TokenOutput(output.request_id, []))
             whole.new_token_ids += output.new_token_ids
             whole.cached_tokens_by_tier = (
@@ -70,7 +72,6 @@ def finish(core: EngineCore, outputs: list[TokenOutput], count: int) -> dict[str
             ended += output.finish_reason is not None
         if ended == count:
             return merged
-        outputs = core.step()
     raise AssertionError(f"requests did not end: {merged}")
 
 

@@ -30,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -205,6 +206,8 @@ class ServerProcess(Client):
         self.flags = flags
         self.process: subprocess.Popen[str] | None = None
         self.output = ""
+        # One that is killed leaves the folder of its socket behind.
+        self._scratch = tempfile.TemporaryDirectory(prefix="stratakv-test-")
 
     def start(self, *, wait: bool = True) -> None:
         """Start it, and wait until it is SERVING."""
@@ -213,6 +216,7 @@ class ServerProcess(Client):
         self.process = subprocess.Popen(
             [*command, *ports, *self.flags],
             cwd="/",
+            env={**os.environ, "TMPDIR": self._scratch.name},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -260,9 +264,10 @@ class ServerProcess(Client):
         return self.process.returncode
 
     def close(self) -> None:
-        """End it, whatever its state."""
+        """End it, whatever its state, and remove what it leaves."""
         if self.process is not None and self.process.returncode is None:
             self.kill()
+        self._scratch.cleanup()
 
     def _signal(self, number: int) -> None:
         assert self.process is not None

@@ -161,7 +161,8 @@ class _Others:
     """A server of another version of the service: nothing is there that this client asks for."""
 
     def __init__(self, port: int) -> None:
-        self.server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+        self._threads = ThreadPoolExecutor(2)
+        self.server = grpc.server(self._threads, options=[("grpc.so_reuseport", 0)])
         # An older one has the service, and none of these calls.
         handlers = grpc.method_handlers_generic_handler(SERVICE_NAME, {})
         self.server.add_generic_rpc_handlers((handlers,))
@@ -170,6 +171,7 @@ class _Others:
 
     def close(self) -> None:
         self.server.stop(None).wait()
+        self._threads.shutdown()
 
 
 class _OtherData:

@@ -324,3 +324,5 @@ def attackers(server: ServerProcess) -> Iterator[Any]:
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
+        process.stdout.close()

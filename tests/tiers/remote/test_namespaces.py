@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,19 +62,22 @@ def _cable(namespaces: tuple[str, str], side: int, state: str) -> None:
 @contextlib.contextmanager
 def serving(namespace: str, *flags: str) -> Iterator[None]:
     command = [sys.executable, "-m", "stratakv.engine.cli.main", "cache-server", *flags]
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *command, "--host", SERVER],
-        cwd="/",
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        yield
-        assert process.poll() is None, f"the server has ended: {process.communicate()[0]}"
-    finally:
-        process.kill()
-        process.communicate(timeout=WAIT_SECONDS)
+    # One that is killed leaves the folder of its socket behind.
+    with tempfile.TemporaryDirectory(prefix="stratakv-test-") as scratch:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, *command, "--host", SERVER],
+            cwd="/",
+            env={**os.environ, "TMPDIR": scratch},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield
+            assert process.poll() is None, f"the server has ended: {process.communicate()[0]}"
+        finally:
+            process.kill()
+            process.communicate(timeout=WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("kind", ["plain", "tls"])

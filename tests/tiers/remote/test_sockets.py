@@ -20,7 +20,7 @@ from stratakv.tiers.remote.sockets import Connection, ConnectionLost
 from .fault_proxy import FaultProxy
 from .rig import LAYOUT, WAIT_SECONDS
 
-SLACK = 0.15
+SLACK = 0.25  # less than the shortest of the times that must not be waited for twice, 0.3
 BIG = 8 * 1024**2  # more than the kernel's buffers take
 
 

@@ -29,6 +29,8 @@ from stratakv.tiers.remote.tenants import (
 )
 from stratakv.tiers.remote.tickets import Tickets
 
+from ...open_files import open_paths
+
 TOKENS = {name: f"{name}-{'t' * 16}" for name in ("ann", "bob", "cyd")}
 DIGEST = {name: token_digest(token).hex() for name, token in TOKENS.items()}
 FILE = f"""
@@ -269,9 +271,12 @@ def test_a_secret_that_is_none(tmp_path: Path) -> None:
     path.chmod(0o600)
     link = tmp_path / "link"
     link.symlink_to(path)
-    for other in (link, tmp_path, Path("/proc/no/such")):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)  # nobody ever writes to it
+    for other in (link, tmp_path, pipe, Path("/proc/no/such")):
         with pytest.raises(TierConfigError, match=r"--secret-file|chmod"):
             read_secret(other)
+        assert str(other) not in open_paths()
     if os.geteuid():
         path.chmod(0)
         with pytest.raises(TierConfigError, match="cannot be read"):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call below the SSD store that changes the disk or reads it, in the hands of a test.
 
-`watch_calls` replaces the functions of `os`, and the commits of LMDB, for as long as it lasts; the
-product has no hooks for it. The test's function stands around each call: it may count it, fail
-instead of it, spoil its result, or end the process before or after it.
+`watch_calls` replaces the functions of `os`, what asynchronous requests brought, and the commits of
+LMDB, for as long as it lasts; the product has no hooks for it. A store moves records by `os` only
+where it was opened within `waiting_disk`. The test's function stands around each call: it may count
+it, fail instead of it, spoil its result, or end the process before or after it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 import lmdb
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd import SsdStore, slot_file
+from stratakv.tiers.ssd.disk_queue import BlockingQueue
+from stratakv.tiers.ssd.linux_aio import AioContext
 
 # (name, the real call, its arguments) -> what the caller gets
 Around = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
@@ -27,6 +30,7 @@ READS = ("preadv",)
 WRITES = ("pwritev", "pwrite", "fdatasync", "fsync", "ftruncate", "posix_fallocate")
 FOLDERS = ("mkdir", "rename", "replace", "unlink", "rmdir", "open")
 COMMIT = "commit"
+EVENTS = "events"  # of Linux AIO: what requests brought
 OPEN_INDEX = "lmdb.open"
 
 
@@ -36,7 +40,12 @@ def watch_calls(
 ) -> Iterator[None]:
     """Lead the calls of these names through `around`. Commits are those of indexes that are opened
     meanwhile, and those of an open `store`."""
-    real = {name: getattr(os, name) for name in names if name not in (COMMIT, OPEN_INDEX)}
+    owners = {name: AioContext if name == EVENTS else os for name in names}
+    real = {
+        name: getattr(owner, name)
+        for name, owner in owners.items()
+        if name not in (COMMIT, OPEN_INDEX)
+    }
     real_open = lmdb.open
 
     def lead(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +63,7 @@ def watch_calls(
     environment = index_file._env if index_file else None
     try:
         for name, call in real.items():
-            setattr(os, name, lead(name, call))
+            setattr(owners[name], name, lead(name, call))
         lmdb.open = open_index
         if index_file:
             index_file._env = _Environment(environment, around)
@@ -63,8 +72,20 @@ def watch_calls(
         if index_file:
             index_file._env = index_file._env._real
         for name, call in real.items():
-            setattr(os, name, call)
+            setattr(owners[name], name, call)
         lmdb.open = real_open
+
+
+@contextlib.contextmanager
+def waiting_disk() -> Iterator[None]:
+    """Stores that are opened meanwhile wait for each of their requests, as they do where the kernel
+    offers nothing else."""
+    real = slot_file.open_queue
+    slot_file.open_queue = lambda direct, buffered, _: BlockingQueue(direct, buffered)
+    try:
+        yield
+    finally:
+        slot_file.open_queue = real
 
 
 class EveryNth:
@@ -123,6 +144,15 @@ def corrupt_read(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     if len(target):
         target[len(target) // 3] ^= 1
     return done
+
+
+def events_that_say(judge: Callable[[int], int]) -> Callable[..., Any]:
+    """The requests take place, and their results are changed."""
+
+    def change(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return [(number, judge(result)) for number, result in call(*arguments)]
+
+    return change
 
 
 class _Environment:

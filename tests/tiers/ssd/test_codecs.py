@@ -133,12 +133,15 @@ def test_fewer_bytes_move(
 ) -> None:
     """Encoded blocks and those that would not become smaller, side by side."""
     sizes: list[int] = []
-    real = SlotFile.write_encoded
-    monkeypatch.setattr(
-        SlotFile,
-        "write_encoded",
-        lambda self, slot, size, scratch: (sizes.append(size), real(self, slot, size, scratch))[1],
-    )
+    real = SlotFile.start_write_encoded
+
+    def write(
+        self: SlotFile, disk: object, number: int, slot: int, size: int, scratch: object
+    ) -> None:
+        sizes.append(size)
+        real(self, disk, number, slot, size, scratch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SlotFile, "start_write_encoded", write)
     keys = make_keys(SLOTS)
     smooth = {key for key in keys if set(block(key, layout)[1::2]) <= {61, 62, 190}}
     assert 0 < len(smooth) < SLOTS

@@ -126,7 +126,9 @@ def test_rows_leave_before_slots_are_written_and_come_after_the_sync(
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    def wrote(slot: int, payloads: list[memoryview], _scratch: object) -> None:
+    def wrote(
+        _disk: object, _number: int, slot: int, payloads: list[memoryview], *_: object
+    ) -> None:
         slots = set(range(slot, slot + len(payloads)))
         assert not slots & named, "a slot was written while a row on the disk named it"
         unsynced.update(slots)
@@ -136,7 +138,7 @@ def test_rows_leave_before_slots_are_written_and_come_after_the_sync(
         named.update(row.slot for row in rows)
         named.difference_update(deleted)
 
-    spy(slot_file.SlotFile, "write", wrote)
+    spy(slot_file.SlotFile, "start_write", wrote)
     spy(slot_file.SlotFile, "sync", unsynced.clear)
     spy(index_file.IndexFile, "put", put_rows)
     spy(index_file.IndexFile, "delete", named.difference_update)
@@ -147,7 +149,7 @@ def test_rows_leave_before_slots_are_written_and_come_after_the_sync(
         fetch(store, keys[:3])
         store.drop(keys[5:7])
     store.close(SECONDS)
-    assert {"write", "sync", "put", "delete"} <= set(events)
+    assert {"start_write", "sync", "put", "delete"} <= set(events)
 
 
 def test_every_commit_is_synced(tmp_path: Path) -> None:

@@ -228,13 +228,13 @@ def test_a_buffer_changed_while_it_is_written_is_refused_later(
     store = SsdStore(tmp_path / "a", SMALL, CAPACITY)
     keys = make_keys(2)
     buffers = filled_buffers(keys, SMALL)
-    real = SlotFile.write
+    real = SlotFile.start_write
 
     def change_first(self: SlotFile, *arguments: object) -> None:
         buffers[0][100] ^= 1
         real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotFile, "write", change_first)
+    monkeypatch.setattr(SlotFile, "start_write", change_first)
     assert store.store(keys, buffers).result(SECONDS) == [True, True]
     into = make_buffers(2, SMALL)
     assert store.load(keys, into).result(SECONDS) == [Answer.MISS, Answer.HIT]

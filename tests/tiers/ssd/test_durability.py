@@ -60,7 +60,7 @@ def test_when_a_block_is_acknowledged(
     """sync: after record, sync and row. async: after the record; sync and row follow."""
     monkeypatch.setattr(offered, "SYNC_SECONDS", 0.3)
     events: list[str] = []
-    monkeypatch.setattr(SlotFile, "write", noting(events, "write", SlotFile.write))
+    monkeypatch.setattr(SlotFile, "start_write", noting(events, "write", SlotFile.start_write))
     monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
     store = open_store(durability=durability)
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
@@ -129,12 +129,12 @@ class TwoBatches:
     def __init__(self, store: SsdStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys = make_keys(2, "two")
         self._begun, self._let_go = threading.Event(), threading.Event()
-        self._number, self._real = iter(range(2)), SlotFile.write
+        self._number, self._real = iter(range(2)), SlotFile.start_write
 
         def write(slot_file: SlotFile, *arguments: object) -> None:
             self._write(slot_file, *arguments)
 
-        monkeypatch.setattr(SlotFile, "write", write)
+        monkeypatch.setattr(SlotFile, "start_write", write)
         buffers = filled_buffers(self.keys, SMALL)
         self.first = store.store(self.keys[:1], buffers[:1])
         self.second = store.store(self.keys[1:], buffers[1:])
@@ -169,7 +169,7 @@ def store_three_batches(
 ) -> list[bool]:
     """Store three blocks, a batch each, of which the first is the last to be written."""
     monkeypatch.setattr(store._writer, "_batch_blocks", 1)
-    flying, number, real = store._writer._flying, iter(range(3)), SlotFile.write
+    flying, number, real = store._writer._flying, iter(range(3)), SlotFile.start_write
 
     def write(self: SlotFile, *arguments: object) -> None:
         if next(number) == 0:
@@ -177,7 +177,7 @@ def store_three_batches(
         real(self, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFile, "write", write)
+        patch.setattr(SlotFile, "start_write", write)
         return store.store(keys, filled_buffers(keys, SMALL)).result(SECONDS)
 
 
@@ -290,14 +290,14 @@ def test_a_batch_that_finds_no_room_waits_for_the_one_under_way(
     """All slots are in a batch that is being written; its blocks can be evicted only after it."""
     store = open_store(slots=8)
     keys = make_keys(16)
-    gate, begun, real = threading.Event(), threading.Event(), SlotFile.write
+    gate, begun, real = threading.Event(), threading.Event(), SlotFile.start_write
 
     def write(self: SlotFile, *arguments: object) -> None:
         begun.set()
         gate.wait(SECONDS)
         real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotFile, "write", write)
+    monkeypatch.setattr(SlotFile, "start_write", write)
     first = store.store(keys[:8], filled_buffers(keys[:8], SMALL))
     assert begun.wait(SECONDS)
     second = store.store(keys[8:], filled_buffers(keys[8:], SMALL))

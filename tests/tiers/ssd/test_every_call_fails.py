@@ -26,12 +26,15 @@ from ..blocks import ODD, make_keys
 from ..store_contract import SECONDS, fetch, put
 from .faulty_files import (
     COMMIT,
+    EVENTS,
     OPEN_INDEX,
     EveryNth,
     corrupt_read,
+    events_that_say,
     failing,
     short_read,
     short_write,
+    waiting_disk,
     watch_calls,
 )
 from .ledger import check_sound
@@ -60,6 +63,10 @@ RUNNING: dict[str, Ways] = {
     "panic": {COMMIT: failing(lmdb.PanicError("as asked"))},
     "short": {"preadv": short_read, "pwritev": short_write},
     "corrupt": {"preadv": corrupt_read},
+    "asynchronous EIO": {EVENTS: events_that_say(lambda _result: -errno.EIO)},
+    "asynchronous full": {EVENTS: events_that_say(lambda _result: -errno.ENOSPC)},
+    "asynchronous short": {EVENTS: events_that_say(lambda result: result // 2)},
+    "asynchronous odd": {EVENTS: events_that_say(lambda _result: -errno.EINVAL)},
 }
 OPENING: Ways = {
     "open": oserror(errno.EMFILE),
@@ -84,7 +91,8 @@ def test_a_running_store_survives_every_nth_call_failing(
         for way in list(RUNNING) if scale == "long" else [list(RUNNING)[every % len(RUNNING)]]:
             told = f"{way} at every call {every}, seed {seed}"
             path = memory_path / f"{way}-{every}"
-            store = SsdStore(path, ODD, CAPACITY)
+            with contextlib.nullcontext() if EVENTS in RUNNING[way] else waiting_disk():
+                store = SsdStore(path, ODD, CAPACITY)
             fault = EveryNth(every, RUNNING[way])
             with watch_calls(fault, fault.names, store):
                 use(store, random.Random(f"{seed}/{every}"))

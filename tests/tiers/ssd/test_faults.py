@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -46,15 +47,17 @@ def test_a_read_error_costs_the_bad_record_only(
     put(store, keys)
     bad = store._state.index.pin(keys[4:5])[0]
     assert bad is not None
-    real = SlotFile.read
+    real = SlotFile.start_read
 
-    def read(self: SlotFile, slot: int, payloads: list[memoryview], scratch: object) -> int:
+    def read(
+        self: SlotFile, disk: object, number: int, slot: int, payloads: list[memoryview], *rest: Any
+    ) -> None:
         if slot <= bad.slot < slot + len(payloads):
             raise OSError(errno.EIO, "Input/output error")
-        return real(self, slot, payloads, scratch)  # type: ignore[arg-type]
+        real(self, disk, number, slot, payloads, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFile, "read", read)
+        patch.setattr(SlotFile, "start_read", read)
         assert [found is None for found in fetch(store, keys)] == [i == 4 for i in range(10)]
     assert store.stats().errors == {"EIO": 1}
     assert store.lookup(keys[4:5]) == [Answer.MISS]
@@ -62,7 +65,7 @@ def test_a_read_error_costs_the_bad_record_only(
     assert None not in fetch(store, keys)
 
 
-@pytest.mark.parametrize("step", ["write", "sync"])
+@pytest.mark.parametrize("step", ["start_write", "sync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_write_error_keeps_nothing_and_heals(
     store: SsdStore, monkeypatch: pytest.MonkeyPatch, step: str, code: int
@@ -129,11 +132,11 @@ def test_an_unforeseen_error_ends_the_calls_and_not_the_threads(
         raise RuntimeError("as asked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFile, "write", bug)
+        patch.setattr(SlotFile, "start_write", bug)
         assert put(store, keys) == [False] * 4
     assert put(store, keys) == [True] * 4
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFile, "read", bug)
+        patch.setattr(SlotFile, "start_read", bug)
         assert fetch(store, keys) == [None] * 4
     assert store.stats().errors == {"RuntimeError": 5}
     assert put(store, keys) == [True] * 4

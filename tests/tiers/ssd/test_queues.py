@@ -48,13 +48,13 @@ def test_a_full_read_queue_is_busy(open_store: Open, monkeypatch: pytest.MonkeyP
 
 def hold_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reads wait, before they reach the file, until the event is set."""
-    gate, real = threading.Event(), SlotFile.read
+    gate, real = threading.Event(), SlotFile.start_read
 
-    def wait(self: SlotFile, *arguments: object) -> int:
+    def wait(self: SlotFile, *arguments: object) -> None:
         gate.wait(SECONDS)
-        return real(self, *arguments)  # type: ignore[arg-type]
+        real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SlotFile, "read", wait)
+    monkeypatch.setattr(SlotFile, "start_read", wait)
     return gate
 
 

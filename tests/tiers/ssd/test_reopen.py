@@ -178,7 +178,7 @@ def test_a_list_of_slots_keeps_its_order(rng: random.Random) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(SlotFile, "read"), (SlotFile, "write"), (SlotFile, "sync"), (IndexFile, "put"),
+    [(SlotFile, "start_read"), (SlotFile, "start_write"), (SlotFile, "sync"), (IndexFile, "put"),
      (IndexFile, "delete")],
 )  # fmt: skip
 def test_a_look_up_waits_for_no_disk(
@@ -200,7 +200,7 @@ def test_a_look_up_waits_for_no_disk(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, hang)
         buffers = make_buffers(20, SMALL)
-        if name == "read":
+        if name == "start_read":
             future = store.load(keys, buffers)
         else:
             for key, buffer in zip(more, buffers, strict=True):

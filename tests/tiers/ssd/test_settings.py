@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lmdb
@@ -18,9 +19,11 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.directory import LEFT_BEHIND_SECONDS, StoreDirectory
 from stratakv.tiers.ssd.identity_file import read_note, write_note
 from stratakv.tiers.ssd.index_file import FORMAT_VERSION
 
+from ...open_files import open_paths
 from ..blocks import ODD, SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put
 from .stores import BIG, Open, capacity_for, store_keys
@@ -154,6 +157,30 @@ def test_a_second_process_is_refused_with_the_owner(open_store: Open, tmp_path: 
         open_store()
 
 
+def test_a_lock_that_a_killed_owner_left_to_a_child_is_waited_for(tmp_path: Path) -> None:
+    """A process forks and ends while it starts another one; what it held stays with the child."""
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from stratakv.tiers.ssd.directory import StoreDirectory\n"
+        "directory = StoreDirectory(Path(sys.argv[1]))\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.close(1); os.close(2); time.sleep(float(sys.argv[2]))\n"
+    )
+    for seconds, is_left in (("1", True), ("6", False)):
+        path = tmp_path / seconds
+        command = [sys.executable, "-c", code, str(path), seconds]
+        subprocess.run(command, timeout=60, check=True)
+        began = time.monotonic()
+        if is_left:
+            StoreDirectory(path).close()
+            assert time.monotonic() - began < LEFT_BEHIND_SECONDS
+        else:
+            with pytest.raises(TierConfigError, match="in use by process"):
+                StoreDirectory(path)
+            assert LEFT_BEHIND_SECONDS <= time.monotonic() - began < 5.5
+
+
 def test_another_layout_namespace_or_format_is_refused(
     open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,3 +271,10 @@ def test_a_refused_opening_leaves_nothing_open(open_store: Open) -> None:
             open_store(layout=ODD)
     assert len(os.listdir("/proc/self/fd")) == before
     open_store(slots=8)
+
+
+def test_a_folder_in_place_of_the_identity_is_no_note(tmp_path: Path) -> None:
+    """And its descriptor is not left open."""
+    (tmp_path / "identity").mkdir()
+    assert read_note(tmp_path) is None
+    assert str(tmp_path / "identity") not in open_paths()

@@ -65,7 +65,7 @@ def test_survives_a_restart_without_reading_payloads(
         raise AssertionError("a payload was read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotFile, "read", fail)
+        patch.setattr(SlotFile, "start_read", fail)
         store = open_store()
         assert store.lookup(keys) == [Answer.MISS] * 5 + [Answer.HIT] * 35
     assert None not in fetch(store, keys[5:])

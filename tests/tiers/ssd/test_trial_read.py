@@ -6,12 +6,12 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from stratakv.tiers.ssd import store as store_module
-from stratakv.tiers.ssd.slot_file import Scratch, SlotFile
+from stratakv.tiers.ssd.slot_file import SlotFile
 
 from ..blocks import make_keys
 from ..store_contract import put
@@ -54,7 +54,7 @@ def test_a_disk_that_fails_tells_nothing(open_store: Open, monkeypatch: pytest.M
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(SlotFile, "read", fail)
+    monkeypatch.setattr(SlotFile, "start_read", fail)
     assert store.trial_read(1.0) is None
     assert store.stats().errors == {}
 
@@ -65,16 +65,16 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_allowed(
     store = open_store(layout=BIG)
     put(store, make_keys(40))
     release = threading.Event()
-    real = SlotFile.read
+    real = SlotFile.start_read
     calls = []
 
-    def hang(self: SlotFile, slot: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        calls.append(slot)
+    def hang(self: SlotFile, *arguments: Any) -> None:
+        calls.append(arguments)
         if len(calls) > 1:
             release.wait(30.0)
-        return real(self, slot, payloads, scratch)
+        real(self, *arguments)
 
-    monkeypatch.setattr(SlotFile, "read", hang)
+    monkeypatch.setattr(SlotFile, "start_read", hang)
     began = time.monotonic()
     sample = store.trial_read(0.1)
     took = time.monotonic() - began

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of offloading over real tiers, in the hands of a test. Asserts little."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from stratakv.connector.base import (
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    EvictedBlock,
+    LoadReport,
+)
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.transfer import CopySignal
+from stratakv.tiers.block import BlockLayout, pack_key
+from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.memory import MemoryStore
+
+LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
+WAIT_SECONDS = 10.0
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def evicted(block_id: int, number: int) -> EvictedBlock:
+    return EvictedBlock(block_id, digest(number) + b"\x00\x00")
+
+
+@dataclass
+class FakeRequest:
+    """What the side looks at of a request."""
+
+    request_id: str
+    block_hashes: list[bytes]
+    num_tokens: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or 4 * len(self.block_hashes) + 1
+
+
+def request(name: str, *numbers: int, num_tokens: int = 0) -> FakeRequest:
+    return FakeRequest(name, [digest(number) for number in numbers], num_tokens)
+
+
+class Rig:
+    """The side, a real slab and a store in memory; the test is worker and engine."""
+
+    def __init__(self) -> None:
+        self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
+        self.store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
+        self.signal = CopySignal()
+        self.hierarchy = Hierarchy(self.slab, [self.store], wakeup=self.signal.wake)
+        self.side = OffloadScheduler(self.hierarchy, LAYOUT.block_size, self.signal)
+        self.woken = threading.Event()
+        self.side.set_wakeup(self.woken.set)
+
+    def work(self, meta: ConnectorMetadata, fail: bool = False) -> list[LoadReport]:
+        """Play the worker, which copies nothing."""
+        stores = [job.job_id for job in (*meta.stores, *meta.ahead)]
+        loads = [job.job_id for job in meta.loads]
+        for _ in [*stores, *loads]:
+            self.signal.job_ended()
+        output = ConnectorWorkerOutput()
+        if fail:
+            output.failed_stores, output.failed_loads = stores, loads
+        else:
+            output.finished_stores, output.finished_loads = stores, loads
+        return self.side.update_from_worker(output)
+
+    def put(self, *numbers: int) -> None:
+        """These blocks leave the pool, tail first."""
+        blocks = [evicted(number, number) for number in reversed(numbers)]
+        assert self.work(self.side.build_meta(blocks)) == []
+
+    def put_below(self, *numbers: int) -> None:
+        buffer = memoryview(bytearray(LAYOUT.page_bytes))
+        keys = [pack_key(digest(number)) for number in numbers]
+        self.store.store(keys, [buffer] * len(keys)).result(0)
+
+    def slow_reads(self, seconds: float = 0.06) -> None:
+        self.store.fault = lambda op, _keys: seconds if op == "load" else None
+
+    def wait_for_wakeup(self) -> None:
+        assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
+        self.woken.clear()
+        self.hierarchy.poll()
+
+    def wait(self) -> None:
+        """Sleep as an engine does: until a wake-up after which there is something to do."""
+        while not self.side.has_pending_work():
+            assert self.woken.wait(WAIT_SECONDS), "no wake-up came"
+            self.woken.clear()
