@@ -6,11 +6,11 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from stratakv.tiers.ssd import store as store_module
+from stratakv.tiers.ssd.disk_queue import DiskQueue, Result
 from stratakv.tiers.ssd.slot_file import SlotFile
 
 from ..blocks import make_keys
@@ -65,16 +65,10 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_allowed(
     store = open_store(layout=BIG)
     put(store, make_keys(40))
     release = threading.Event()
-    real = SlotFile.start_read
-    calls = []
-
-    def hang(self: SlotFile, *arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) > 1:
-            release.wait(30.0)
-        real(self, *arguments)
-
-    monkeypatch.setattr(SlotFile, "start_read", hang)
+    real = SlotFile.open_queue
+    monkeypatch.setattr(
+        SlotFile, "open_queue", lambda self, most: _OneAnswer(real(self, most), release)
+    )
     began = time.monotonic()
     sample = store.trial_read(0.1)
     took = time.monotonic() - began
@@ -82,3 +76,21 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_allowed(
     assert 0.1 <= took < 5.0
     assert sample is not None and sample.seconds >= 0.1, "what had come by then, and how long"
     assert sample.num_bytes < 40 * BIG.page_bytes
+
+
+class _OneAnswer:
+    """A disk that gives each thread one answer, and the others once it is released."""
+
+    def __init__(self, disk: DiskQueue, release: threading.Event) -> None:
+        self._disk = disk
+        self._release = release
+        self._held: list[tuple[int, Result]] | None = None
+        self.start, self.submit, self.close = disk.start, disk.submit, disk.close
+
+    def finished(self) -> list[tuple[int, Result]]:
+        if self._held is None:
+            first, *self._held = self._disk.finished()
+            return [first]
+        self._release.wait(30.0)
+        held, self._held = self._held, []
+        return held or self._disk.finished()
