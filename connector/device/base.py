@@ -103,8 +103,9 @@ class CopyDevice(ABC):
         slots: Sequence[int],
         after: Sequence[Event] = (),
     ) -> Event:
-        """Queue a copy of `block_ids[i]` ↔ `slots[i]`. Raises DeviceError where the queue is full
-        or the device closed, InvalidBlock for ids outside the pool or the slab."""
+        """Queue a copy of `block_ids[i]` ↔ `slots[i]`, which must stay as they are until its end.
+        Raises DeviceError where the queue is full or the device closed, InvalidBlock for ids
+        outside the pool or the slab."""
 
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()

@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +36,16 @@ Bytes = npt.NDArray[np.uint8]
 class CpuEvent:
     """An event that its maker ends by hand.
 
-    One is made for each copy in the step loop, so it is a lock that is held until the end, which
-    costs a quarter of a `threading.Event`.
+    One is made for each copy in the step loop and seldom waited for: who does makes the lock.
     """
 
-    __slots__ = ("_ended", "_error", "_running", "_seconds")
+    __slots__ = ("_ended", "_error", "_gate", "_seconds")
+
+    _making_gate = threading.Lock()
 
     def __init__(self) -> None:
         self._ended = False
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._gate: threading.Lock | None = None  # held until the end, where somebody waits
         self._error: Exception | None = None
         self._seconds = 0.0
 
@@ -57,15 +56,23 @@ class CpuEvent:
             return
         self._error = error
         self._seconds = seconds
-        self._ended = True
-        self._running.release()
+        self._ended = True  # before the gate is looked for, as `wait` looks after it has made one
+        if self._gate is not None:
+            self._gate.release()
 
     def done(self) -> bool:
         return self._ended
 
     def wait(self, timeout_seconds: float) -> bool:
-        if not self._ended and self._running.acquire(timeout=max(0.0, timeout_seconds)):
-            self._running.release()  # for the next one who waits
+        if self._ended:
+            return True
+        with self._making_gate:
+            if self._gate is None:
+                gate = threading.Lock()
+                gate.acquire()
+                self._gate = gate
+        if not self._ended and self._gate.acquire(timeout=max(0.0, timeout_seconds)):
+            self._gate.release()  # for the next one who waits
         return self._ended
 
     def error(self) -> Exception | None:
@@ -75,14 +82,22 @@ class CpuEvent:
         return self._seconds
 
 
-Work = Callable[[], None]
+# A source and its pages, a target and its pages; then what is waited for, and the copy's own event.
+# A plain tuple, because the step loop makes it.
+_Job = tuple[Bytes, Sequence[int], Bytes, Sequence[int], Sequence[Event], CpuEvent]
 
 
-@dataclass(slots=True)
-class _Job:
-    work: Work
-    after: Sequence[Event]
-    event: CpuEvent
+def _run(job: _Job) -> None:
+    """Copy and end the event."""
+    source, source_pages, target, target_pages, _, event = job
+    began = time.monotonic()
+    error: Exception | None = None
+    try:
+        _copy_runs(source, target, merge_runs(source_pages, target_pages))
+    except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
+        # Without its frames, which would keep views of the pool and the slab alive.
+        error = failure.with_traceback(None)
+    event.end(error, time.monotonic() - began)
 
 
 class _StreamThread:
@@ -96,12 +111,10 @@ class _StreamThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work, after: Sequence[Event]) -> CpuEvent:
+    def submit(self, job: _Job) -> None:
         if self._jobs.qsize() >= QUEUE_JOBS:
             raise DeviceError(f"{QUEUE_JOBS} copies wait already in one stream")
-        event = CpuEvent()
-        self._jobs.put(_Job(work, after, event))
-        return event
+        self._jobs.put(job)
 
     def close(self, timeout_seconds: float) -> bool:
         if self._thread.is_alive():
@@ -111,33 +124,21 @@ class _StreamThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.event.end(*self._run_one(job))
+            *_, after, event = job
+            try:
+                self._wait_for(after)
+            except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+                event.end(error.with_traceback(None))
+            else:
+                _run(job)
             del job  # an idle stream holds on to no views of the pool or the slab
             self.notify()
 
-    def _run_one(self, job: _Job) -> tuple[Exception | None, float]:
-        """What went wrong, if anything, and how long the work took."""
+    def _wait_for(self, events: Sequence[Event]) -> None:
         deadline = time.monotonic() + self._dependency_seconds
-        try:
-            for event in job.after:
-                if not event.wait(max(0.0, deadline - time.monotonic())):
-                    raise DeviceError(
-                        f"a copy waited {self._dependency_seconds} s for another stream"
-                    )
-        except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
-            return error.with_traceback(None), 0.0
-        return _run_timed(job.work)
-
-
-def _run_timed(work: Work) -> tuple[Exception | None, float]:
-    """What went wrong, if anything, and how long it took."""
-    began = time.monotonic()
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
-        # Without its frames, which would keep views of the pool and the slab alive.
-        return error.with_traceback(None), time.monotonic() - began
-    return None, time.monotonic() - began
+        for event in events:
+            if not event.wait(max(0.0, deadline - time.monotonic())):
+                raise DeviceError(f"a copy waited {self._dependency_seconds} s for another stream")
 
 
 class CpuCopyDevice(CopyDevice):
@@ -179,7 +180,9 @@ class CpuCopyDevice(CopyDevice):
         after: Sequence[Event] = (),
     ) -> Event:
         # Merged by the thread that copies: the step loop should not wait for it.
-        return self._streams[stream].submit(self._work(stream, block_ids, slots), after)
+        job = self._job(stream, block_ids, slots, after)
+        self._streams[stream].submit(job)
+        return job[-1]
 
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
@@ -188,13 +191,19 @@ class CpuCopyDevice(CopyDevice):
         is_much = len(slots) * self._page_bytes > HELD_BYTES
         if is_much or not all(event.done() for event in after):
             return self.copy(Stream.STORE, block_ids, slots, after)
-        event = CpuEvent()
-        event.end(*_run_timed(self._work(Stream.STORE, block_ids, slots)))
+        job = self._job(Stream.STORE, block_ids, slots, ())
+        _run(job)
         self._streams[Stream.STORE].notify()
-        return event
+        return job[-1]
 
-    def _work(self, stream: Stream, block_ids: Sequence[int], slots: Sequence[int]) -> Work:
-        """The copy to be run. Raises as promised of `copy`."""
+    def _job(
+        self,
+        stream: Stream,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        after: Sequence[Event],
+    ) -> _Job:
+        """Raises as promised of `copy`."""
         pool, slab = self._pool, self._slab
         if self._closed or pool is None or slab is None:
             raise DeviceError("the device is closed or has no pool and slab yet")
@@ -203,10 +212,8 @@ class CpuCopyDevice(CopyDevice):
         _check_range("block", block_ids, len(pool))
         _check_range("slot", slots, len(slab))
         if stream is Stream.STORE:
-            source, target, pairs = pool, slab, (list(block_ids), list(slots))
-        else:
-            source, target, pairs = slab, pool, (list(slots), list(block_ids))
-        return lambda: _copy_runs(source, target, merge_runs(*pairs))
+            return pool, block_ids, slab, slots, after, CpuEvent()
+        return slab, slots, pool, block_ids, after, CpuEvent()
 
     def close(self, timeout_seconds: float) -> bool:
         self._closed = True

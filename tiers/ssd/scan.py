@@ -7,7 +7,8 @@ or writes it, so this looks first: at the structure of every page in use and of 
 pages by hand, then, in case something was overlooked, with LMDB itself. What a row says is not
 judged but for its length and place; records are verified when they are read.
 
-Rows go to standard output as they are read, so that they are read once:
+Rows go to standard output while the pages are looked at, so that whoever takes them in need not
+wait for the end of that, but only by it knows that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
 Exit status 0: sound, and every row was written. 1: damaged, the reason on standard error. 2: short
 of memory or descriptors, which says nothing about the file. Killed by a signal that reading can
@@ -25,13 +26,12 @@ import errno
 import mmap
 import struct
 import sys
-from itertools import islice
 from operator import lt
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
-    import lmdb
+    from collections.abc import Sequence
 
 _PAGE = struct.Struct("<QHHHH")
 _NODE = struct.Struct("<HHHH")
@@ -47,6 +47,8 @@ _MAX_DEPTH = 32  # LMDB's own limit
 _INTEGER_KEYS = 8  # of a tree; the list of free pages is the only one that has it
 _ROWS = b"slots"  # the tree of rows
 _SLOT_BYTES, _VALUE_BYTES = 4, 64
+_ROW = struct.Struct(f"{_NODE.size}s{_SLOT_BYTES}s{_VALUE_BYTES}s")  # a leaf's node
+_ROW_HEAD = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
 _BATCH = 16384
 
 UNABLE = 2
@@ -79,11 +81,45 @@ class Meta(NamedTuple):
     transaction: int
 
 
-class PageScan:
-    """Walks the newest snapshot of one file; raises Damage at the first thing that is wrong."""
+class RowStream:
+    """Rows on their way out. They must come in the order of their slots."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, out: BinaryIO) -> None:
+        self.count = 0  # of rows that have left
+        self._out = out
+        self._slots: list[bytes] = []
+        self._values: list[bytes] = []
+        self._last = b""
+
+    def add(self, slots: Sequence[bytes], values: Sequence[bytes]) -> None:
+        self._slots += slots
+        self._values += values
+        if len(self._slots) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has come together. Raises Damage where it is in no order."""
+        slots, values = self._slots, self._values
+        if not slots:
+            return
+        if not all(map(lt, [self._last, *slots], slots)):
+            raise Damage("the rows are not in the order of their slots")
+        self._out.write(struct.pack("<I", len(slots)))
+        self._out.write(b"".join(slots))
+        self._out.write(b"".join(values))
+        self._out.flush()
+        self.count += len(slots)
+        self._last = slots[-1]
+        self._slots, self._values = [], []
+
+
+class PageScan:
+    """Walks the newest snapshot of one file; raises Damage at the first thing that is wrong. The
+    rows it comes by go to `rows`."""
+
+    def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
+        self._rows = rows
         self._size = _page_size(data)
         self._meta = newest_meta(data, self._size)
         if (self._meta.last_page + 1) * self._size > len(data):
@@ -93,16 +129,18 @@ class PageScan:
 
     def check(self) -> None:
         """Every tree, then the free pages, which no tree may use."""
-        self._check_tree(self._meta.main, free_list=False)
-        free_values = self._check_tree(self._meta.free, free_list=True)
-        for start, size in free_values:
+        self._check_tree(self._meta.main)
+        for start, size in self._check_tree(self._meta.free, free_list=True):
             count = self._number(start)
             if size != 8 * (count + 1):
                 raise Damage("a list of free pages has a wrong length")
             for page in struct.unpack_from(f"<{count}Q", self._data, start + 8):
                 self._claim(page)
+        self._rows.flush()
 
-    def _check_tree(self, tree: Tree, *, free_list: bool) -> list[tuple[int, int]]:
+    def _check_tree(
+        self, tree: Tree, *, free_list: bool = False, has_rows: bool = False
+    ) -> list[tuple[int, int]]:
         """Offsets and sizes of all values, of a free list; of another tree nothing."""
         if tree.root == _EMPTY:
             if tree.entries or tree.depth:
@@ -118,6 +156,8 @@ class PageScan:
             for page in level:
                 if depth > 1:
                     below += self._check_branch(page)
+                elif has_rows:
+                    entries += self._take_rows(page)
                 else:
                     count, found = self._check_leaf(page)
                     entries += count
@@ -141,10 +181,8 @@ class PageScan:
         return children
 
     def _check_leaf(self, page: int) -> tuple[int, list[tuple[int, int]]]:
-        """The number of nodes; offset and size of their values, but for a page full of rows."""
+        """The number of nodes; offset and size of their values."""
         base, offsets = self._check_page(page, _LEAF)
-        if self._is_uniform(base, offsets):
-            return len(offsets), []
         values = []
         for offset in offsets:
             low, high, flags, key_size = _NODE.unpack_from(self._data, base + offset)
@@ -162,21 +200,31 @@ class PageScan:
                 if size != _TREE.size:
                     raise Damage(f"a tree record of page {page} has {size} bytes")
                 subtree = Tree(*_TREE.unpack_from(self._data, base + start))
-                self._check_tree(subtree, free_list=False)
+                name = self._data[base + start - key_size : base + start]
+                self._check_tree(subtree, has_rows=name == _ROWS)
         return len(offsets), values
 
-    def _is_uniform(self, base: int, offsets: tuple[int, ...]) -> bool:
-        """True for a page of rows and nothing else: equal nodes, side by side. Told a page at a
-        time, because a million nodes are too many to look at one by one."""
+    def _take_rows(self, page: int) -> int:
+        """The number of rows of a leaf that has nothing else: equal nodes, side by side. Told a
+        page at a time, because a million nodes are too many to look at one by one."""
+        base, offsets = self._check_page(page, _LEAF)
         count, first = len(offsets), min(offsets)
-        size = _NODE.size + _SLOT_BYTES + _VALUE_BYTES
-        if first + count * size != self._size:
-            return False
-        if sorted(offsets) != list(range(first, self._size, size)):
-            return False
+        if first + count * _ROW.size != self._size:
+            raise Damage(f"page {page} holds more or less than its rows")
         nodes = self._data[base + first : base + self._size]
-        header = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
-        return all(nodes[i::size] == header[i : i + 1] * count for i in range(_NODE.size))
+        heads, slots, values = zip(*_ROW.iter_unpack(nodes), strict=True)
+        if heads.count(_ROW_HEAD) != count:
+            raise Damage("a row has a wrong length")
+        last = self._size - _ROW.size
+        if offsets == tuple(range(last, first - 1, -_ROW.size)):  # rows that were only appended
+            slots, values = slots[::-1], values[::-1]
+        else:
+            places = [(offset - first) // _ROW.size for offset in offsets]
+            if offsets != tuple(first + place * _ROW.size for place in places):
+                raise Damage(f"a row of page {page} begins within another")
+            slots, values = [slots[i] for i in places], [values[i] for i in places]
+        self._rows.add(slots, values)
+        return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:
         """Where the page begins, and the offsets of its nodes, all within the page."""
@@ -245,41 +293,23 @@ def newest_meta(data: mmap.mmap, page_size: int) -> Meta:
     return max(metas, key=lambda meta: meta.transaction)
 
 
-def read_with_lmdb(folder: Path, out: BinaryIO) -> None:
-    """Read everything the way the store would, and write the rows to `out`."""
+def read_with_lmdb(folder: Path, num_rows: int) -> None:
+    """Read everything the way the store would; Damage where that finds other rows than before."""
     import lmdb  # found only where `main` has put its place
 
     try:
         with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=2, create=False) as env:
             with env.begin() as txn, txn.cursor() as cursor:
                 names = [bytes(name) for name in cursor.iternext(values=False)]
+            counts = dict.fromkeys([_ROWS], 0)
             for name in names:
                 table = env.open_db(name, create=False)
-                with env.begin(db=table) as txn:
-                    if name == _ROWS:
-                        write_rows(txn, out)
-                    else:
-                        sum(1 for _row in txn.cursor())
+                with env.begin(db=table) as txn, txn.cursor() as cursor:
+                    counts[name] = sum(map(len, cursor.iternext(keys=False)))
     except lmdb.Error as error:
         raise Damage(str(error)) from error
-
-
-def write_rows(txn: lmdb.Transaction, out: BinaryIO) -> None:
-    """Write the rows of the transaction's tree. Two cursors, because pairs are slow to make."""
-    with txn.cursor() as names, txn.cursor() as rows:
-        slots, values = names.iternext(values=False), rows.iternext(keys=False)
-        last = b""
-        while some := cast("list[bytes]", list(islice(values, _BATCH))):
-            here = cast("list[bytes]", list(islice(slots, len(some))))
-            if set(map(len, here)) != {_SLOT_BYTES} or set(map(len, some)) != {_VALUE_BYTES}:
-                raise Damage("a row has a wrong length")
-            if not all(map(lt, [last, *here], here)):
-                raise Damage("the rows are not in the order of their slots")
-            last = here[-1]
-            out.write(struct.pack("<I", len(some)))
-            out.write(b"".join(here))
-            out.write(b"".join(some))
-        out.flush()
+    if counts[_ROWS] != num_rows * _VALUE_BYTES:
+        raise Damage(f"LMDB finds {counts[_ROWS]} bytes in {num_rows} rows")
 
 
 def main(arguments: list[str]) -> int:
@@ -289,8 +319,9 @@ def main(arguments: list[str]) -> int:
             (folder / "data.mdb").open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            PageScan(data).check()
-        read_with_lmdb(folder, sys.stdout.buffer)
+            rows = RowStream(sys.stdout.buffer)
+            PageScan(data, rows).check()
+        read_with_lmdb(folder, rows.count)
     except (OSError, MemoryError) as error:
         print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked
         return UNABLE if getattr(error, "errno", errno.ENOMEM) in _SHORTAGES else 1
