@@ -18,6 +18,9 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP_INSTALL := $(BIN)/pip install --prefer-binary --no-compile -c constraints.txt $(if $(CI),--quiet)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# What is imported is compiled once and kept. Where that is forbidden, each of the many processes
+# that the tests start compiles torch anew, which takes it five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 PACKAGES := benchmarks connector engine kernels proto tiers
 

@@ -215,15 +215,13 @@ class PageScan:
         heads, slots, values = zip(*_ROW.iter_unpack(nodes), strict=True)
         if heads.count(_ROW_HEAD) != count:
             raise Damage("a row has a wrong length")
-        last = self._size - _ROW.size
-        if offsets == tuple(range(last, first - 1, -_ROW.size)):  # rows that were only appended
-            slots, values = slots[::-1], values[::-1]
-        else:
-            places = [(offset - first) // _ROW.size for offset in offsets]
-            if offsets != tuple(first + place * _ROW.size for place in places):
-                raise Damage(f"a row of page {page} begins within another")
-            slots, values = [slots[i] for i in places], [values[i] for i in places]
-        self._rows.add(slots, values)
+        if offsets == tuple(range(self._size - _ROW.size, first - 1, -_ROW.size)):
+            self._rows.add(slots[::-1], values[::-1])  # were only ever appended
+            return count
+        order = [(offset - first) // _ROW.size for offset in offsets]
+        if offsets != tuple(first + place * _ROW.size for place in order):
+            raise Damage(f"a row of page {page} begins within another")
+        self._rows.add([slots[i] for i in order], [values[i] for i in order])
         return count
 
     def _check_page(self, page: int, kind: int) -> tuple[int, tuple[int, ...]]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -123,32 +124,39 @@ def test_async_blocks_whose_sync_or_commit_fails_are_forgotten(
     assert None not in fetch(open_store(), keys)
 
 
+def writes(arguments: Sequence[Any], buffer: memoryview) -> bool:
+    """Whether `SlotFile.start_write` with these arguments is for this block: threads come in any
+    order."""
+    _disk, _number, _slot, payloads, _scratch = arguments
+    return bytes(payloads[0]) == bytes(buffer)
+
+
 class TwoBatches:
     """Two batches that are being written at once; the second one's write returns when told to."""
 
     def __init__(self, store: SsdStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys = make_keys(2, "two")
         self._begun, self._let_go = threading.Event(), threading.Event()
-        self._number, self._real = iter(range(2)), SlotFile.start_write
+        buffers = filled_buffers(self.keys, SMALL)
+        real = SlotFile.start_write
 
-        def write(slot_file: SlotFile, *arguments: object) -> None:
-            self._write(slot_file, *arguments)
+        def write(slot_file: SlotFile, *arguments: Any) -> None:
+            self._wait(is_first=writes(arguments, buffers[0]))
+            real(slot_file, *arguments)
 
         monkeypatch.setattr(SlotFile, "start_write", write)
-        buffers = filled_buffers(self.keys, SMALL)
         self.first = store.store(self.keys[:1], buffers[:1])
         self.second = store.store(self.keys[1:], buffers[1:])
 
     def let_go(self) -> None:
         self._let_go.set()
 
-    def _write(self, *arguments: object) -> None:
-        if next(self._number) == 0:
+    def _wait(self, *, is_first: bool) -> None:
+        if is_first:
             assert self._begun.wait(SECONDS), "the second batch was not begun"
         else:
             self._begun.set()
             self._let_go.wait(SECONDS)
-        self._real(*arguments)  # type: ignore[arg-type]
 
 
 def test_a_batch_is_acknowledged_while_the_next_one_is_written(
@@ -169,16 +177,16 @@ def store_three_batches(
 ) -> list[bool]:
     """Store three blocks, a batch each, of which the first is the last to be written."""
     monkeypatch.setattr(store._writer, "_batch_blocks", 1)
-    flying, number, real = store._writer._flying, iter(range(3)), SlotFile.start_write
+    flying, real, buffers = store._writer._flying, SlotFile.start_write, filled_buffers(keys, SMALL)
 
-    def write(self: SlotFile, *arguments: object) -> None:
-        if next(number) == 0:
+    def write(self: SlotFile, *arguments: Any) -> None:
+        if writes(arguments, buffers[0]):
             wait_until(lambda: [batch.is_written() for batch in flying] == [False, True, True])
-        real(self, *arguments)  # type: ignore[arg-type]
+        real(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotFile, "start_write", write)
-        return store.store(keys, filled_buffers(keys, SMALL)).result(SECONDS)
+        return store.store(keys, buffers).result(SECONDS)
 
 
 def test_batches_that_are_written_are_ended_together(
