@@ -151,7 +151,9 @@ def test_after_a_power_cut_all_is_right(
         assert verdict.stats.rejected == verdict.stats.errors == {}, told
         served += len(verdict.served)
     cuts.stop()
-    assert served > 10 * CUTS[scale]
+    # Lest nothing was looked at. How often an asynchronous store has been turned over, and has lost
+    # all, since its last commit depends on the machine.
+    assert served > (10 if durability == "sync" else 2) * CUTS[scale]
 
 
 @pytest.mark.parametrize(
