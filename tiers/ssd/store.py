@@ -142,8 +142,7 @@ class SsdStore(StoreTier):
                 self._check_queue(self._writer.queue.num_blocks, len(missing), "writes")
             index.touch([key for key in keys if key in index])
             job.waiting_for = len(missing)
-            for position in missing:
-                self._writer.add(keys[position], payloads[position], job, position)
+            self._writer.add([(keys[at], payloads[at], at) for at in missing], job)
         if not missing:
             job.complete()
         return job.future
@@ -201,7 +200,7 @@ class SsdStore(StoreTier):
     ) -> list[memoryview]:
         """The buffers as bytes, cut to a payload's length. Raises InvalidBlock."""
         size = self.layout.page_bytes
-        if len(keys) != len(buffers) or any(len(key) != KEY_BYTES for key in keys):
+        if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys "
                 f"came with {len(buffers)} buffers"

@@ -92,9 +92,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="stratakv-ssd-commit", daemon=True)
         self._thread.start()
 
-    def add(self, key: bytes, payload: memoryview, job: Job[bool], position: int) -> None:
-        """Under the lock: queue a block, or wait for the write of it that is on its way."""
-        self.queue.add(key, payload, job, position)
+    def add(self, blocks: Sequence[tuple[bytes, memoryview, int]], job: Job[bool]) -> None:
+        """Under the lock: queue blocks (key, payload, position in the job), or wait for the writes
+        of them that are on their way."""
+        for key, payload, position in blocks:
+            self.queue.add(key, payload, job, position)
         self._work.notify()
 
     def wake(self) -> None:
