@@ -36,8 +36,10 @@ demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+# Two processes: a third of the time of quick tests is waiting. The whole suite runs in one, because
+# some of the slow ones measure times.
 check: lint ## lint, then the quick tests: run it before every commit
-	$(BIN)/pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "not slow" -n 2 $(PYTEST_ARGS)
 
 lint: $(STAMP) names ## ruff, its formatter, mypy
 	$(BIN)/ruff check .
