@@ -8,6 +8,7 @@ again it is asked again. In memory this runs in virtual time; over an SSD store,
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -58,6 +59,8 @@ SETTLE_SECONDS = 0.02
 # A breaker opens after five failures, or three late answers.
 MANY = 12
 DOCUMENTS, DOCUMENT_TOKENS = 4, 36
+# Beside other work a disk may lose blocks before they are written, and is asked less often.
+REACH_SECONDS = 20.0
 DEADLINE_SECONDS = 60.0
 
 
@@ -197,8 +200,11 @@ def run(store: NthFaultyStore, clock: VirtualClock | None, fault: str) -> None:
     sweep = Sweep(store, clock)
     first, count = store.befallen[0], len(store.befallen)
     try:
-        for _ in range(50 + 3 * first):
+        least, until = 50 + 3 * first, sweep.now + REACH_SECONDS
+        for number in itertools.count():
             if store.calls >= first + count or sweep.breaker is not BreakerState.CLOSED:
+                break
+            if number >= least and (store.calls >= first or sweep.now > until):
                 break
             sweep.ask()
         assert store.calls >= first, "the call that was to fail was not made"

