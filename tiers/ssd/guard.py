@@ -24,7 +24,6 @@ from .scan import UNABLE
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
 _MOST_ROWS_IN_BATCH = 65536
-_PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
@@ -34,11 +33,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     command = [sys.executable, "-P", "-S", str(_SCAN), str(folder), *filter(None, sys.path)]
     late = threading.Event()
     with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pipesize=_PIPE_BYTES,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stderr is not None
         timer = threading.Timer(timeout_seconds, _end, (child, late))

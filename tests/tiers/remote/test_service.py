@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -297,9 +298,11 @@ def test_a_whole_prompt_in_one_look_up(stub: Stub, scale: str) -> None:
     """The gate is 500,000 keys a second; this only sees what is far from it on a busy machine."""
     store_blocks(stub, make_keys(100))
     request = messages.LookupRequest(keys=packed(1024))
-    best = 1e9
-    for _ in range(200 if scale == "long" else 50):
+    best, least, until = 1e9, 200 if scale == "long" else 50, time.perf_counter() + WAIT_SECONDS / 2
+    for number in itertools.count():
         began = time.perf_counter()
+        if number >= least and (1024 / best > 200_000 or began > until):
+            break
         stub.lookup(request, timeout=WAIT_SECONDS)
         best = min(best, time.perf_counter() - began)
-    assert 1024 / best > 50_000
+    assert 1024 / best > 200_000
