@@ -8,6 +8,8 @@ index costs a cold cache, serving from a damaged one could cost the engine.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from .scan import UNABLE
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
 _MOST_ROWS_IN_BATCH = 65536
+_PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
@@ -36,6 +39,10 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stderr is not None
+        with contextlib.suppress(
+            OSError
+        ):  # a host may forbid it; then opening takes a little longer
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         timer = threading.Timer(timeout_seconds, _end, (child, late))
         timer.start()
         try:
