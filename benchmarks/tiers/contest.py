@@ -27,13 +27,15 @@ class WrongWork(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """`ours` and `limit` do one round's work and give its rate."""
+    """`ours` and `limit` do one round's work and give its rate; so does `beside`, another limit, on
+    which nothing stands."""
 
     name: str
     unit: str
     limit_name: str
     ours: Callable[[], float]
     limit: Callable[[], float]
+    beside: Callable[[], float] | None = None
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Outcome:
     contest: Contest
     ours: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
+    besides: list[float] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
@@ -66,6 +69,14 @@ class Outcome:
 
     def figures(self) -> dict[str, Any]:
         """What the JSON holds of it."""
+        beside = {}
+        if self.besides:
+            pairs = zip(self.ours, self.besides, strict=True)
+            beside = {
+                "beside_rounds": self.besides,
+                "beside_median": median(self.besides),
+                "beside_ratio": median([one / other for one, other in pairs]),
+            }
         return {
             "unit": self.contest.unit,
             "limit": self.contest.limit_name,
@@ -73,6 +84,7 @@ class Outcome:
             "limit_median": median(self.limits),
             "rounds": self.ours,
             "limit_rounds": self.limits,
+            **beside,
         }
 
 
@@ -92,9 +104,9 @@ def take_rounds(contest: Contest, rounds: int) -> Outcome:
     contest.ours()
     contest.limit()
     for number in range(rounds):
-        if number % 2:
-            outcome.limits.append(contest.limit())
-        outcome.ours.append(contest.ours())
-        if not number % 2:
-            outcome.limits.append(contest.limit())
+        turns = [(contest.ours, outcome.ours), (contest.limit, outcome.limits)]
+        if contest.beside is not None:
+            turns.insert(0, (contest.beside, outcome.besides))
+        for take, rates in reversed(turns) if number % 2 else turns:
+            rates.append(take())
     return outcome

@@ -33,6 +33,24 @@ def print_tiers(report: Report) -> None:
         "A/A: the limit against itself, quartiles"
     )
     print_table(title, columns, rows)
+    _print_besides(report)
+
+
+def _print_besides(report: Report) -> None:
+    rows = [
+        [
+            name.replace("_", " "),
+            f"{contest['median'] / 1e9:.2f} / {contest['beside_median'] / 1e9:.2f}",
+            f"{contest['beside_ratio']:.2f}",
+        ]
+        for name, contest in report.figures["contests"].items()
+        if "beside_ratio" in contest
+    ]
+    limit = report.figures["plan"]["disk_limit"]
+    title = (
+        f"Beside it, promising nothing: against {limit} with eight buffers, which stay in a cache"
+    )
+    print_table(title, ["what", "GB/s / limit", "ratio"], rows)
 
 
 def _spread(report: Report, name: str) -> str:
@@ -64,7 +82,7 @@ def plot_tiers(report: Report, path: Path) -> Path:
     limit = report.figures["plan"]["disk_limit"]
     pages = "huge" if report.figures["plan"]["huge_pages"] else "plain"
     axes.set_title(
-        f"Limits: memcpy; {limit}, random, O_DIRECT, depth 8, {pages} pages. Lines: gates",
+        f"Limits: memcpy; {limit}, random, O_DIRECT, as much memory, {pages} pages. Lines: gates",
         fontsize=9,
     )
     figure.savefig(path, dpi=130)

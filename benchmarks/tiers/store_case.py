@@ -23,7 +23,7 @@ from ...tiers.base import Answer
 from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
 from .contest import Contest, WrongWork
-from .disk_limit import make_limit
+from .disk_limit import QUEUE_DEPTH, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
 BATCH_BYTES = 32 * MIB
@@ -76,23 +76,16 @@ class StoreCase:
 
     def contests(self, name: str) -> list[Contest]:
         """Writes into free slots, random reads; every batch acknowledged."""
-        written = self._round_blocks * self._size
-        write, read = lambda: self.limit.write(written), lambda: self.limit.read(written)
+        moved = self._round_blocks * self._size
         return [
-            Contest(f"ssd_write_{name}", "bytes/s", self.limit.name, self.write, write),
-            Contest(f"ssd_read_cold_{name}", "bytes/s", self.limit.name, self.read, read),
+            self._contest(f"ssd_write_{name}", self.write, self.limit.write, moved),
+            self._contest(f"ssd_read_cold_{name}", self.read, self.limit.read, moved),
         ]
 
     def churn_contest(self, name: str) -> Contest:
         """One turnover a round."""
         turned = self.num_live * self._size
-        return Contest(
-            f"ssd_churn_{name}",
-            "bytes/s",
-            self.limit.name,
-            self.churn,
-            lambda: self.limit.write(turned),
-        )
+        return self._contest(f"ssd_churn_{name}", self.churn, self.limit.write, turned)
 
     def write(self) -> float:
         """New blocks into an empty store; bytes a second."""
@@ -174,6 +167,22 @@ class StoreCase:
         self.slab.close()
         if stats.rejected or stats.errors:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
+
+    def _contest(
+        self,
+        name: str,
+        ours: Callable[[], float],
+        limit: Callable[[int, int], float],
+        num_bytes: int,
+    ) -> Contest:
+        return Contest(
+            name,
+            "bytes/s",
+            self.limit.name,
+            ours,
+            lambda: limit(num_bytes, self.limit.most_buffers),
+            lambda: limit(num_bytes, QUEUE_DEPTH),
+        )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
         """Store new blocks until the last one is acknowledged; bytes a second."""

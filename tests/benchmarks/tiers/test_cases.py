@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,18 @@ def test_both_sides_take_turns_after_a_warm_up() -> None:
         return rates.pop(0)
 
     ours, limits = [90.0, 3.0, 1.0, 4.0], [90.0, 2.0, 1.0, 2.0]
+    besides = [6.0, 4.0, 4.0]
     contest = Contest(
-        "one", "bytes/s", "other", lambda: noting("a", ours), lambda: noting("b", limits)
+        "one",
+        "bytes/s",
+        "other",
+        lambda: noting("a", ours),
+        lambda: noting("b", limits),
+        lambda: noting("c", besides),
     )
     outcome = take_rounds(contest, 3)
-    assert "".join(seen) == "ab" + "ab" + "ba" + "ab"
+    assert "".join(seen) == "ab" + "cab" + "bac" + "cab"
+    assert outcome.figures()["beside_ratio"] == 0.5
     assert outcome.ratios == [1.5, 1.0, 2.0], "the warm-up is not among them"
     assert outcome.ratio == 1.5
     assert outcome.figures()["median"] == 3.0
@@ -109,9 +116,9 @@ def test_the_limit_of_a_disk(tmp_path: Path, choice: str, slab: CpuSlab) -> None
     assert limit.name == choice
     assert path.stat().st_blocks * 512 >= 8 * MIB, "laid out"
     before = path.read_bytes()
-    assert limit.read(8 * MIB) > 0
+    assert limit.read(8 * MIB, 8) > 0
     assert path.read_bytes() == before
-    assert limit.write(8 * MIB) > 0
+    assert limit.write(8 * MIB, 8) > 0
     assert path.read_bytes() != before
     assert path.stat().st_size == 8 * MIB
     limit.close()
@@ -119,24 +126,31 @@ def test_the_limit_of_a_disk(tmp_path: Path, choice: str, slab: CpuSlab) -> None
 
 
 @pytest.mark.parametrize("choice", ["fio", "loop"])
+@pytest.mark.parametrize(("buffers", "starts"), [(8, (0, MIB + 4096, 2 * MIB)), (16, (0,))])
 def test_the_buffers_of_a_limit_lie_in_the_slab(
-    tmp_path: Path, choice: str, slab: CpuSlab, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    choice: str,
+    buffers: int,
+    starts: Sequence[int],
+    slab: CpuSlab,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """fio is told the place by an option that is documented as something else."""
     if choice == "fio" and shutil.which("fio") is None:
         pytest.skip("fio is not installed")
     limit = disk_limit.make_limit(choice, tmp_path / "limit", 2**18, 8 * MIB, slab)
-    for start in (0, MIB + 4096, 2 * MIB):  # of the 2 MiB that eight buffers take
-        monkeypatch.setattr(disk_limit, "_place_in", lambda _slab, _size, start=start: start)
+    assert limit.most_buffers == 16
+    for start in starts:
+        monkeypatch.setattr(disk_limit, "_place_in", lambda *_arguments, start=start: start)
         slab.memory()[:] = bytes(4 * MIB)
-        limit.read(32 * MIB)
+        limit.read(32 * MIB, buffers)
         filled = [at for at in range(0, 4 * MIB, 4096) if any(slab.memory()[at : at + 4096])]
-        assert filled == list(range(start, start + 2 * MIB, 4096))
+        assert filled == list(range(start, start + buffers * 2**18, 4096))
     limit.close()
 
 
 def test_the_place_of_the_buffers_is_any_in_the_slab(slab: CpuSlab) -> None:
-    places = {disk_limit._place_in(slab, 2**18) for _ in range(3000)}
+    places = {disk_limit._place_in(slab, 2**18, 8) for _ in range(3000)}
     assert len(places) > 400, "of 513"
     assert max(places) <= 2 * MIB and not any(place % 4096 for place in places)
 
@@ -165,7 +179,7 @@ def test_a_failing_fio_is_no_figure(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     limit = disk_limit.make_limit(None, tmp_path / "limit", 2**18, MIB, slab)
     with pytest.raises(WrongWork, match="status 3: no such engine"):
-        limit.write(MIB)
+        limit.write(MIB, 8)
 
 
 def test_the_slab_case_moves_every_block() -> None:
