@@ -303,6 +303,8 @@ class Hierarchy:
 
     def _promoted(self, store: StoreTier, keys: list[bytes]) -> None:
         """Blocks came up from a store. Exclusive, the first store need not keep them."""
+        if not store.is_shared:
+            self._admission.read_up(len(keys))
         if self._inclusive or store is not self._stores[0] or not keys:
             return
         # Where that fails, it is kept twice.

@@ -35,6 +35,9 @@ class WriteBudget(AdmissionFilter):
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         self._inner.observe(chain, now)
 
+    def read_up(self, count: int) -> None:
+        self._inner.read_up(count)
+
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         if self._filled_at is not None:
             gained = max(0.0, now - self._filled_at) * self._per_second

@@ -10,6 +10,7 @@ import pytest
 from stratakv.tiers.admission import DEFAULT_FILTER, FILTERS, AdmissionFilter, AdmitAll, make_filter
 from stratakv.tiers.admission.reuse import MIN_BLOCKS, ReuseFilter
 from stratakv.tiers.admission.second_sight import MIN_NAMES, SecondSight
+from stratakv.tiers.admission.while_used import WhileUsed
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.policies.choice import POLICIES
@@ -31,9 +32,10 @@ def learned(blocks_below: int = 10_000) -> ReuseFilter:
 
 
 def test_filters_have_names() -> None:
-    assert isinstance(make_filter(DEFAULT_FILTER, 100), AdmitAll)
-    assert set(FILTERS) == {"all", "second-sight", "reuse"}
-    with pytest.raises(TierConfigError, match="no admission filter 'some'; there are: all"):
+    assert isinstance(make_filter(DEFAULT_FILTER, 100), WhileUsed)
+    assert isinstance(make_filter("all", 100), AdmitAll)
+    assert set(FILTERS) == {"while-used", "all", "second-sight", "reuse"}
+    with pytest.raises(TierConfigError, match="no admission filter 'some'; there are: while-used"):
         make_filter("some", 100)
 
 
@@ -47,6 +49,57 @@ def test_answers_stand_in_the_order_of_the_keys(name: str) -> None:
     admission.observe(chain, 3.0)
     admission.observe([], 3.0)
     assert admission.admit(chain, 4.0) == [True] * 5, "asked for twice"
+
+
+def offer(admission: WhileUsed, blocks: int) -> list[int]:
+    """Places of those that are written, of so many blocks that are offered fifty at a time."""
+    written: list[int] = []
+    for start in range(0, blocks, 50):
+        verdicts = admission.admit([b""] * 50, 0.0)
+        written += (start + i for i, admitted in enumerate(verdicts) if admitted)
+    return written
+
+
+def test_everything_is_written_for_one_turnover_whether_it_is_used_or_not() -> None:
+    admission = WhileUsed(1000)
+    assert offer(admission, 1000) == list(range(1000))
+    assert admission.is_sampling, "of which nothing was read up"
+
+
+def test_what_nobody_asks_for_is_written_in_whole_stretches_of_one_in_eight() -> None:
+    admission = WhileUsed(6400)
+    offer(admission, 6400)
+    written = offer(admission, 8000)
+    assert written == [place for place in range(8000) if place % 800 < 100]
+
+
+def test_what_is_used_is_written() -> None:
+    admission = WhileUsed(1000)
+    for _ in range(200):
+        assert len(offer(admission, 100)) == 100
+        admission.read_up(3)
+
+
+def test_a_sample_that_is_used_has_everything_written_again() -> None:
+    admission = WhileUsed(1000)
+    offer(admission, 3000)
+    offered = 0
+    while admission.is_sampling:
+        admission.read_up(len(offer(admission, 100)) // 2)  # every second one comes back
+        offered += 100
+        assert offered < 500, "half a turnover is enough to find out"
+    assert len(offer(admission, 100)) == 100
+
+
+def test_uses_of_long_ago_fade() -> None:
+    admission = WhileUsed(1000)
+    offer(admission, 1000)
+    admission.read_up(1000)
+    turnovers = 0
+    while not admission.is_sampling:
+        offer(admission, 1000)
+        turnovers += 1
+    assert 2 <= turnovers <= 5
 
 
 def test_second_sight_admits_what_two_prompts_asked_for() -> None:

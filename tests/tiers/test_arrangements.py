@@ -25,9 +25,13 @@ class Refusing(AdmissionFilter):
     def __init__(self) -> None:
         self.seen: list[bytes] = []
         self.chains: list[list[bytes]] = []
+        self.num_read_up = 0
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         self.chains.append(list(chain))
+
+    def read_up(self, count: int) -> None:
+        self.num_read_up += count
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         verdicts = [key in self.seen for key in keys]
@@ -119,12 +123,24 @@ def test_policy_and_filter_are_told_of_prompts() -> None:
     assert rig.hierarchy.close(1.0) and plain.hierarchy.close(1.0)
 
 
+def test_the_filter_is_told_how_many_blocks_were_read_up() -> None:
+    admission = Refusing()
+    rig = Rig(16, admission=admission)
+    rig.put_below(1, 2, 3)
+    assert rig.get(1, 2)[:2] == [0, 1]
+    assert admission.num_read_up == 2
+    assert rig.get(1, 2) == [0, 1]
+    assert admission.num_read_up == 2, "the slab has them"
+    assert rig.hierarchy.close(1.0)
+
+
 def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> None:
     own = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="own")
     shared = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="shared")
     shared.is_shared = True
     slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
-    hierarchy = Hierarchy(slab, [own, shared], wakeup=lambda: None, admission=Refusing())
+    admission = Refusing()
+    hierarchy = Hierarchy(slab, [own, shared], wakeup=lambda: None, admission=admission)
     ticket = hierarchy.begin_store(keys(1, 2))
     hierarchy.end_store(ticket, ok=True)
     hierarchy.poll()
@@ -133,6 +149,10 @@ def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> 
     hierarchy.poll()  # takes the completions in, which give the slots back
     slab.drop(slab.keys())
     assert hierarchy.find(keys(1, 2)).tiers == ["shared", "shared"]
+    hierarchy.end_load(hierarchy.begin_load(keys(1, 2)))
+    hierarchy.poll()
+    assert slab.lookup(keys(1, 2)) == [Answer.HIT] * 2
+    assert admission.num_read_up == 0, "it has no filter"
     assert hierarchy.flush(1.0)
     assert hierarchy.close(1.0)
 

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from stratakv.tiers.admission import AdmissionFilter, AdmitAll
+from stratakv.tiers.admission.while_used import WhileUsed
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.write_budget import BURST_SECONDS, SECONDS_PER_DAY, WriteBudget
 
@@ -35,6 +36,15 @@ def test_what_the_filter_refuses_takes_nothing_from_the_budget() -> None:
     budget = WriteBudget(Every(), 2400.0)
     assert budget.admit(make_keys(120), 0.0).count(True) == 60
     assert budget.admit(make_keys(120), 0.0).count(True) == 40
+
+
+def test_the_filter_hears_what_was_read_up() -> None:
+    inner = WhileUsed(100)
+    budget = WriteBudget(inner, 1e6)
+    budget.admit(make_keys(100), 0.0)
+    assert inner.is_sampling
+    budget.read_up(2)
+    assert not inner.is_sampling
 
 
 def test_no_day_sees_more_than_the_bound_and_one_bucket(rng: random.Random) -> None:

@@ -2,7 +2,7 @@
 """Keeps what decides whether a block is worth writing; never imports torch or the engine.
 
 base    the promise of a filter, and the one that admits everything
-choice  filters by name        reuse, second_sight    the others
+choice  filters by name        while_used, second_sight, reuse    the others
 """
 
 from .base import AdmissionFilter, AdmitAll

@@ -19,6 +19,9 @@ class AdmissionFilter(ABC):
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds."""
 
+    def read_up(self, count: int) -> None:  # noqa: B027 - a hint, not a duty
+        """So many blocks were asked for, found in the tier below and read."""
+
     @abstractmethod
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         """For each block that is about to be lost from the tier above: whether to write it."""

@@ -9,14 +9,16 @@ from ..errors import TierConfigError
 from .base import AdmissionFilter, AdmitAll
 from .reuse import ReuseFilter
 from .second_sight import SecondSight
+from .while_used import WhileUsed
 
 # Takes the number of blocks that the tier below can hold.
 FILTERS: Mapping[str, Callable[[int], AdmissionFilter]] = {
+    "while-used": WhileUsed,
     "all": lambda _blocks: AdmitAll(),
     "second-sight": SecondSight,
     "reuse": ReuseFilter,
 }
-DEFAULT_FILTER = "all"
+DEFAULT_FILTER = "while-used"
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:

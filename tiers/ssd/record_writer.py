@@ -23,7 +23,7 @@ from .state import StoreState
 from .write_queue import Write
 
 # Under way at once, though each thread has one run with the disk while it hashes the next. A sync
-# and a commit wait behind it: with twice as much a disk of 6 GB/s stood idle for a tenth of the time.
+# and a commit wait behind it: with twice as much a disk of 6 GB/s stood idle a tenth of the time.
 FLIGHT_BYTES = 16 * 1024**2
 
 Placed = tuple[Write, Entry]
