@@ -74,6 +74,10 @@ class Bench:
         slab = max(2 * request_blocks, self.scale.slab_blocks)
         return slab, slab // request_blocks + _MORE_KNOWN
 
+    def ssd_room(self, blocks: int) -> int:
+        """Blocks of an SSD that is to have so many: one below a certain size is not to be had."""
+        return max(blocks, _MIN_SSD_BYTES // self.layout.slot_bytes)
+
     @contextmanager
     def plain(self, options: Figures) -> Iterator[MeasuredEngine]:
         """An engine without tiers."""
@@ -90,16 +94,19 @@ class Bench:
         cpu_blocks: int,
         ssd_blocks: int = 0,
         wrap_store: WrapStore | None = None,
+        **more: Any,
     ) -> Iterator[MeasuredEngine]:
-        """The same engine with tiers of so many blocks."""
+        """The same engine with tiers of so many blocks; `more` are options of its own."""
         slot_bytes = self.layout.slot_bytes
         disk = self.scratch / f"ssd{next(self._numbers)}"
         tiers: Figures = {"kv_offload": "cpu", "kv_offload_cpu_bytes": cpu_blocks * slot_bytes}
         if ssd_blocks:
             tiers["kv_offload"] = "cpu,ssd"
             tiers["kv_offload_ssd_path"] = disk
-            tiers["kv_offload_ssd_bytes"] = max(_MIN_SSD_BYTES, ssd_blocks * slot_bytes)
-        engine = MeasuredEngine(self._model, {"num_threads": 1, **options, **tiers}, wrap_store)
+            tiers["kv_offload_ssd_bytes"] = self.ssd_room(ssd_blocks) * slot_bytes
+        engine = MeasuredEngine(
+            self._model, {"num_threads": 1, **options, **tiers, **more}, wrap_store
+        )
         try:
             yield engine
             engine.rest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .offload_scale import CONVOY, GATES, WORST_CASE
+from .offload_scale import CONVOY, GATES, TOLD, WORST_CASE
 from .report import Report, print_table
 
 _MET, _MISSED = "#2b6cb0", "#c53030"
@@ -23,6 +23,8 @@ def print_costs(report: Report) -> None:
             ratio = report.ratios[name]
             verdict = "met" if gate.is_met(ratio) else "missed"
             rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, verdict])
+    told = [name for name in TOLD if name in report.ratios]
+    rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
     columns = ["with tiers, against without", "ratio", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
     cells = report.figures.get(WORST_CASE, {})

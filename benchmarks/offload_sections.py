@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What offloading costs where it cannot help, and what it gives to requests that come together.
 
-    no_hit      unique prompts at once, a pool and tiers that are full all the time
+    no_hit      unique prompts at once, a pool and tiers that are full all the time: an SSD that was
+                written over once by blocks that nobody read, and beside it one to which everything
+                is written
     worst_case  one request after the other, some of their prefixes on the SSD, also on one that
                 is a hundred times slower; by length of prefix and share of hits. A pair has hits
                 alone or none; compared are as many neighbouring pairs as have the share
@@ -17,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
+from ..tiers.admission import DEFAULT_FILTER
 from ..tiers.base import StoreTier
 from ..tiers.fault_plan import FaultPlan, Rule
 from ..tiers.faulty import FaultyStore
@@ -51,31 +54,57 @@ def expect_nothing_cached(pairs: Pairs, what: str) -> None:
 
 def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
     """Everything leaves the pool and nothing comes back."""
-    scale = bench.scale
-    request_tokens = scale.prompt_tokens + scale.output_tokens
-    pool = 6 * blocks_of(request_tokens)
-    options = {"num_blocks": pool + 1, "max_model_len": request_tokens}
-    params = greedy(scale.output_tokens)
-    with (
-        bench.plain(options) as plain,
-        bench.tiered(options, bench.slab_for(pool)[0], ssd_blocks=8 * pool) as engine,
-    ):
-        pairs = bench.pairs(
-            "no hits", engine, plain,
-            lambda _: [bench.tokens(scale.prompt_tokens) for _ in range(scale.requests)],
-            lambda engine, prompts: engine.run(prompts, params),
-        )  # fmt: skip
-        stored = engine.stats()["stored_blocks"]
-    expect_nothing_cached(pairs, "no hits")
-    asked = (scale.pairs + scale.warm_up) * scale.requests * blocks_of(request_tokens)
-    if stored < max(1, (asked - pool) / 2):
-        raise RunFailed(f"no hits: of {asked} blocks in a pool of {pool} only {stored} left it")
-    figures = pairs.figures(scale.requests * request_tokens)
-    figures |= {"requests": scale.requests, "pool_blocks": pool, "stored_blocks": stored}
+    pairs, figures = _no_hit(bench, DEFAULT_FILTER)
+    pairs_of_all, figures["writing_all"] = _no_hit(bench, "all")
     return figures, {
         "no_hit_throughput": pairs.cpu_ratio,
         "no_hit_throughput_wall": pairs.wall_ratio,
+        "no_hit_throughput_writing_all": pairs_of_all.cpu_ratio,
     }
+
+
+def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
+    """With one admission filter, which has seen the SSD written over."""
+    scale = bench.scale
+    request_tokens = scale.prompt_tokens + scale.output_tokens
+    round_blocks = scale.requests * blocks_of(request_tokens)
+    pool = 6 * blocks_of(request_tokens)
+    ssd = 8 * pool
+    options = {"num_blocks": pool + 1, "max_model_len": request_tokens}
+    params = greedy(scale.output_tokens)
+    slab = bench.slab_for(pool)[0]
+    with (
+        bench.plain(options) as plain,
+        bench.tiered(options, slab, ssd, kv_offload_ssd_admission=admission) as engine,
+    ):
+
+        def prompts() -> Prompts:
+            return [bench.tokens(scale.prompt_tokens) for _ in range(scale.requests)]
+
+        for _ in range(2 + (pool + slab + bench.ssd_room(ssd)) // round_blocks):
+            engine.run(prompts(), params)
+            engine.rest()  # or a disk that is behind would lose blocks unwritten
+        before = engine.stats()["stored_blocks"]
+        pairs = bench.pairs(
+            "no hits", engine, plain,
+            lambda _: prompts(),
+            lambda engine, prompts: engine.run(prompts, params),
+        )  # fmt: skip
+        stored = engine.stats()["stored_blocks"] - before
+        written = engine.stats()["traffic"]["ssd"]
+    expect_nothing_cached(pairs, "no hits")
+    asked = (scale.pairs + scale.warm_up) * round_blocks
+    if stored < max(1, (asked - pool) / 2):
+        raise RunFailed(f"no hits: of {asked} blocks in a pool of {pool} only {stored} left it")
+    figures = pairs.figures(scale.requests * request_tokens)
+    figures |= {
+        "requests": scale.requests,
+        "pool_blocks": pool,
+        "stored_blocks": stored,
+        "admission": admission,
+        "unadmitted_blocks": written["unadmitted_blocks"],
+    }
+    return pairs, figures
 
 
 def worst_case(bench: Bench) -> tuple[Figures, dict[str, float]]:

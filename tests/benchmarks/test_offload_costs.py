@@ -62,7 +62,9 @@ def test_all_sections_of_a_tiny_plan(
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     figures = written["figures"]
     assert figures["sections"] == list(COSTS)
-    assert figures["no_hit"]["pairs"] == TINY.pairs
+    no_hit = figures["no_hit"]
+    assert no_hit["pairs"] == no_hit["writing_all"]["pairs"] == TINY.pairs
+    assert no_hit["unadmitted_blocks"] > 0 == no_hit["writing_all"]["unadmitted_blocks"]
     assert list(figures["worst_case"]) == [
         f"50% hits, prefix 96, {speed} tier" for speed in ("normal", "slow")
     ]
@@ -129,7 +131,11 @@ def test_loads_that_bring_other_bytes_end_it(
         sections.MEASURE[name](bench)
 
 
-def test_a_pool_without_pressure_is_no_figure(bench: offload_bench.Bench) -> None:
+def test_a_pool_that_nothing_leaves_is_no_figure(
+    bench: offload_bench.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = MeasuredEngine.stats
+    monkeypatch.setattr(MeasuredEngine, "stats", lambda self: real(self) | {"stored_blocks": 7})
     bench.scale = dataclasses.replace(TINY, requests=1, pairs=1, warm_up=0)
     with pytest.raises(RunFailed, match="only 0 left it"):
         sections.no_hit(bench)
