@@ -2,19 +2,24 @@
 """Threads that move runs of neighbouring slots, each several at a time: together, the depth of the
 queue that the disk sees.
 
-A batch is cut into shares as large as a run: waking another thread costs as much as writing a small
-block, so scattered blocks go over together, and a small batch to few threads. A thread begins as
-many runs as fit into its part of the bytes under way, looks at whichever come back while the disk
-goes on with the others, and takes the next share before the last one is over. Knows nothing of what
-is done with a run.
+    start ──► shares, each as large as a run ◄── taken by every thread that is awake and has room
+          ──► a token for one thread that sleeps
+
+A thread begins as many runs as fit into its part of the bytes under way, looks at whichever come
+back while the disk goes on with the others, and takes the next share before the last one is over.
+One thread keeps a disk busy with one batch, so one is woken: the others would take processors from
+whoever computes, which cost steps of an engine as much as the writing itself. Several batches at
+once wake several, and so does one whose blocks are dear to prepare or to check. Knows nothing of
+what is done with a run.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from .io_lane import IoLane, Work
 from .slot_file import SlotFile, runs
@@ -28,7 +33,8 @@ class IoPool:
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
-        self._tasks: SimpleQueue[tuple[Work, list[range]] | None] = SimpleQueue()
+        self._shares: deque[tuple[Work, list[range]]] = deque()
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
@@ -37,19 +43,23 @@ class IoPool:
         for thread in self._threads:
             thread.start()
 
-    def start(self, slots: Sequence[int], work: Work, *, singly: bool = False) -> None:
-        """Have `work` done on the runs of the ascending `slots`, or on each slot by itself. Never
-        waits."""
+    def start(
+        self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
+    ) -> None:
+        """Have `work` done on the runs of the ascending `slots`, or on each slot by itself; spread
+        over all threads, or by those that are awake and one more. Never waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
-        for part in shares(found, longest):
-            self._tasks.put((work, part))
+        parts = shares(found, longest)
+        self._shares.extend((work, part) for part in parts)
+        for _ in parts if spread else parts[:1]:
+            self._tokens.put(True)
 
     def close(self, deadline: float) -> bool:
         """Let the threads end after what has been started; False if one has not by `deadline`
         (monotonic). No `start` may follow."""
         for _ in self._threads:
-            self._tasks.put(None)
+            self._tokens.put(False)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -57,30 +67,22 @@ class IoPool:
     def _run(self) -> None:
         lane = IoLane(self._slot_file, self._lane_bytes)
         try:
-            while (task := self._tasks.get()) is not None:
-                lane.take(*task)
-                del task  # or the last batch's buffers would live until the next one
-                if self._is_over(lane):
-                    break
+            while self._tokens.get():
+                self._drain(lane)
         finally:
             lane.close()
 
-    def _is_over(self, lane: IoLane) -> bool:
-        """Work until there is nothing in hand; whether the end was met on the way."""
-        is_over = False
-        while lane.is_busy:
-            while not is_over and lane.has_room:
+    def _drain(self, lane: IoLane) -> None:
+        """Work until there is no share to take and nothing in hand."""
+        while True:
+            while lane.has_room and self._shares:
                 try:
-                    task = self._tasks.get_nowait()
-                except Empty:
+                    lane.take(*self._shares.popleft())
+                except IndexError:  # somebody was quicker
                     break
-                if task is None:
-                    is_over = True
-                else:
-                    lane.take(*task)
-                del task
+            if not lane.is_busy:
+                return
             lane.turn()
-        return is_over
 
 
 def shares(found: Sequence[range], longest: int) -> list[list[range]]:

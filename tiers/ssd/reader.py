@@ -63,7 +63,8 @@ class Reader:
         self._pool.start(
             [part.entry.slot for part in ordered],
             _Reading(self, ordered),
-            singly=any(part.entry.encoded_bytes for part in ordered),
+            singly=(encoded := any(part.entry.encoded_bytes for part in ordered)),
+            spread=encoded or self.state.seal is not None,
         )
 
     def close(self, deadline: float) -> bool:

@@ -72,7 +72,12 @@ class RecordWriter:
         slots = [entry.slot for _, entry in batch.placed]
         with self.state.lock:  # or a run could end before it is counted
             # Only once it is encoded is known how long a block becomes.
-            self._pool.start(slots, _Writing(self, batch), singly=self.encodes)
+            self._pool.start(
+                slots,
+                _Writing(self, batch),
+                singly=self.encodes,
+                spread=self.encodes or self.state.seal is not None,
+            )
             batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:

@@ -91,7 +91,7 @@ def test_a_store_without_that_order_is_noticed(
 ) -> None:
     """The test above has power: it sees rows that are not written, and slots that are written
     while a row still names them. The latter takes a kill between the two."""
-    for trial in range(30):
+    for trial in range(90):
         log, ledger = memory_path / f"log-{trial}", Ledger()
         churn_and_kill(nursery, memory_path / "ssd", log, 0.5, rng, plant)
         ledger.read(log.read_bytes())
@@ -102,7 +102,7 @@ def test_a_store_without_that_order_is_noticed(
         if verdict.stats.rejected:
             assert verdict.stats.rejected.keys() == {"key"}
             return
-    pytest.fail("30 kills did not show it")
+    pytest.fail("90 kills did not show it")
 
 
 def test_rows_leave_before_slots_are_written_and_come_after_the_sync(

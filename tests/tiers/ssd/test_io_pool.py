@@ -64,15 +64,43 @@ class Meeting:
         return ()
 
 
-def test_work_is_done_on_all_threads_and_they_end(tmp_path: Path) -> None:
+def test_work_that_is_spread_is_done_on_all_threads_and_they_end(tmp_path: Path) -> None:
     slot_file = SlotFile(tmp_path / "blocks", SMALL, 64)
     slot_file.run_slots = 1  # so that three slots are three shares
     pool, work = IoPool(slot_file, 3, "test-pool", MIB), Meeting(3)
-    pool.start([1, 5, 9], work)
+    pool.start([1, 5, 9], work, spread=True)
     wait_until(lambda: len(work.results) == 3)
     assert {name for name, _ in work.seen} == {"test-pool-0", "test-pool-1", "test-pool-2"}
     assert sorted(run.start for _, run in work.seen) == [0, 1, 2]
     assert all(isinstance(result, KeyError) for result in work.results)
+    assert pool.close(time.monotonic() + SECONDS)
+    slot_file.close()
+
+
+def test_a_batch_wakes_one_thread_and_the_next_one_another(tmp_path: Path) -> None:
+    slot_file = SlotFile(tmp_path / "blocks", SMALL, 64)
+    slot_file.run_slots = 1
+    pool, alone, held = IoPool(slot_file, 3, "test-pool", MIB), Meeting(1), Meeting(2)
+    pool.start([1, 5, 9], alone)
+    wait_until(lambda: len(alone.results) == 3)
+    assert len({name for name, _ in alone.seen}) == 1
+    pool.start([1], held)  # one thread waits in it for a second one
+    pool.start([2], held)
+    wait_until(lambda: len(held.results) == 2)
+    assert len({name for name, _ in held.seen}) == 2
+    assert pool.close(time.monotonic() + SECONDS)
+    slot_file.close()
+
+
+def test_a_thread_that_is_awake_helps_with_the_next_batch(tmp_path: Path) -> None:
+    slot_file = SlotFile(tmp_path / "blocks", SMALL, 64)
+    slot_file.run_slots = 1
+    pool, held, more = IoPool(slot_file, 1, "test-pool", MIB), Meeting(2), Meeting(1)
+    pool.start([1], held)
+    wait_until(lambda: held._barrier.n_waiting == 1)
+    pool.start([2, 3], more)
+    held._barrier.wait(SECONDS)
+    wait_until(lambda: len(more.results) == 2 and len(held.results) == 1)
     assert pool.close(time.monotonic() + SECONDS)
     slot_file.close()
 
