@@ -61,12 +61,15 @@ class Bench:
         prompts_of: Callable[[int], Prompts],
         ask: Callable[[MeasuredEngine, Prompts], Run],
         window: int = 1,
+        needs_more: Callable[[Pairs], bool] = lambda _: False,
     ) -> Pairs:
-        """As many as the scale wants, or as give so many windows."""
+        """As many as the scale wants, or as give so many windows, and more where those taken leave
+        something open."""
         scale = self.scale
         return take_pairs(
             engine, plain, prompts_of, ask, window=window,
             pairs=scale.pairs + window - 1, warm_up=scale.warm_up, told=lambda: self._told(what),
+            more=scale.more_pairs, needs_more=needs_more,
         )  # fmt: skip
 
     def slab_for(self, request_blocks: int) -> tuple[int, int]:

@@ -91,10 +91,14 @@ def take_pairs(
     warm_up: int,
     told: Callable[[], None],
     window: int = 1,
+    more: int = 0,
+    needs_more: Callable[[Pairs], bool] = lambda _: False,
 ) -> Pairs:
-    """Who comes first changes from pair to pair. Raises OtherTokens and RunFailed."""
+    """Who comes first changes from pair to pair. Where those taken leave something open, `more` of
+    them are. Raises OtherTokens and RunFailed."""
     taken = Pairs(window=window)
-    for number in range(warm_up + pairs):
+    number, total = -1, warm_up + pairs
+    while (number := number + 1) < total:
         prompts = prompts_of(number)
         if number % 2:
             run, without = ask(engine, prompts), ask(plain, prompts)
@@ -104,6 +108,8 @@ def take_pairs(
         if number >= warm_up:
             taken.with_tiers.append(run)
             taken.without.append(without)
+            if len(taken.without) == pairs and needs_more(taken):
+                total += more
         told()
     return taken
 

@@ -30,6 +30,7 @@ from .offload_probe import read_seconds
 from .offload_scale import (
     CONVOY,
     MIXES,
+    NEAR_WORST_CASE,
     NO_HIT,
     NORMAL,
     SLOW,
@@ -131,7 +132,7 @@ def _cells(bench: Bench, prefix: int, speed: str, delay_seconds: float) -> Figur
     options = {"num_blocks": 1 + request + request // 4, "max_model_len": request_tokens}
     slab, num_known = bench.slab_for(request)
     asked = scale.prefixes[prefix] * sum(
-        scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes
+        scale.warm_up + pairs_of(mix, scale) + scale.more_pairs for mix in scale.mixes
     )
     ssd = (num_known + FILLERS + asked) * request
     stores: list[FaultyStore] = []
@@ -179,6 +180,7 @@ def _cell(
     pairs = bench.pairs(
         name, engine, plain, prompts_of,
         lambda engine, prompts: engine.run(prompts, params, one_by_one=True), window,
+        lambda taken: taken.cpu_ratio < NEAR_WORST_CASE,
     )  # fmt: skip
     expect_nothing_cached(pairs, name)
     found = _num_found(engine) - before

@@ -212,6 +212,25 @@ def test_sides_take_turns() -> None:
     assert figures["wall_seconds_without"] == 2.0
 
 
+@pytest.mark.parametrize("near", [True, False])
+def test_what_is_left_open_takes_more_pairs_once(near: bool) -> None:
+    seen: list[int] = []
+
+    def needs_more(taken: Pairs) -> bool:
+        seen.append(len(taken.without))
+        return near
+
+    numbers: list[int] = []
+    pairs = take_pairs(
+        fake(), fake(), lambda number: [[numbers.append(number) or number]],
+        lambda engine, prompts: cast("Any", engine).run(prompts),
+        pairs=3, warm_up=1, told=lambda: None, more=4, needs_more=needs_more,
+    )  # fmt: skip
+    assert seen == [3]
+    assert len(pairs.without) == len(pairs.with_tiers) == (7 if near else 3)
+    assert numbers == list(range(8 if near else 4)), "mixes go on"
+
+
 def test_the_ratio_is_the_median_of_ratios() -> None:
     runs = [[Run([], {}, seconds) for seconds in side] for side in ([4.0, 1.0, 2.0], [2.0] * 3)]
     assert Pairs(runs[0], runs[1]).cpu_ratio == 1.0
