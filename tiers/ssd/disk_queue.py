@@ -30,6 +30,10 @@ Result = int | Exception
 class DiskQueue(Protocol):
     """Belongs to one thread."""
 
+    @property
+    def is_blocking(self) -> bool:
+        """Whether its thread waits for each request, so that only threads make several at once."""
+
     def start(self, number: int, is_write: bool, vector: Sequence[memoryview], offset: int) -> None:
         """Have the buffers filled from, or written to, the file at `offset`. Never waits for the
         disk where that can be helped; may begin as late as `submit`. The number is free again once
@@ -61,6 +65,8 @@ def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
 class BlockingQueue:
     """A request is over when `start` returns."""
 
+    is_blocking = True
+
     def __init__(self, direct: int | None, buffered: int) -> None:
         self._descriptors = [buffered] if direct is None else [direct, buffered]
         self._done: list[tuple[int, Result]] = []
@@ -81,6 +87,8 @@ class BlockingQueue:
 
 class AioQueue:
     """Requests are with the kernel until `finished`."""
+
+    is_blocking = False
 
     def __init__(self, context: AioContext, direct: int, buffered: int) -> None:
         self._context = context

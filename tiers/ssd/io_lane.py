@@ -59,6 +59,11 @@ class IoLane:
         self._failed: list[tuple[Work, Done, int]] = []  # that did not get to the disk
 
     @property
+    def is_blocking(self) -> bool:
+        """Whether the disk has one run of it at a time."""
+        return self._disk.is_blocking
+
+    @property
     def is_busy(self) -> bool:
         return bool(self._waiting or self._ready or self._flying or self._failed)
 

@@ -8,9 +8,9 @@ queue that the disk sees.
 A thread begins as many runs as fit into its part of the bytes under way, looks at whichever come
 back while the disk goes on with the others, and takes the next share before the last one is over.
 One thread keeps a disk busy with one batch, so one is woken: the others would take processors from
-whoever computes, which cost steps of an engine as much as the writing itself. Several batches at
-once wake several, and so does one whose blocks are dear to prepare or to check. Knows nothing of
-what is done with a run.
+whoever computes, which cost steps of an engine as much as the writing itself. Several batches wake
+several, and so does one whose blocks are dear to prepare or to check, or whose threads wait
+for each request. Knows nothing of what is done with a run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class IoPool:
         self._shares: deque[tuple[Work, list[range]]] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
+        self._is_blocking = False  # as lanes found it, which are opened by their threads
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -52,7 +53,7 @@ class IoPool:
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
         self._shares.extend((work, part) for part in parts)
-        for _ in parts if spread else parts[:1]:
+        for _ in parts if spread or self._is_blocking else parts[:1]:
             self._tokens.put(True)
 
     def close(self, deadline: float) -> bool:
@@ -66,6 +67,7 @@ class IoPool:
 
     def _run(self) -> None:
         lane = IoLane(self._slot_file, self._lane_bytes)
+        self._is_blocking |= lane.is_blocking
         try:
             while self._tokens.get():
                 self._drain(lane)

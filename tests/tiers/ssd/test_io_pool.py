@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd.disk_queue import DEPTH, DiskQueue, Result
+from stratakv.tiers.ssd.disk_queue import DEPTH, BlockingQueue, DiskQueue, Result
 from stratakv.tiers.ssd.io_lane import Done
 from stratakv.tiers.ssd.io_pool import IoPool, shares
 from stratakv.tiers.ssd.slot_file import Scratch, SlotFile, runs
@@ -92,6 +92,27 @@ def test_a_batch_wakes_one_thread_and_the_next_one_another(tmp_path: Path) -> No
     slot_file.close()
 
 
+def test_threads_that_wait_for_each_request_are_all_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot_file = SlotFile(tmp_path / "blocks", SMALL, 64)
+    slot_file.run_slots = 1
+    opened: list[BlockingQueue] = []
+
+    def blocking(_most: int) -> BlockingQueue:
+        opened.append(BlockingQueue(None, slot_file._buffered))
+        return opened[-1]
+
+    monkeypatch.setattr(slot_file, "open_queue", blocking)
+    pool, work = IoPool(slot_file, 3, "test-pool", MIB), Meeting(3)
+    wait_until(lambda: len(opened) == 3 and pool._is_blocking)
+    pool.start([1, 5, 9], work)
+    wait_until(lambda: len(work.results) == 3)
+    assert len({name for name, _ in work.seen}) == 3
+    assert pool.close(time.monotonic() + SECONDS)
+    slot_file.close()
+
+
 def test_a_thread_that_is_awake_helps_with_the_next_batch(tmp_path: Path) -> None:
     slot_file = SlotFile(tmp_path / "blocks", SMALL, 64)
     slot_file.run_slots = 1
@@ -120,6 +141,7 @@ class CountingQueue:
 
     def __init__(self, real: DiskQueue) -> None:
         self.deepest = 0
+        self.is_blocking = real.is_blocking
         self._real = real
         self._flying = 0
 

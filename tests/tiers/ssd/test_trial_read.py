@@ -81,6 +81,8 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_allowed(
 class _OneAnswer:
     """A disk that gives one answer to whichever thread is first, and the others once released."""
 
+    is_blocking = False
+
     def __init__(self, disk: DiskQueue, answered: threading.Lock, release: threading.Event) -> None:
         self._disk, self._answered, self._release = disk, answered, release
         self._held: list[tuple[int, Result]] = []
