@@ -39,9 +39,8 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stderr is not None
-        with contextlib.suppress(
-            OSError
-        ):  # a host may forbid it; then opening takes a little longer
+        # A host may forbid it; then opening takes a little longer.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         timer = threading.Timer(timeout_seconds, _end, (child, late))
         timer.start()
