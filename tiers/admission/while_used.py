@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from .base import AdmissionFilter
 
 # A use saves about fifty times what a write costs: of the embedded model 3.1 ms against 0.06 of
-# processors on two cores. Larger models save more.
+# processors on two cores. Not measured on a GPU.
 MIN_USES = 0.02
 SAMPLE = 8  # one stretch in so many
 STRETCHES = 64  # in a turnover; the shortest has MIN_STRETCH blocks
