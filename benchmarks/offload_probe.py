@@ -10,7 +10,7 @@ import mmap
 import time
 from pathlib import Path
 
-from ..tiers.base import Answer
+from ..tiers.base import Stored
 from ..tiers.block import BlockLayout, pack_key
 from ..tiers.ssd.store import SsdStore
 from .offload_engines import RunFailed
@@ -40,13 +40,14 @@ def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
 
 def _read(store: SsdStore, buffers: list[memoryview]) -> float:
     keys = [pack_key(number.to_bytes(32, "little")) for number in range(len(buffers))]
-    if not all(store.store(keys, buffers).result(_SECONDS)):
+    outcomes = store.store(keys, buffers).result(_SECONDS)
+    if outcomes.count(Stored.KEPT) != len(keys):
         raise RunFailed("the SSD store did not keep the blocks of the probe")
     taken = []
     for _ in range(_READS):
         began = time.perf_counter()
-        answers = store.load(keys, buffers).result(_SECONDS)
+        proofs = store.load(keys, buffers).result(_SECONDS)
         taken.append(time.perf_counter() - began)
-        if any(answer is not Answer.HIT for answer in answers):
+        if None in proofs:
             raise RunFailed("the SSD store did not give back the blocks of the probe")
     return median(taken)

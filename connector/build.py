@@ -24,6 +24,7 @@ from ..tiers.remote.address import ServerAddress
 from ..tiers.remote.credentials import Credentials
 from ..tiers.ssd.store import SsdStore
 from ..tiers.standby import open_or_wait
+from ..tiers.tag import Tagger
 from ..tiers.write_budget import WriteBudget
 from .device.choice import make_device
 from .economics import Choice
@@ -168,6 +169,7 @@ def _connect(
         read_seconds=settings.read_seconds,
         inclusive=ssd is None or not ssd.exclusive,
         admission=None if ssd is None else _admission(ssd, slab.layout),
+        tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
     )
     device.register_slab(slab)
     scheduler_side = OffloadScheduler(

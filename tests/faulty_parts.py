@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from stratakv.tiers.base import Answer, StoreTier, TierStats
+from stratakv.tiers.base import Answer, Stored, StoreTier, TierStats
 from stratakv.tiers.errors import TierBusy, TierError
+from stratakv.tiers.tag import Proof, Proofs
 
 T = TypeVar("T")
 
@@ -64,13 +65,21 @@ class FaultyStore(StoreTier):
         answers = self._store.lookup(keys)
         return [Answer.MISS if self._mischief.happens("lookup lies") else a for a in answers]
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self._refuse()
         return self._late(self._store.load(keys, buffers), self._lose)
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self._refuse()
-        return self._late(self._store.store(keys, buffers), lambda kept: kept)
+        stored = self._store.store(keys, buffers, proofs)
+        return self._late(stored, lambda outcomes: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         return self._store.drop(keys)
@@ -90,8 +99,8 @@ class FaultyStore(StoreTier):
         if self._mischief.happens("refuses"):
             raise TierError("the call failed")
 
-    def _lose(self, answers: list[Answer]) -> list[Answer]:
-        return [Answer.MISS if self._mischief.happens("load misses") else a for a in answers]
+    def _lose(self, proofs: list[Proof | None]) -> list[Proof | None]:
+        return [None if self._mischief.happens("load misses") else proof for proof in proofs]
 
     def _late(self, inner: Future[T], change: Callable[[T], T]) -> Future[T]:
         """The same result a moment later, or an error in its place."""

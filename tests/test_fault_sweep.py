@@ -28,13 +28,14 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
-from stratakv.tiers.base import Answer, StoreTier
+from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.breaker import BreakerState
 from stratakv.tiers.fault_plan import FaultPlan, parse_faults
 from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.ssd.store import SsdStore
+from stratakv.tiers.tag import Proof, Proofs
 
 from .engine.scheduler.conftest import SIZE, reference
 from .random_life import SSD_BASE_BYTES
@@ -83,13 +84,20 @@ class NthFaultyStore(FaultyStore):
         self._arm("lookup")
         return super().lookup(keys)
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self._arm("load")
         return super().load(keys, buffers)
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self._arm("store")
-        return super().store(keys, buffers)
+        return super().store(keys, buffers, proofs)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         self._arm("drop")

@@ -7,12 +7,14 @@ batches: the SSD, later the network. `tiers/memory.py` is the simplest store, an
 
 A caller may rely on this:
 - `lookup` reads memory only, never blocks and changes nothing.
-- A HIT from `load` means the buffer holds exactly the bytes stored under that key in that layout;
-  whatever was damaged, displaced or late is a MISS, counted in `stats`.
+- A proof from `load` means that the buffer holds exactly the bytes stored under that key in that
+  layout; whatever was damaged, displaced or late is a miss (None), counted in `stats`.
 - Answers stand in the order of the keys asked for.
 - Futures end, with a result or a TierError; no call waits for a disk or a socket.
 
 A tier must do this:
+- keep the tag that a block came with (`tag.py`) and give it back with the block; make one only for
+  a block that came without. The digest in a proof from `load` is that of the bytes in the buffer;
 - use the caller's buffers (no copies of payloads), touch them only until the future ends;
 - stay within its capacity in bytes at every moment;
 - bound its queue: refuse with TierBusy rather than grow;
@@ -29,6 +31,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from .block import BlockLayout
+from .tag import Proof, Proofs
 
 
 class Answer(Enum):
@@ -37,6 +40,14 @@ class Answer(Enum):
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"  # on its way in; ask again when a completion was signalled
+
+
+class Stored(Enum):
+    """What became of one block that a store was given."""
+
+    KEPT = "kept"  # now or before
+    REFUSED = "refused"
+    DAMAGED = "damaged"  # the buffer does not hold what its proof says; nothing was kept
 
 
 class ReadSample(NamedTuple):
@@ -89,14 +100,22 @@ class StoreTier(ABC):
         """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""
 
     @abstractmethod
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
-        `block.ALIGNMENT`). Each answer is HIT (verified) or MISS."""
+        `block.ALIGNMENT`). The proof of each block, which was verified; None for a miss."""
 
     @abstractmethod
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        """Keep blocks. The buffers must not change until the future ends. True: kept (now or
-        before). Raises TierBusy where the queue is full."""
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
+        """Keep blocks. The buffers must not change until the future ends. `proofs[i]`, where it is
+        not None, is what the i-th buffer has to hold: the tier compares the digest, and what
+        differs is DAMAGED. Raises TierBusy where the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
         """The tier above has just given these blocks up, given head first: what there is of them
@@ -158,8 +177,24 @@ class SlabTier(ABC):
         head first, and keep it."""
 
     @abstractmethod
-    def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
-        """End reservations: publish (True) or give the slot back (False)."""
+    def commit(
+        self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
+    ) -> None:
+        """End reservations: publish (True) or give the slot back (False). `proofs[i]` came with the
+        i-th block."""
+
+    @abstractmethod
+    def withhold(self, keys: Sequence[bytes]) -> list[int]:
+        """End reservations without giving the slots back: somebody may still write to them. The
+        slots, which stay out of use until `restore`."""
+
+    @abstractmethod
+    def restore(self, slots: Sequence[int]) -> None:
+        """Nobody writes any more to slots that were withheld."""
+
+    @abstractmethod
+    def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
+        """What came with each block; None for a miss, and for a block that came without."""
 
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:

@@ -14,9 +14,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .base import Answer, SlabTier, StoreTier, TierStats
+from .base import Answer, SlabTier, Stored, StoreTier, TierStats
 from .block import BlockLayout, pack_key
 from .errors import InvalidBlock, TierClosed
+from .tag import Proof, Tagger, payload_digest
 
 SECONDS = 10.0  # that an answer may take
 BLOCKS = 8
@@ -30,6 +31,7 @@ def check_store_contract(store: StoreTier) -> None:
     """Everything that `StoreTier` promises and one thread can see."""
     _keeps_what_it_is_given(store)
     _answers_in_the_order_of_the_keys(store)
+    _carries_tags(store)
     _leaves_the_padding_alone(store)
     _takes_a_key_twice(store)
     _drops_and_clears(store)
@@ -73,22 +75,23 @@ def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryvie
 
 
 def put(store: StoreTier, keys: Sequence[bytes]) -> list[bool]:
-    """Store what belongs to the keys and wait."""
-    return store.store(keys, filled_buffers(keys, store.layout)).result(SECONDS)
+    """Store what belongs to the keys and wait; which blocks were kept."""
+    outcomes = store.store(keys, filled_buffers(keys, store.layout)).result(SECONDS)
+    return [outcome is Stored.KEPT for outcome in outcomes]
 
 
 def fetch(store: StoreTier, keys: Sequence[bytes]) -> list[bytes | None]:
     """The payloads of hits, None for misses. A hit with other bytes is a broken contract."""
     buffers = make_buffers(len(keys), store.layout)
-    answers = store.load(keys, buffers).result(SECONDS)
-    _expect("one answer for each key", len(keys), len(answers))
+    proofs = store.load(keys, buffers).result(SECONDS)
+    _expect("one answer for each key", len(keys), len(proofs))
     found: list[bytes | None] = []
-    for key, answer, buffer in zip(keys, answers, buffers, strict=True):
-        if answer is Answer.MISS:
+    for key, proof, buffer in zip(keys, proofs, buffers, strict=True):
+        if proof is None:
             found.append(None)
             continue
-        _expect("HIT or MISS from load", Answer.HIT, answer)
         payload = bytes(buffer[: store.layout.page_bytes])
+        _expect("the digest of the bytes that came", payload_digest(payload), proof.digest)
         if payload != payload_of(key, store.layout):
             raise ContractBroken(f"a hit brought other bytes than were stored under {key.hex()}")
         found.append(payload)
@@ -102,7 +105,7 @@ def _keeps_what_it_is_given(store: StoreTier) -> None:
     future = store.store(keys, filled_buffers(keys, store.layout))
     early = set(store.lookup(keys)) - {Answer.PENDING, Answer.HIT}
     _expect("blocks being stored to be PENDING or HIT", set(), early)
-    _expect("all blocks kept", [True] * BLOCKS, future.result(SECONDS))
+    _expect("all blocks kept", [Stored.KEPT] * BLOCKS, future.result(SECONDS))
     _expect("kept blocks to be found", [Answer.HIT] * BLOCKS, store.lookup(keys))
     _expect("no miss", 0, fetch(store, keys).count(None))
     stats = store.stats()
@@ -125,12 +128,28 @@ def _answers_in_the_order_of_the_keys(store: StoreTier) -> None:
     _expect("loads in the order of the keys", [True, False] * BLOCKS, found)
 
 
+def _carries_tags(store: StoreTier) -> None:
+    tagger = Tagger(store.layout.layout_id(), store.layout.page_bytes)
+    keys = make_keys(3, "tagged")
+    proofs = [tagger.prove(key, payload_of(key, store.layout)) for key in keys]
+    buffers = filled_buffers(keys, store.layout)
+    buffers[1][0] ^= 1
+    outcomes = store.store(keys, buffers, [*proofs[:2], None]).result(SECONDS)
+    expected = [Stored.KEPT, Stored.DAMAGED, Stored.KEPT]
+    _expect("a block that is not what its proof says to be damaged", expected, outcomes)
+    _expect("a damaged block not to be kept", Answer.MISS, store.lookup(keys)[1])
+    found = store.load(keys, make_buffers(3, store.layout)).result(SECONDS)
+    _expect("the proofs of all that was kept", [proofs[0], None, proofs[2]], found)
+    store.drop(keys)
+
+
 def _leaves_the_padding_alone(store: StoreTier) -> None:
     size = store.layout.page_bytes
     buffers = make_buffers(2, store.layout)
     for buffer in buffers:
         buffer[size:] = b"\xa5" * (len(buffer) - size)
-    _expect("two hits", [Answer.HIT] * 2, store.load(make_keys(2), buffers).result(SECONDS))
+    proofs = store.load(make_keys(2), buffers).result(SECONDS)
+    _expect("two hits", 0, proofs.count(None))
     for buffer in buffers:
         untouched = bytes(buffer[size:]) == b"\xa5" * (len(buffer) - size)
         _expect("what lies behind a payload to stay", True, untouched)
@@ -207,6 +226,18 @@ def _pairs_reserve_and_commit(slab: SlabTier) -> None:
     _expect("a kept and a refused block", [Answer.HIT, Answer.MISS], slab.lookup([kept, refused]))
     _expect("one slot in use", slab.num_slots - 1, slab.free_slots())
     _expect_error(InvalidBlock, "a commit of what is not reserved", slab.commit, [kept], [True])
+    proof = Proof(b"t" * 16, b"d" * 16)
+    tagged, late = make_keys(2, "proofs")
+    slab.reserve([tagged, late])
+    slab.commit([tagged], [True], [proof])
+    _expect("what came with each block", [proof, None, None], slab.proofs([tagged, kept, refused]))
+    free = slab.free_slots()
+    withheld = slab.withhold([late])
+    _expect("a withheld block to be a miss", [Answer.MISS], slab.lookup([late]))
+    _expect("a withheld slot not to be free", free, slab.free_slots())
+    slab.restore(withheld)
+    _expect("a restored slot to be free", free + 1, slab.free_slots())
+    slab.drop([tagged])
     _expect("the block's slot", slots[:1], slab.pin([kept]))
     slab.unpin([kept])
     _expect_error(InvalidBlock, "an unpin of what is not pinned", slab.unpin, [kept])

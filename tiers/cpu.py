@@ -24,6 +24,7 @@ from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
 from .shared_memory import Progress, SharedMemory
+from .tag import Proof, Proofs
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,13 @@ log = logging.getLogger(__name__)
 class _Slot:
     """What one known key occupies."""
 
-    __slots__ = ("committed", "index", "pins")
+    __slots__ = ("committed", "index", "pins", "proof")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.pins = 0
         self.committed = False
+        self.proof: Proof | None = None
 
 
 class CpuSlab(SlabTier):
@@ -101,7 +103,9 @@ class CpuSlab(SlabTier):
             self._stats.reserved_blocks += len(indices) - indices.count(None)
             return indices
 
-    def commit(self, keys: Sequence[bytes], ok: Sequence[bool]) -> None:
+    def commit(
+        self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
+    ) -> None:
         """As promised by SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
         reserved."""
         with self._lock:
@@ -109,15 +113,33 @@ class CpuSlab(SlabTier):
             if len(keys) != len(ok) or any(slot is None or slot.committed for slot in slots):
                 raise InvalidBlock("commit takes reserved keys and one verdict for each")
             published = [key for key, kept in zip(keys, ok, strict=True) if kept]
-            for key, slot, kept in zip(keys, slots, ok, strict=True):
+            given = [None] * len(keys) if proofs is None else proofs
+            for key, slot, kept, proof in zip(keys, slots, ok, given, strict=True):
                 assert slot is not None
-                slot.committed = kept
+                slot.committed, slot.proof = kept, proof
                 if not kept:
                     self._release(key, slot)
             self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
             self._stats.stored_blocks += len(published)
             self._stats.stored_bytes += len(published) * self.layout.page_bytes
+
+    def withhold(self, keys: Sequence[bytes]) -> list[int]:
+        """As promised by SlabTier. Raises InvalidBlock for a key that is not reserved."""
+        with self._lock:
+            if any(self._answer(key) is not Answer.PENDING for key in keys):
+                raise InvalidBlock("withhold takes reserved keys")
+            self._stats.reserved_blocks -= len(keys)
+            return [self._slots.pop(key).index for key in keys]
+
+    def restore(self, slots: Sequence[int]) -> None:
+        with self._lock:
+            self._free.extend(slots)
+
+    def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
+        with self._lock:
+            slots = map(self._slots.get, keys)
+            return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
         """As promised by SlabTier. Keys come head first and are touched tail first, so that of a

@@ -18,7 +18,9 @@ from .traffic import Traffic
 
 LATE = "late"
 LATE_WRITE = "late_write"
-REFUSED = "refused"  # blocks that a store would not keep
+# Of blocks, and no sign that the store is broken: it would not keep them; the slab's bytes were not
+# what came with them; what was read was stored as another block.
+REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 
 class Faults:
@@ -43,7 +45,7 @@ class Faults:
             breaker.was_late()
         elif reason == LATE_WRITE:
             breaker.hung()
-        elif reason != REFUSED and not isinstance(reason, TierBusy):
+        elif reason not in (REFUSED, DAMAGED, WRONG_TAG) and not isinstance(reason, TierBusy):
             breaker.failed()
 
     def allows(self, store: StoreTier) -> bool:
@@ -99,7 +101,7 @@ class Faults:
         return next(found, keys[-1] if keys else bytes(KEY_BYTES))
 
 
-def check_answers(answers: Sequence[Answer], keys: Sequence[bytes]) -> None:
+def check_answers(answers: Sequence[object], keys: Sequence[bytes]) -> None:
     """Raise ValueError unless there is one for each key."""
     if len(answers) != len(keys):
         raise ValueError(f"{len(answers)} answers to {len(keys)} keys")

@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from .alarm import Alarm
-from .base import Answer, ReadSample, StoreTier, TierStats
+from .base import Answer, ReadSample, Stored, StoreTier, TierStats
 from .errors import InvalidBlock, TierBusy, TierClosed, TierError
 from .fault_plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan
+from .tag import Proof, Proofs
 
 REORDER_SECONDS = 0.1  # a completion that nothing passes stands back no longer than this
 
 _T = TypeVar("_T")
-_Inner = Callable[[Sequence[bytes], Sequence[memoryview]], Future[list[_T]]]
 
 
 class InjectedFault(TierError):
@@ -90,11 +90,30 @@ class FaultyStore(StoreTier):
         answers = self._inner.lookup(keys)
         return [Answer.MISS if i in missing else answer for i, answer in enumerate(answers)]
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
-        return self._run("load", keys, buffers, self._inner.load, Answer.MISS)
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
+        def load(chosen: Sequence[int]) -> Future[list[Proof | None]]:
+            return self._inner.load([keys[i] for i in chosen], [buffers[i] for i in chosen])
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        return self._run("store", keys, buffers, self._inner.store, False)
+        return self._run("load", keys, buffers, load, None)
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
+        given = [None] * len(keys) if proofs is None else proofs
+
+        def store(chosen: Sequence[int]) -> Future[list[Stored]]:
+            return self._inner.store(
+                [keys[i] for i in chosen],
+                [buffers[i] for i in chosen],
+                [given[i] for i in chosen],
+            )
+
+        return self._run("store", keys, buffers, store, Stored.REFUSED)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
@@ -139,7 +158,7 @@ class FaultyStore(StoreTier):
         call: str,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        inner: _Inner[_T],
+        begin: Callable[[Sequence[int]], Future[list[_T]]],
         nothing: _T,
     ) -> Future[list[_T]]:
         self._check(keys, buffers)
@@ -158,15 +177,14 @@ class FaultyStore(StoreTier):
             self._open.add(batch)
             if self._happens(call, "hang"):
                 return batch.future
-        names, memory = [keys[i] for i in batch.chosen], [buffers[i] for i in batch.chosen]
         if delay is None:
             try:
-                self._begin(batch, lambda: inner(names, memory))
+                self._begin(batch, lambda: begin(batch.chosen))
             except BaseException:
                 self._take(batch)
                 raise
         else:
-            self._later(delay, lambda: self._begin_late(batch, lambda: inner(names, memory)))
+            self._later(delay, lambda: self._begin_late(batch, lambda: begin(batch.chosen)))
         return batch.future
 
     def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:

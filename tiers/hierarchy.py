@@ -36,6 +36,7 @@ from .loads import Loads
 from .look_up import LookUp
 from .probes import Probes
 from .read_up import LoadTicket, ReadUp
+from .tag import Proofs, Tagger
 from .tickets import Prefix, StoreTicket
 from .traffic import Traffic
 from .write_backs import WriteBacks
@@ -50,7 +51,10 @@ POLL_SECONDS = 0.05
 
 class Hierarchy:
     """One slab, any number of stores below it, the fastest first. Blocks are written down to each
-    of them. Takes over slab and stores: `close` closes them."""
+    of them. Takes over slab and stores: `close` closes them.
+
+    With a `tagger` nothing is read up whose tag is another than its, for the key asked for. Without
+    one tags are carried and not looked at: those of a server's clients are theirs to judge."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Hierarchy:
         write_seconds: float = WRITE_SECONDS,
         inclusive: bool = True,
         admission: AdmissionFilter | None = None,
+        tagger: Tagger | None = None,
     ) -> None:
         self._slab = slab
         self._stores = list(stores)
@@ -83,6 +88,7 @@ class Hierarchy:
             promoted=self._promoted,
             faults=self._faults,
             traffic=self._traffic,
+            tagger=tagger,
         )
         self._asking = Asking(self._stores, self._faults, self._completions.deliver, self._answered)
         self._look_up = LookUp(slab, self._stores, self._reads, self._faults, self._asking)
@@ -94,6 +100,7 @@ class Hierarchy:
             deliver=self._completions.deliver,
             set_alarm=self._alarm.at,
             unpin=self._unpin,
+            forget=self._forget,
             admission=self._admission,
             faults=self._faults,
             traffic=self._traffic,
@@ -209,17 +216,30 @@ class Hierarchy:
             self._version += 1
         return ticket
 
-    def end_store(self, ticket: StoreTicket, ok: bool | Sequence[bool]) -> None:
-        """The bytes are in the slots (`ok`, of all or of each), or never will be."""
+    def end_store(
+        self, ticket: StoreTicket, ok: bool | Sequence[bool], proofs: Proofs | None = None
+    ) -> None:
+        """The bytes are in the slots (`ok`, of all or of each), or never will be. `proofs[i]`, of
+        each block of the ticket, came with it or was made when it was copied."""
         self._is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
             verdicts = [False] * len(verdicts)
-        self._slab.commit(ticket.keys, verdicts)
+        self._slab.commit(ticket.keys, verdicts, proofs)
         kept = [key for key, verdict in zip(ticket.keys, verdicts, strict=True) if verdict]
         if kept:
             self._write_backs.added(kept)
         self._version += 1
+
+    def withhold(self, ticket: StoreTicket) -> list[int]:
+        """The ticket's end, as for blocks that will never come, where somebody may still write to
+        the slots: they stay out of use until `restore` is given them."""
+        self._version += 1
+        return self._slab.withhold(ticket.keys)
+
+    def restore(self, slots: Sequence[int]) -> None:
+        """Nobody writes any more to slots that were withheld."""
+        self._slab.restore(slots)
 
     def poll(self) -> bool:
         """Take in completions, give up what is late, write back and probe what is due. True if
@@ -324,6 +344,13 @@ class Hierarchy:
         if self._doomed:
             self._slab.drop(list(self._doomed))
             self._doomed.intersection_update(self._slab.keys())
+
+    def _forget(self, keys: list[bytes]) -> None:
+        """Take blocks out of the slab; those that are pinned when they are given back."""
+        self._slab.drop(keys)
+        answers = self._slab.lookup(keys)
+        self._doomed.update(k for k, a in zip(keys, answers, strict=True) if a is Answer.HIT)
+        self._version += 1
 
     def _is_used(self) -> bool:
         return bool(self._reads or self._write_backs.in_flight)

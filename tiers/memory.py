@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .base import Answer, StoreTier, TierStats
+from .base import Answer, Stored, StoreTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.lru import LruPolicy
+from .tag import Proof, Proofs, Tagger, payload_digest
 
 # Called with "lookup", "load", "store" or "drop" and the keys, before anything happens. It may
 # raise a TierError, which the call raises, or return a delay in seconds, after which a load or
@@ -49,7 +50,8 @@ class MemoryStore(StoreTier):
         self.fault = fault
         self._capacity_blocks = capacity_bytes // layout.page_bytes
         self._lock = threading.Condition()
-        self._blocks: dict[bytes, bytes] = {}
+        self._blocks: dict[bytes, tuple[bytes, Proof]] = {}
+        self._tagger = Tagger(layout.layout_id(), layout.page_bytes)
         self._policy = LruPolicy()
         self._pending: dict[bytes, int] = {}  # delayed stores of each key
         self._delayed: dict[Future[Any], threading.Timer] = {}
@@ -63,18 +65,26 @@ class MemoryStore(StoreTier):
         with self._lock:
             return [self._answer(key) for key in keys]
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self._check(keys, buffers)
         delay = self._fault("load", keys)
         return self._complete(delay, lambda: self._load_now(keys, buffers))
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self._check(keys, buffers)
+        given = [None] * len(keys) if proofs is None else list(proofs)
         delay = self._fault("store", keys)
         with self._lock:
             for key in keys:
                 self._pending[key] = self._pending.get(key, 0) + 1
-        return self._complete(delay, lambda: self._store_now(keys, buffers))
+        return self._complete(delay, lambda: self._store_now(keys, buffers, given))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -153,13 +163,13 @@ class MemoryStore(StoreTier):
             self._lock.notify_all()
         future.set_result(result)
 
-    def _load_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Answer]:
+    def _load_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Proof | None]:
         size = self.layout.page_bytes
-        answers = []
+        answers: list[Proof | None] = []
         with self._lock:
             for key, buffer in zip(keys, buffers, strict=True):
-                block = self._blocks.get(key)
-                answers.append(Answer.MISS if block is None else Answer.HIT)
+                block, proof = self._blocks.get(key, (None, None))
+                answers.append(proof)
                 if block is not None:
                     buffer.cast("B")[:size] = block
             hits = [key for key in keys if key in self._blocks]
@@ -170,22 +180,32 @@ class MemoryStore(StoreTier):
             self._stats.loaded_bytes += len(hits) * size
         return answers
 
-    def _store_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+    def _store_now(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], proofs: Proofs
+    ) -> list[Stored]:
         size = self.layout.page_bytes
+        outcomes = []
         with self._lock:
-            for key, buffer in zip(keys, buffers, strict=True):
+            for key, buffer, given in zip(keys, buffers, proofs, strict=True):
                 self._pending[key] -= 1
                 if not self._pending[key]:
                     del self._pending[key]
+                outcomes.append(Stored.KEPT)
                 if key in self._blocks:
                     continue
+                block = bytes(buffer.cast("B")[:size])
+                digest = payload_digest(block)
+                if given is not None and given.digest != digest:
+                    outcomes[-1] = Stored.DAMAGED
+                    continue
                 self._evict(len(self._blocks) + 1 - self._capacity_blocks)
-                self._blocks[key] = bytes(buffer.cast("B")[:size])
+                proof = Proof(self._tagger.tag(key, digest), digest) if given is None else given
+                self._blocks[key] = block, proof
                 self._policy.insert((key,))
                 self._stats.stored_blocks += 1
                 self._stats.stored_bytes += size
             self._policy.touch([key for key in reversed(keys) if key in self._blocks])
-        return [True] * len(keys)
+        return outcomes
 
     def _evict(self, count: int) -> None:
         victims = self._policy.victims(count, lambda _key: True)

@@ -12,9 +12,10 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from .base import Answer, StoreTier
+from .base import StoreTier
 from .completions import Deliver
 from .faults import Faults, check_answers
+from .tag import Proof
 
 
 class Probes:
@@ -60,7 +61,7 @@ class Probes:
             return
         future.add_done_callback(lambda done: self._deliver(lambda: self._ended(store, done)))
 
-    def _ended(self, store: StoreTier, future: Future[list[Answer]]) -> None:
+    def _ended(self, store: StoreTier, future: Future[list[Proof | None]]) -> None:
         try:
             check_answers(future.result(timeout=0), [b""])
         except Exception as error:  # noqa: BLE001 - as above

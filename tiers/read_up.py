@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
-from .base import Answer, SlabTier, StoreTier
+from .base import SlabTier, StoreTier
 from .completions import Deliver
-from .faults import LATE, Faults, check_answers, name_of
+from .faults import LATE, WRONG_TAG, Faults, check_answers, name_of
+from .tag import Proof, Proofs, Tagger
 from .traffic import Traffic
 
 MISSED = "missed"  # the store had not what it had said, or it was damaged
@@ -75,8 +77,8 @@ class Read:
 
 class ReadUp:
     """The reads under way. `set_alarm` is asked to have `give_up_late` called at a moment
-    (seconds, monotonic clock); `promoted` is told which blocks a store has brought. Called by one
-    thread."""
+    (seconds, monotonic clock); `promoted` is told which blocks a store has brought. With a `tagger`
+    only blocks that have its tag are published. Called by one thread."""
 
     def __init__(
         self,
@@ -88,8 +90,10 @@ class ReadUp:
         promoted: Callable[[StoreTier, list[bytes]], None],
         faults: Faults,
         traffic: Mapping[str, Traffic],
+        tagger: Tagger | None,
     ) -> None:
         self._slab = slab
+        self._tagger = tagger
         self._read_seconds = read_seconds
         self._deliver = deliver
         self._set_alarm = set_alarm
@@ -126,7 +130,7 @@ class ReadUp:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(store, error)
             traffic.promotion_failures += 1
-            self._end(read, [Answer.MISS] * len(keys), name_of(error))
+            self._end(read, [None] * len(keys), name_of(error))
             return
         self._set_alarm(read.deadline)
         future.add_done_callback(lambda done: self._deliver(lambda: self._arrived(read, done)))
@@ -146,30 +150,48 @@ class ReadUp:
         for read in self._reads:
             read.wanted = False
 
-    def _arrived(self, read: Read, future: Future[list[Answer]]) -> None:
+    def _arrived(self, read: Read, future: Future[list[Proof | None]]) -> None:
         traffic = self._traffic[read.store.name]
         breaker = self._faults.breakers[read.store.name]
         fault = MISSED
         if read.late:
             breaker.answered_late()
         try:
-            answers = future.result(timeout=0)
-            check_answers(answers, read.keys)
+            proofs = future.result(timeout=0)
+            check_answers(proofs, read.keys)
+            proofs = self._tagged(read, proofs)
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(read.store, error)
-            answers = [Answer.MISS] * len(read.keys)
+            proofs = [None] * len(read.keys)
             traffic.promotion_failures += not read.late  # a late one has been counted
             fault = name_of(error)
         else:
             if not read.late:
                 breaker.succeeded()
             traffic.promotion_seconds.observe(time.monotonic() - read.began)
-        self._end(read, answers, fault)
+        self._end(read, proofs, fault)
 
-    def _end(self, read: Read, answers: Sequence[Answer], fault: str = MISSED) -> None:
+    def _tagged(self, read: Read, proofs: list[Proof | None]) -> list[Proof | None]:
+        """`proofs`, but None for a block whose tag is not of that name and those bytes. The store
+        forgets it, so that it can be stored anew."""
+        tagger = self._tagger
+        if tagger is None:
+            return proofs
+        wrong = {
+            key
+            for key, proof in zip(read.keys, proofs, strict=True)
+            if proof is not None and proof.tag != tagger.tag(key, proof.digest)
+        }
+        if not wrong:
+            return proofs
+        self._faults.count(read.store, WRONG_TAG, len(wrong))
+        self._faults.attempt(read.store, partial(read.store.drop, sorted(wrong)), writing=True)
+        return [None if k in wrong else p for k, p in zip(read.keys, proofs, strict=True)]
+
+    def _end(self, read: Read, proofs: Proofs, fault: str = MISSED) -> None:
         """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
-        ok = [read.wanted and answer is Answer.HIT for answer in answers]
-        self._slab.commit(read.keys, ok)
+        ok = [read.wanted and proof is not None for proof in proofs]
+        self._slab.commit(read.keys, ok, proofs)
         self._promoted(read.store, [key for key, kept in zip(read.keys, ok, strict=True) if kept])
         self._reads.remove(read)
         self._traffic[read.store.name].active_promotions -= 1

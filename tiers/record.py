@@ -3,7 +3,7 @@
 
     offset bytes field
          0     8 magic "STRKVBLK"
-         8     2 record version (1)
+         8     2 record version (2)
         10     2 header bytes (128)
         12     4 flags: the number of the codec that the payload was encoded with, 0 for none
         16     8 payload bytes, as they lie here
@@ -11,9 +11,10 @@
         32    16 layout id
         48    40 key
         88     8 payload bytes once decoded; 0 where there is no codec
-        96    16 reserved, zero
-       112    16 xxh3-128 over bytes 0..111 and the payload, or their seal (`record_seal.py`)
-All integers little-endian. Knows nothing of files or sockets; both write the same header.
+        96    16 tag, as the engine that stored the block made it (`tag.py`)
+       112    16 xxh3-128 over bytes 0..111 and the digest of the payload as it lies here; or the
+                 seal of bytes 0..111 and the payload (`record_seal.py`)
+All integers little-endian. Version 1 had no tag; a record of it is a miss.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import xxhash
 
 from .block import KEY_BYTES
 from .record_seal import Buffer, Seal
+from .tag import NO_TAG, Proof, payload_digest
 
 MAGIC = b"STRKVBLK"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 HEADER_BYTES = 128
-KEY_OFFSET = 48
 LARGEST_CODEC = 255
-_CHECKED_BYTES = 112
-_FIELDS = struct.Struct("<8sHHIQQ16s40sQ16x")
+_TAG_OFFSET, _CHECKED_BYTES = 96, 112
+_FIELDS = struct.Struct("<8sHHIQQ16s40sQ16s")
 
 
 class Defect(Enum):
@@ -54,7 +55,8 @@ class Defect(Enum):
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """The fields of a header that vary, and what seals the record: no reader that expects a seal
-    takes a plain checksum for one, nor the other way round."""
+    takes a plain checksum for one, nor the other way round. Who checks a record learns its tag
+    from it, so that of an expected header does not count."""
 
     key: bytes
     layout_id: bytes
@@ -62,6 +64,7 @@ class RecordHeader:
     generation: int
     codec: int = 0
     decoded_bytes: int = 0
+    tag: bytes = field(default=NO_TAG, compare=False)
     seal: Seal | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -70,8 +73,9 @@ class RecordHeader:
         return self.decoded_bytes if self.codec else self.payload_bytes
 
 
-def encode_header(header: RecordHeader, payload: Buffer) -> bytes:
-    """The 128 header bytes for `payload`, checksum included. Reads the payload once."""
+def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = None) -> bytes:
+    """The 128 header bytes for `payload`, checksum included. `digest` is the payload's, where it is
+    known: then it is not read again, except for a seal."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
     if not 0 <= header.codec <= LARGEST_CODEC:
@@ -86,8 +90,11 @@ def encode_header(header: RecordHeader, payload: Buffer) -> bytes:
         header.layout_id,
         header.key,
         header.decoded_bytes,
+        header.tag,
     )
-    return checked + _proof(checked, payload, header.seal)
+    if digest is None:
+        digest = payload_digest(payload)
+    return checked + _checksum(checked, payload, digest, header.seal)
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:
@@ -95,21 +102,28 @@ def decode_header(raw_header: Buffer) -> RecordHeader | None:
     if len(raw_header) < HEADER_BYTES or bytes(raw_header[: len(MAGIC)]) != MAGIC:
         return None
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
-    _magic, _version, _size, flags, length, generation, layout_id, key, decoded = fields
-    return RecordHeader(key, layout_id, length, generation, flags, decoded)
+    _magic, _version, _size, flags, length, generation, layout_id, key, decoded, tag = fields
+    return RecordHeader(key, layout_id, length, generation, flags, decoded, tag)
 
 
 def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """None if the record is exactly the expected one, else the first defect found.
+    """None if the record is exactly the expected one, else the first defect found."""
+    found = verify_record(raw_header, payload, expected)
+    return found if isinstance(found, Defect) else None
 
-    The payload is hashed last, so that a misdirected read costs no hashing.
-    """
+
+def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Proof | Defect:
+    """The tag of a record that is exactly the expected one, with the digest of its payload; else
+    the first defect found. The payload is hashed last, so that a misdirected read costs nothing."""
     defect = check_fields(raw_header, payload, expected)
     if defect is not None:
         return defect
+    checked = bytes(raw_header[:_CHECKED_BYTES])
+    digest = payload_digest(payload)
     found = bytes(raw_header[_CHECKED_BYTES:HEADER_BYTES])
-    wanted = _proof(bytes(raw_header[:_CHECKED_BYTES]), payload, expected.seal)
-    return None if hmac.compare_digest(found, wanted) else Defect.CHECKSUM
+    if not hmac.compare_digest(found, _checksum(checked, payload, digest, expected.seal)):
+        return Defect.CHECKSUM
+    return Proof(checked[_TAG_OFFSET:], digest)
 
 
 def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
@@ -117,7 +131,7 @@ def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
-    magic, version, size, flags, length, generation, layout_id, key, decoded = fields
+    magic, version, size, flags, length, generation, layout_id, key, decoded, _tag = fields
     if magic != MAGIC:
         return Defect.MAGIC
     if version != RECORD_VERSION or size != HEADER_BYTES:
@@ -137,11 +151,7 @@ def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) ->
     return None
 
 
-def _proof(checked: bytes, payload: Buffer, seal: Seal | None) -> bytes:
-    return _checksum(checked, payload) if seal is None else seal.digest(checked, payload)
-
-
-def _checksum(checked: bytes, payload: Buffer) -> bytes:
-    hasher = xxhash.xxh3_128(checked)
-    hasher.update(payload)
-    return hasher.digest()
+def _checksum(checked: bytes, payload: Buffer, digest: bytes, seal: Seal | None) -> bytes:
+    if seal is not None:
+        return seal.digest(checked, payload)
+    return xxhash.xxh3_128_digest(checked + digest)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from .base import Answer, ReadSample, StoreTier, TierStats
+from .base import Answer, ReadSample, Stored, StoreTier, TierStats
 from .block import BlockLayout
 from .errors import TierDown, TierError
+from .tag import Proof, Proofs
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,26 @@ class StandbyStore(StoreTier):
         store = self._store
         return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         store = self._store
-        return _done([Answer.MISS] * len(keys)) if store is None else store.load(keys, buffers)
+        if store is None:
+            nothing: list[Proof | None] = [None] * len(keys)
+            return _done(nothing)
+        return store.load(keys, buffers)
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         """As promised by StoreTier. While it is down blocks are refused, not queued."""
         store = self._store
-        return _done([False] * len(keys)) if store is None else store.store(keys, buffers)
+        if store is None:
+            return _done([Stored.REFUSED] * len(keys))
+        return store.store(keys, buffers, proofs)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         if self._store is not None:

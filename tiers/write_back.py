@@ -39,7 +39,8 @@ FILL_SECONDS = 1.0  # how long a batch waits to be full
 class WriteBack:
     """Moves blocks from `slab` to `store`. `watermark` is the fraction of slots below which free
     slots start the writing; `fill_seconds` bounds the wait for a full batch; `unpin` gives slots
-    back; `set_alarm` is asked to have `pump` called at a moment. Called by one thread."""
+    back; `forget` takes damaged blocks out of the slab; `set_alarm` is asked to have `pump` called
+    at a moment. Called by one thread."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class WriteBack:
         deliver: Deliver,
         set_alarm: Callable[[float], None],
         unpin: Callable[[list[bytes]], None],
+        forget: Callable[[list[bytes]], None],
         admission: AdmissionFilter,
         faults: Faults,
         traffic: Traffic,
@@ -79,6 +81,7 @@ class WriteBack:
             deliver=deliver,
             set_alarm=set_alarm,
             unpin=unpin,
+            forget=forget,
             faults=faults,
             traffic=traffic,
         )

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from .base import SlabTier, StoreTier
+from .base import SlabTier, Stored, StoreTier
 from .completions import Deliver
 from .errors import TierBusy
-from .faults import LATE_WRITE, REFUSED, Faults
+from .faults import DAMAGED, LATE_WRITE, REFUSED, Faults, check_answers
 from .traffic import Traffic
 
 # What a write may take. All that is in flight before it is at most three batches, which the slowest
@@ -45,8 +45,8 @@ class Batch:
 
 
 class Writes:
-    """To `store`, from `slab`. `unpin` gives slots back; `set_alarm` is asked to have
-    `give_up_late` called at a moment."""
+    """To `store`, from `slab`. `unpin` gives slots back; `forget` takes blocks out of the slab that
+    are not what came with them; `set_alarm` is asked to have `give_up_late` called at a moment."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Writes:
         deliver: Deliver,
         set_alarm: Callable[[float], None],
         unpin: Callable[[list[bytes]], None],
+        forget: Callable[[list[bytes]], None],
         faults: Faults,
         traffic: Traffic,
     ) -> None:
@@ -66,6 +67,7 @@ class Writes:
         self._deliver = deliver
         self._set_alarm = set_alarm
         self._unpin = unpin
+        self._forget = forget
         self._faults = faults
         self._breaker = faults.write_breakers[store.name]
         self._announced: float | None = None  # the alarm for a probe
@@ -106,7 +108,8 @@ class Writes:
         if batch.is_probe:
             self._breaker.probe_began()
         try:
-            future = self._store.store(keys, [self._slab.buffer(slot) for slot in slots])
+            buffers = [self._slab.buffer(slot) for slot in slots]
+            future = self._store.store(keys, buffers, self._slab.proofs(keys))
         except TierBusy as error:
             self._unpin(keys)
             self._faults.count(self._store, error)
@@ -171,7 +174,7 @@ class Writes:
                 self._alarm_at = min(waiting)
                 self._set_alarm(self._alarm_at)
 
-    def _ended(self, batch: Batch, future: Future[list[bool]]) -> None:
+    def _ended(self, batch: Batch, future: Future[list[Stored]]) -> None:
         self._batches.remove(batch)
         self._traffic.active_cascades -= 1
         self._unpin(batch.keys)
@@ -179,14 +182,20 @@ class Writes:
             self._traffic.late_write_blocks -= len(batch.keys)
             self._breaker.answered_late()
         try:
-            refused = future.result(timeout=0).count(False)
+            outcomes = future.result(timeout=0)
+            check_answers(outcomes, batch.keys)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(batch, error)
             return
         self._end_probe(batch, answered=True)
         self._taken_at = time.monotonic()
-        if refused:
+        if refused := outcomes.count(Stored.REFUSED):
             self._faults.count(self._store, REFUSED, refused)
+        if Stored.DAMAGED in outcomes:
+            pairs = zip(batch.keys, outcomes, strict=True)
+            damaged = [key for key, outcome in pairs if outcome is Stored.DAMAGED]
+            self._faults.count(self._store, DAMAGED, len(damaged))
+            self._forget(damaged)
         if not batch.is_wanted:
             drop = partial(self._store.drop, batch.keys)
             self._faults.attempt(self._store, drop, writing=True)

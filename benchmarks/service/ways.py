@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.v1 import cache_service_pb2 as messages
-from ...tiers.base import Answer
+from ...tiers.base import Stored
 from ...tiers.block import DIGEST_BYTES, pack_key
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
@@ -130,14 +130,15 @@ class ConnectionWay(ServiceWay):
     def store(self, order: Sequence[int]) -> None:
         self._renew(order)
         for keys, buffers in self._parts(order):
-            states = self._connection.store(keys, buffers, time.monotonic() + SECONDS)
+            proofs = [None] * len(keys)
+            deadline = time.monotonic() + SECONDS
+            states = self._connection.store(keys, buffers, proofs, deadline)
             if states.count(State.KEPT) != len(keys):
                 raise WrongWork("the server did not keep every block")
 
     def load(self, order: Sequence[int]) -> None:
         for keys, buffers in self._parts(order):
-            states = self._connection.load(keys, buffers, time.monotonic() + SECONDS)
-            if states.count(State.HIT) != len(keys):
+            if None in self._connection.load(keys, buffers, time.monotonic() + SECONDS):
                 raise WrongWork("the server did not have every block")
 
     def look_up(self, calls: int, keys: int) -> list[float]:
@@ -170,14 +171,14 @@ class TierWay(ServiceWay):
 
     def store(self, order: Sequence[int]) -> None:
         self._renew(order)
-        for kept in [self._tier.store(*part) for part in self._parts(order)]:
-            if not all(kept.result(SECONDS)):
+        for stored in [self._tier.store(*part) for part in self._parts(order)]:
+            if any(outcome is not Stored.KEPT for outcome in stored.result(SECONDS)):
                 raise WrongWork("the server did not keep every block")
         self._check_kind(",".join(self._tier.kinds()))
 
     def load(self, order: Sequence[int]) -> None:
-        for answers in [self._tier.load(*part) for part in self._parts(order)]:
-            if any(answer is not Answer.HIT for answer in answers.result(SECONDS)):
+        for loaded in [self._tier.load(*part) for part in self._parts(order)]:
+            if None in loaded.result(SECONDS):
                 raise WrongWork("the server did not have every block")
         self._check_kind(",".join(self._tier.kinds()))
 

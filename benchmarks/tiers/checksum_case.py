@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...tiers import record
-from ...tiers.ssd import reader
+from ...tiers.ssd import record_writer
 from .contest import Contest
 from .store_case import StoreCase
 from .swap import swapped
@@ -34,8 +34,8 @@ def cost(ratio: float) -> float:
 def _plainly(work: Callable[[], float]) -> Callable[[], float]:
     def plain() -> float:
         with (
-            swapped(record, _checksum=lambda _checked, _payload: bytes(16)),
-            swapped(reader, check_record=lambda _header, _payload, _expected: None),
+            swapped(record, payload_digest=lambda _payload: bytes(16)),
+            swapped(record_writer, payload_digest=lambda _payload: bytes(16)),
         ):
             return work()
 

@@ -19,9 +19,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from ...tiers.base import Answer
+from ...tiers.base import Stored
 from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
+from ...tiers.tag import Proof
 from .contest import Contest, WrongWork
 from .disk_limit import QUEUE_DEPTH, make_limit
 from .scale import MIB, Scale, key_of, layout_of
@@ -96,7 +97,7 @@ class StoreCase:
         """Blocks at random, each once; the page cache has none of them."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
-        flying: deque[tuple[Future[list[Answer]], list[memoryview]]] = deque()
+        flying: deque[tuple[Future[list[Proof | None]], list[memoryview]]] = deque()
         began = time.perf_counter()
         for start in range(0, len(keys), self._batch):
             batch = keys[start : start + self._batch]
@@ -186,11 +187,11 @@ class StoreCase:
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
         """Store new blocks until the last one is acknowledged; bytes a second."""
-        flying: deque[tuple[Future[list[bool]], list[memoryview]]] = deque()
+        flying: deque[tuple[Future[list[Stored]], list[memoryview]]] = deque()
         coming: deque[list[bytes]] = deque()
 
-        def check(kept: list[bool]) -> None:
-            if not all(kept):
+        def check(outcomes: list[Stored]) -> None:
+            if outcomes.count(Stored.KEPT) != len(outcomes):
                 raise WrongWork("the store did not keep a new block")
             self._live += coming.popleft()
 
@@ -234,6 +235,6 @@ class StoreCase:
         check(future.result(_SECONDS))
         self._buffers.append(buffers)
 
-    def _check_read(self, answers: list[Answer]) -> None:
-        if any(answer is not Answer.HIT for answer in answers):
+    def _check_read(self, proofs: list[Proof | None]) -> None:
+        if None in proofs:
             raise WrongWork("the store did not have a block that it kept")

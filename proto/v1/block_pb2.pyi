@@ -35,15 +35,17 @@ class BlockLayout(_message.Message):
     def __init__(self, layout_version: _Optional[int] = ..., num_layers: _Optional[int] = ..., block_size_tokens: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class BlockHeader(_message.Message):
-    __slots__ = ("key", "layout_id", "generation", "payload_bytes", "checksum")
+    __slots__ = ("key", "layout_id", "generation", "payload_bytes", "tag", "payload_digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: BlockKey
     layout_id: bytes
     generation: int
     payload_bytes: int
-    checksum: bytes
-    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., layout_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...
+    tag: bytes
+    payload_digest: bytes
+    def __init__(self, key: _Optional[_Union[BlockKey, _Mapping]] = ..., layout_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., tag: _Optional[bytes] = ..., payload_digest: _Optional[bytes] = ...) -> None: ...

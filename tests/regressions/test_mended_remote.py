@@ -27,7 +27,7 @@ from stratakv.tiers.remote.wire import GREETING, REQUEST, encode_greeting
 from ..tiers.remote.data_plane import TICKET, Plane
 from ..tiers.remote.fault_proxy import FaultProxy
 from ..tiers.remote.raw_http2 import RawConnection
-from ..tiers.remote.rig import LAYOUT, WAIT_SECONDS, running_server, tenant, token_of
+from ..tiers.remote.rig import LAYOUT, WAIT_SECONDS, proof_of, running_server, tenant, token_of
 
 PROXY = "127.0.0.2"
 LOOKUP = "/stratakv.cache.v1.CacheService/Lookup"
@@ -165,8 +165,7 @@ def test_a_block_of_a_server_that_was_cleared() -> None:
     (slot,) = intake.slots
     assert slot is not None
     plane.room.buffer(slot)[:] = payload_of(key, LAYOUT)
-    tag = plane.room.tagger.tag(key, plane.room.buffer(slot))
-    plane.room.end_store(intake, [tag])
+    plane.room.end_store(intake, [proof_of(key, plane.room.buffer(slot))])
     assert plane.room.corrupt_blocks == 0
     plane.close()
 

@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from stratakv.tiers.base import Answer, StoreTier, TierStats
+from stratakv.tiers.base import Answer, Stored, StoreTier, TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
+from stratakv.tiers.tag import Proof, Proofs, Tagger
 
 from .clock import VirtualClock
 
@@ -55,6 +56,7 @@ class SimStore(StoreTier):
     ) -> None:
         self.name = name
         self.layout = layout
+        self._tagger = Tagger(layout.layout_id(), layout.page_bytes)
         self.is_shared = is_shared
         self.mode = "up"
         self.log: list[str] = []
@@ -117,13 +119,20 @@ class SimStore(StoreTier):
         self._clock.after(self._rng.uniform(0.0, soon) if answers else ASK_SECONDS, finish)
         return future
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self._maybe_raise("load")
         for buffer in buffers:
             self._scribble(buffer)  # a read that has begun
         return self._begin("load", lambda: self._load_now(keys, buffers))
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self._maybe_raise("store")
         if self.mode == "full":
             raise TierBusy("the queue is full")
@@ -192,26 +201,26 @@ class SimStore(StoreTier):
             return Answer.PENDING if key in self._asked else Answer.MISS
         return Answer.HIT if key in self._blocks else Answer.MISS
 
-    def _load_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Answer]:
-        answers = []
+    def _load_now(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Proof | None]:
+        answers: list[Proof | None] = []
         for key, buffer in zip(keys, buffers, strict=True):
             page = self._blocks.get(key)
             bad = self.mode == "damaged" and self._rng.random() < 0.5
             if page is None or bad:
                 self._scribble(buffer)  # read, found damaged, and forgotten
                 self._blocks.pop(key, None)
-                answers.append(Answer.MISS)
+                answers.append(None)
             else:
                 buffer[: len(page)] = page
                 self._blocks.move_to_end(key)
-                answers.append(Answer.HIT)
+                answers.append(self._tagger.prove(key, page))
         if self.mode == "flaky" and self._happens():
             return answers[:-1]
         return answers
 
     def _store_now(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], given: Sequence[bytes]
-    ) -> list[bool]:
+    ) -> list[Stored]:
         kept = []
         for key, buffer, page in zip(keys, buffers, given, strict=True):
             if self._page(buffer) != page:
@@ -223,7 +232,7 @@ class SimStore(StoreTier):
                 self._blocks.move_to_end(key)
                 if len(self._blocks) > self._num_blocks:
                     self._blocks.popitem(last=False)
-            kept.append(keeps)
+            kept.append(Stored.KEPT if keeps else Stored.REFUSED)
         return kept
 
     def _maybe_raise(self, what: str) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.read_up import LoadTicket
+from stratakv.tiers.tag import Proof, Proofs
 from stratakv.tiers.traffic import Traffic
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
@@ -50,18 +51,25 @@ class HeldStore(MemoryStore):
         self.written: list[bytes] = []
         self.held: list[Callable[[], None]] = []
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self.batches.append(("load", len(keys)))
         if not self.hold_loads:
             return super().load(keys, buffers)
         return self._hold(lambda: super(HeldStore, self).load(keys, buffers))
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self.written += keys
         self.batches.append(("store", len(keys)))
         if not self.hold_stores:
-            return super().store(keys, buffers)
-        return self._hold(lambda: super(HeldStore, self).store(keys, buffers))
+            return super().store(keys, buffers, proofs)
+        return self._hold(lambda: super(HeldStore, self).store(keys, buffers, proofs))
 
     def release(self) -> None:
         held, self.held = self.held, []
@@ -108,7 +116,7 @@ class Rig:
         """Blocks that only the store has."""
         names = keys(*numbers)
         buffers = [memoryview(bytearray(content(name))) for name in names]
-        assert MemoryStore.store(self.store, names, buffers).result(0) == [True] * len(names)
+        assert MemoryStore.store(self.store, names, buffers).result(0) == [Stored.KEPT] * len(names)
 
     def finish(self, ticket: LoadTicket) -> list[int]:
         """Wait for a load, check what it brought, end it; the indices that are there."""

@@ -52,11 +52,11 @@ VLLM_CBOR = "6b95a5f50035774aa6616ac2a298711d95bae58bef1b408e455c274f6a8d80e6"
 SALT = "a86d7ae709dab2c1ced92caecdb4178ca1a7d9c65b381ca41862ac1b01cf3e03"
 LAYOUT_ID = "87b61d002d36b0fc5fec687f1bd1c032"
 HEADER = (
-    "5354524b56424c4b010080000000000004000000000000000700000000000000"
+    "5354524b56424c4b020080000000000004000000000000000700000000000000"
     "0202020202020202020202020202020201010101010101010101010101010101"
     "0101010101010101010101010101010100000000010000000000000000000000"
-    "00000000000000000000000000000000"
-    "01dabfa1e44b2bf8542fe7a81c95bbcd"
+    "03030303030303030303030303030303"
+    "c0cb386455551d33c494e90bfc688442"
 )
 
 
@@ -238,19 +238,25 @@ def test_impossible_layouts_are_refused(fields: tuple[int, int, int, int, str]) 
 
 
 EXPECTED = RecordHeader(
-    key=pack_key(b"\x01" * 32), layout_id=b"\x02" * 16, payload_bytes=4, generation=7
+    key=pack_key(b"\x01" * 32),
+    layout_id=b"\x02" * 16,
+    payload_bytes=4,
+    generation=7,
+    tag=b"\x03" * 16,
 )
 
 
 ENCODED = replace(EXPECTED, codec=1, decoded_bytes=9)
 # As HEADER, but for the codec, the decoded length and with them the checksum.
-ENCODED_CHECKSUM = "9a4205e581363436b4503d5acd1cfafd"
+ENCODED_CHECKSUM = "8dae6f57de4ab99014df65b24a462a45"
 
 
 def test_encoded_header_vector() -> None:
     header = encode_header(ENCODED, b"abcd")
     plain = bytes.fromhex(HEADER)
-    assert header[:112] == plain[:12] + b"\1\0\0\0" + plain[16:88] + b"\x09" + bytes(23)
+    assert (
+        header[:112] == plain[:12] + b"\1\0\0\0" + plain[16:88] + b"\x09" + bytes(7) + plain[96:112]
+    )
     assert header[112:].hex() == ENCODED_CHECKSUM
     assert decode_header(header) == ENCODED
     assert (ENCODED.block_bytes, EXPECTED.block_bytes) == (9, 4)

@@ -8,16 +8,19 @@ from concurrent.futures import Future
 
 import pytest
 
-from stratakv.tiers.base import Answer, TierStats
+from stratakv.tiers.base import Answer, Stored, TierStats
 from stratakv.tiers.contract import ContractBroken, check_slab_contract, check_store_contract
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.memory import MemoryStore
+from stratakv.tiers.tag import Proof, Proofs
 
 from .blocks import ODD
 
 
 class WrongBytes(MemoryStore):
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         future = super().load(keys, buffers)
         buffers[0][0] ^= 1
         return future
@@ -29,15 +32,22 @@ class WrongOrder(MemoryStore):
 
 
 class Overwriting(MemoryStore):
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         for buffer in buffers:
             buffer[-1] = 0
         return super().load(keys, buffers)
 
 
 class Forgetful(MemoryStore):
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        future = super().store(keys, buffers)
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
+        future = super().store(keys, buffers, proofs)
         self._blocks.pop(keys[-1], None) if keys else None
         return future
 

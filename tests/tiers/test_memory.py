@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierClosed, TierConfigError
 from stratakv.tiers.memory import MemoryStore
@@ -69,7 +69,7 @@ def test_a_delay_leaves_the_store_pending_and_the_caller_free() -> None:
     future = store.store(keys, filled_buffers(keys, SMALL))
     assert store.lookup(keys) == [Answer.PENDING]
     assert time.monotonic() - began < 0.5
-    assert future.result(SECONDS) == [True]
+    assert future.result(SECONDS) == [Stored.KEPT]
     assert time.monotonic() - began >= 0.5
     assert store.lookup(keys) == [Answer.HIT]
 

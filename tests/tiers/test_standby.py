@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.tiers.base import Answer, StoreTier
+from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.hierarchy import Hierarchy
@@ -62,7 +62,7 @@ def standby(place: Place) -> StandbyStore:
 def put_in(store: StoreTier, *numbers: int) -> None:
     names = keys(*numbers)
     buffers = [memoryview(bytearray(content(name))) for name in names]
-    assert store.store(names, buffers).result(5) == [True] * len(names)
+    assert store.store(names, buffers).result(5) == [Stored.KEPT] * len(names)
 
 
 def test_what_is_up_is_opened_as_it_is(place: Place) -> None:
@@ -80,8 +80,8 @@ def test_while_it_is_down_it_is_empty_and_takes_nothing(
     ]
     buffer = memoryview(bytearray(LAYOUT.page_bytes))
     assert store.lookup(keys(1, 2)) == [Answer.MISS] * 2
-    assert store.load(keys(1), [buffer]).result(0) == [Answer.MISS]
-    assert store.store(keys(1), [buffer]).result(0) == [False]
+    assert store.load(keys(1), [buffer]).result(0) == [None]
+    assert store.store(keys(1), [buffer]).result(0) == [Stored.REFUSED]
     store.touch(keys(1))
     assert store.drop(keys(1)) == 0
     assert store.ask(keys(1)) is None and store.trial_read(0.0) is None

@@ -3,8 +3,8 @@
 
 `DataConnection` moves them through a socket, `MemoryConnection` through memory that both ends map,
 `StreamConnection` through gRPC. A caller may rely on this:
-- HIT means that the buffer holds exactly the block; whatever differs is a MISS, and counted in
-  `corrupt_blocks`;
+- a proof means that the buffer holds exactly the block that was stored under the key; whatever
+  differs is a miss, counted in `corrupt_blocks` and named in `corrupt_keys`;
 - buffers are touched until the call ends, and not after it;
 - a call ends at its deadline (monotonic seconds), and then raises ConnectionLost.
 A caller must do this:
@@ -14,9 +14,13 @@ A caller must do this:
 
 from __future__ import annotations
 
+import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+from ..block import BlockLayout
+from ..tag import Proof, Proofs, Tagger
 from .sockets import ConnectionLost
 from .wire import State, Status
 
@@ -35,19 +39,25 @@ class BlockConnection(ABC):
     kind: str  # for people: how blocks move
     boot_id: bytes
     corrupt_blocks: int = 0
+    corrupt_keys: list[bytes]  # of the last load
     is_makeshift: bool = False  # the server offers a better one, which could not be opened
 
     @abstractmethod
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
-        """Fill `buffers[i]` with the block of `keys[i]`; HIT or MISS for each."""
+    ) -> list[Proof | None]:
+        """Fill `buffers[i]` with the block of `keys[i]`; the proof of each, None for a miss."""
 
     @abstractmethod
     def store(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
     ) -> list[State]:
-        """Send the blocks that the server lacks; for each KEPT, or why not."""
+        """Send the blocks that the server lacks; for each KEPT, or why not. DAMAGED: the buffer
+        does not hold what its proof says."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -56,3 +66,36 @@ class BlockConnection(ABC):
     @abstractmethod
     def close(self) -> None:
         """Idempotent."""
+
+
+class Tags:
+    """The tags of one connection: those that its engine makes with a tag key, if it has one, are
+    for the wire; what the engine itself keeps has plain ones. Thread-safe."""
+
+    def __init__(self, layout: BlockLayout, tag_key: bytes | None) -> None:
+        fields = layout.layout_id(), layout.page_bytes
+        self._plain = Tagger(*fields)
+        self._wire = self._plain if tag_key is None else Tagger(*fields, tag_key)
+        self.begin = self._wire.begin
+
+    def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
+        """What goes with a block that was hashed as it was copied; None where its bytes are not
+        what `proof` says."""
+        made = self._wire.end(key, hasher)
+        return made if proof is None or proof.digest == made.digest else None
+
+    def prove(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
+        """As `sent`, of a whole block."""
+        hasher = self.begin(key)
+        hasher.update(payload)
+        return self.sent(key, hasher, proof)
+
+    def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
+        """The proof, for the engine's own tiers, of a block that came with `tag`; None where it
+        is another block than was stored under the key."""
+        made = self._wire.end(key, hasher)
+        if not hmac.compare_digest(made.tag, tag):
+            return None
+        if self._wire is self._plain:
+            return made
+        return Proof(self._plain.tag(key, made.digest), made.digest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of one Store: pieces in, straight into slots of the room, hashed as they come.
 
-    pieces of one block, in order ──► its slot ──► its tag ──► end of the store, a group at a time
+    pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
 A block that the room does not want is read over. Knows nothing of grpc or of waiting.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from ..tag import Proof
 from .holdings import Intake
 from .limits import PIECE_BYTES
 from .messages import read_header
@@ -28,7 +29,7 @@ class _Block:
 
     index: int
     intake: Intake
-    tag: bytes  # that its sender gave it
+    proof: Proof  # that its sender gave it
     target: memoryview | None  # its slot, None where the room does not want it
     hasher: xxhash.xxh3_128
     received: int = 0
@@ -70,7 +71,7 @@ class BlockReceiver:
             block.hasher.update(block.target[block.received : end])
         block.received = end
         if end == self._room.page_bytes:
-            block.is_good = block.target is not None and block.hasher.digest() == block.tag
+            block.is_good = block.target is not None and block.hasher.digest() == block.proof.digest
             self._end_current()
 
     def finish(self) -> list[State]:
@@ -99,15 +100,15 @@ class BlockReceiver:
             raise WireError("the first piece of a block carries its header")
         if count >= MAX_BLOCKS:
             raise WireError(f"one call stores up to {MAX_BLOCKS} blocks")
-        key, tag = read_header(piece.header, self._layout_id, self._room.page_bytes)
+        key, *proof = read_header(piece.header, self._layout_id, self._room.page_bytes)
         intake = self._room.begin_store([key])
         (slot,) = intake.slots
         self._current = _Block(
             piece.index,
             intake,
-            tag,
+            Proof(*proof),
             None if slot is None else self._room.buffer(slot),
-            self._room.tagger.begin(key),
+            xxhash.xxh3_128(),
         )
 
     def _end_current(self) -> None:
@@ -123,8 +124,8 @@ class BlockReceiver:
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()
-            tag = block.tag if block.is_good else None
-            (state,) = self._room.end_store(block.intake, [tag])
+            proof = block.proof if block.is_good else None
+            (state,) = self._room.end_store(block.intake, [proof])
             stored.append((block.intake.keys[0], state))
         stored.reverse()
         # Given twice, or stored by another meanwhile: pending then, perhaps here by now.

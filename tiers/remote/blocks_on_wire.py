@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks through a connection: payload and tag, hashed while the bytes are warm.
+"""Blocks through a connection: payload and what follows it, hashed while the bytes are warm.
 
 Both ends use it. Knows nothing of what the blocks are for.
 """
@@ -7,9 +7,9 @@ Both ends use it. Knows nothing of what the blocks are for.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from .sockets import Connection
-from .wire import TAG_BYTES, Tagger
 
 # What is received or sent between two looks at the hash; fits a core's cache beside the socket's.
 PART_BYTES = 256 * 1024
@@ -17,20 +17,19 @@ SEND_BYTES = 4 * 1024**2  # gathered for one call to the kernel
 
 
 def receive_block(
-    connection: Connection, key: bytes, tagger: Tagger, payload: memoryview, deadline: float
-) -> bytes | None:
-    """Fill `payload`; the block's tag, or None where the bytes do not match it. Raises
+    connection: Connection, hasher: Any, payload: memoryview, trailer_bytes: int, deadline: float
+) -> bytes:
+    """Fill `payload`, which `hasher` is given as it comes; the bytes behind it. Raises
     ConnectionLost."""
-    hasher = tagger.begin(key)
-    tag = bytearray(TAG_BYTES)
+    trailer = bytearray(trailer_bytes)
     left = payload.nbytes
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
         left -= part.nbytes
-        # The tag comes with the last part: one call to the kernel less.
-        connection.receive_all([part] if left else [part, memoryview(tag)], deadline)
+        # The trailer comes with the last part: one call to the kernel less.
+        connection.receive_all([part] if left else [part, memoryview(trailer)], deadline)
         hasher.update(part)
-    return bytes(tag) if tag == hasher.digest() else None
+    return bytes(trailer)
 
 
 def send_blocks(
@@ -39,12 +38,12 @@ def send_blocks(
     blocks: Iterable[tuple[memoryview, bytes]],
     deadline: float,
 ) -> None:
-    """Send `head`, then each payload with its tag, many of them in one call to the kernel. Raises
-    ConnectionLost."""
+    """Send `head`, then each payload with its trailer, many of them in one call to the kernel.
+    Raises ConnectionLost."""
     buffers: list[memoryview | bytes] = [head]
     gathered = 0
-    for payload, tag in blocks:
-        buffers += (payload, tag)
+    for payload, trailer in blocks:
+        buffers += (payload, trailer)
         gathered += payload.nbytes
         if gathered >= SEND_BYTES:
             connection.send(buffers, deadline)

@@ -10,10 +10,11 @@ import ssl
 from collections.abc import Iterator, Sequence
 
 from ..block import BlockLayout
+from ..tag import TAG_BYTES, Proof, Proofs
 from .blocks_on_wire import receive_block, send_blocks
 from .socket_connection import SocketConnection, greet
 from .sockets import Connection, ConnectionLost, connect
-from .wire import State, Verb, encode_request, pack_keys
+from .wire import NO_PROOF, State, Verb, encode_request, pack_keys
 
 
 class DataConnection(SocketConnection):
@@ -32,6 +33,7 @@ class DataConnection(SocketConnection):
         *,
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
+        tag_key: bytes | None = None,
     ) -> DataConnection:
         """Connect and show the ticket. `server_name` is what the certificate must say, `host`
         unless given. Raises ConnectionLost."""
@@ -44,55 +46,76 @@ class DataConnection(SocketConnection):
             raise ConnectionLost(f"{host} port {port}: {error}") from error
         connection = Connection(sock)
         try:
-            return cls(connection, layout, greet(connection, ticket, layout, deadline))
+            return cls(connection, layout, greet(connection, ticket, layout, deadline), tag_key)
         except BaseException:
             connection.close()
             raise
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+    ) -> list[Proof | None]:
         request = self._next(Verb.LOAD, len(keys))
         self._connection.send([encode_request(request) + pack_keys(keys)], deadline)
-        states: list[State] = []
-        while len(states) < len(keys):
+        self.corrupt_keys = []
+        proofs: list[Proof | None] = []
+        while len(proofs) < len(keys):
             reply = self._reply(request, deadline)
-            first = len(states)
+            first = len(proofs)
             if not 0 < reply.blocks <= len(keys) - first:
                 raise ConnectionLost("the server answered for blocks that were not asked for")
-            part = self._states(reply.blocks, deadline)
-            for index, state in enumerate(part, first):
+            for index, state in enumerate(self._states(reply.blocks, deadline), first):
                 if state is State.HIT:
-                    part[index - first] = self._receive(keys[index], buffers[index], deadline)
-                elif state is not State.MISS:
+                    proofs.append(self._receive(keys[index], buffers[index], deadline))
+                elif state is State.MISS:
+                    proofs.append(None)
+                else:
                     raise ConnectionLost(f"the server answered {state.name} to a load")
-            states += part
-        return states
+        return proofs
 
     def store(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
     ) -> list[State]:
         request = self._next(Verb.STORE, len(keys))
         self._connection.send([encode_request(request) + pack_keys(keys)], deadline)
         if self._reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
         states = self._states(len(keys), deadline)
-        send_blocks(self._connection, b"", self._wanted(keys, buffers, states), deadline)
+        wanted = [index for index, state in enumerate(states) if state is State.WANTED]
+        damaged: list[int] = []
+        blocks = self._proven(wanted, keys, buffers, proofs, damaged)
+        send_blocks(self._connection, b"", blocks, deadline)
         if self._reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
-        return self._states(len(keys), deadline)
+        states = self._states(len(keys), deadline)
+        for index in damaged:
+            states[index] = State.DAMAGED
+        return states
 
-    def _wanted(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], states: Sequence[State]
+    def _proven(
+        self,
+        wanted: Sequence[int],
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        damaged: list[int],
     ) -> Iterator[tuple[memoryview, bytes]]:
-        for key, buffer, state in zip(keys, buffers, states, strict=True):
-            if state is State.WANTED:
-                payload = buffer[: self._page_bytes]
-                yield payload, self._tagger.tag(key, payload)
+        """Each wanted payload with its proof; one that is damaged goes with none."""
+        for index in wanted:
+            payload = buffers[index][: self._page_bytes]
+            proof = self._tags.prove(keys[index], payload, proofs[index])
+            if proof is None:
+                damaged.append(index)
+            yield payload, NO_PROOF if proof is None else proof.pack()
 
-    def _receive(self, key: bytes, buffer: memoryview, deadline: float) -> State:
-        payload = buffer[: self._page_bytes]
-        if receive_block(self._connection, key, self._tagger, payload, deadline) is None:
+    def _receive(self, key: bytes, buffer: memoryview, deadline: float) -> Proof | None:
+        hasher, payload = self._tags.begin(key), buffer[: self._page_bytes]
+        tag = receive_block(self._connection, hasher, payload, TAG_BYTES, deadline)
+        proof = self._tags.received(key, hasher, tag)
+        if proof is None:
             self.corrupt_blocks += 1
-            return State.MISS
-        return State.HIT
+            self.corrupt_keys.append(key)
+        return proof

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import xxhash
+
+from ..tag import PROOF_BYTES, Proof, unpack_proof
 from .blocks_on_wire import receive_block, send_blocks
 from .holdings import Loan
 from .session import Session
@@ -57,16 +60,21 @@ class DataSession(Session):
         keys = self._keys(request, deadline)
         room = self._room
         intake = room.begin_store(keys)
-        tags: list[bytes | None] = [None] * len(keys)
+        proofs: list[Proof | None] = [None] * len(keys)
         try:
             wanted = bytes(intake.states)
             self._reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
             for index, slot in enumerate(intake.slots):
                 if slot is not None:
-                    tags[index] = receive_block(
-                        self._connection, keys[index], room.tagger, room.buffer(slot), deadline
-                    )
+                    proofs[index] = self._receive(room.buffer(slot), deadline)
         finally:
             # Blocks that came whole are kept, also of a client that went away after them.
-            states = room.end_store(intake, tags)
+            states = room.end_store(intake, proofs)
         self._reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
+
+    def _receive(self, payload: memoryview, deadline: float) -> Proof | None:
+        """Fill a slot; the proof that came, None where what came has another digest."""
+        hasher = xxhash.xxh3_128()
+        trailer = receive_block(self._connection, hasher, payload, PROOF_BYTES, deadline)
+        proof = unpack_proof(trailer)
+        return proof if proof.digest == hasher.digest() else None

@@ -5,7 +5,8 @@
 
 A part of a copy holds the interpreter's lock for some 15 us, which is less than giving it away and
 getting it back can cost; hashing leaves it to others. A block that was copied after its lease had
-ended is a miss: its slot may have been given to another block. Knows nothing of tickets' origin.
+ended is a miss: its slot may have been given to another block. The clock is looked at before each
+part; a process that is stopped within one writes to a slot that the server then keeps out of use.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..block import BlockLayout
+from ..tag import TAG_BYTES, Proof, Proofs
 from .socket_connection import SocketConnection, welcomed
 from .sockets import Connection, ConnectionLost
 from .wire import (
     MAX_LEASE_SECONDS,
-    NO_TAG,
+    NO_PROOF,
     SLOT_BYTES,
-    TAG_BYTES,
     WELCOME,
     Request,
     State,
@@ -71,9 +72,14 @@ class MemoryConnection(SocketConnection):
     kind = "memory"
 
     def __init__(
-        self, connection: Connection, layout: BlockLayout, welcome: Welcome, memory: mmap.mmap
+        self,
+        connection: Connection,
+        layout: BlockLayout,
+        welcome: Welcome,
+        memory: mmap.mmap,
+        tag_key: bytes | None = None,
     ) -> None:
-        super().__init__(connection, layout, welcome)
+        super().__init__(connection, layout, welcome, tag_key)
         self._memory = memory
         self._num_slots = welcome.num_slots
         self._slot_bytes = welcome.slot_bytes
@@ -83,7 +89,13 @@ class MemoryConnection(SocketConnection):
 
     @classmethod
     def open(
-        cls, path: str, ticket: bytes, layout: BlockLayout, deadline: float
+        cls,
+        path: str,
+        ticket: bytes,
+        layout: BlockLayout,
+        deadline: float,
+        *,
+        tag_key: bytes | None = None,
     ) -> MemoryConnection:
         """Connect, show the ticket and map the memory. Raises ConnectionLost."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,7 +113,7 @@ class MemoryConnection(SocketConnection):
             # A map beyond the end of its file would end this process at the first touch.
             if os.fstat(fd).st_size < size:
                 raise ConnectionLost(f"the server at {path} handed out too little memory")
-            return cls(connection, layout, welcome, mmap.mmap(fd, size))
+            return cls(connection, layout, welcome, mmap.mmap(fd, size), tag_key)
         except OSError as error:
             sock.close()
             raise ConnectionLost(f"{path}: {error}") from error
@@ -121,13 +133,14 @@ class MemoryConnection(SocketConnection):
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+    ) -> list[Proof | None]:
         # The server pins parts while others are copied, as many as a share of its slots allows. Few
         # messages: a server that sleeps is dear to wake.
         parts = self._parts(len(keys), LOAD_BYTES)
         most = max(1, self._num_slots // PINNED_SHARE)
         asked: deque[_Asked] = deque()
-        states: list[State] = []
+        self.corrupt_keys = []
+        proofs: list[Proof | None] = []
         words, must_send = b"", False
         waiting = deque(parts)
         for part in parts:
@@ -140,13 +153,17 @@ class MemoryConnection(SocketConnection):
             if must_send:
                 self._connection.send([words], deadline)
                 words, must_send = b"", False
-            words += self._take_out(asked.popleft(), keys[part], buffers[part], states, deadline)
+            words += self._take_out(asked.popleft(), keys[part], buffers[part], proofs, deadline)
         if words:
             self._connection.send([words], deadline)
-        return states
+        return proofs
 
     def store(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
     ) -> list[State]:
         # While one part is copied the server finds slots for the next and checks the last. Replies
         # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
@@ -155,6 +172,7 @@ class MemoryConnection(SocketConnection):
         asked: deque[_Asked] = deque()
         commits: deque[Request] = deque()
         states: list[State] = []
+        damaged: list[int] = []
         words = b""
         for number, part in enumerate(parts):
             for ahead in parts[number + len(asked) : number + PARTS_AHEAD]:
@@ -164,13 +182,15 @@ class MemoryConnection(SocketConnection):
             if len(commits) == PARTS_AHEAD:
                 states += self._committed(commits.popleft(), sizes[number - PARTS_AHEAD], deadline)
             reserved = self._reserved(asked.popleft(), sizes[number], deadline)
-            tags = self._put_in(reserved, keys[part], buffers[part])
-            commits.append(self._next(Verb.COMMIT, len(tags), reserved.lease))
-            words = encode_request(commits[-1]) + b"".join(tags)
+            brought = self._put_in(reserved, part.start, keys, buffers, proofs, damaged)
+            commits.append(self._next(Verb.COMMIT, len(brought), reserved.lease))
+            words = encode_request(commits[-1]) + b"".join(brought)
         if words:
             self._connection.send([words], deadline)
         for commit, size in zip(commits, sizes[-len(commits) :], strict=True):
             states += self._committed(commit, size, deadline)
+        for index in damaged:
+            states[index] = State.DAMAGED
         return states
 
     def _parts(self, count: int, most_bytes: int) -> list[slice]:
@@ -193,7 +213,7 @@ class MemoryConnection(SocketConnection):
         asked: _Asked,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        done: list[State],
+        done: list[Proof | None],
         deadline: float,
     ) -> bytes:
         """Take the reply to a PIN and copy what it names; the words that let go of it."""
@@ -205,14 +225,16 @@ class MemoryConnection(SocketConnection):
         slots = self._slots(raw[:first])
         tags = [raw[place : place + TAG_BYTES] for place in range(first, len(raw), TAG_BYTES)]
         copy_out, slot_at = self._copy_out, self._slot
-        for index, slot, expected in zip(hits, slots, tags, strict=True):
-            tag = copy_out(keys[index], slot_at(slot), buffers[index])
+        proofs: list[Proof | None] = [None] * len(keys)
+        for index, slot, tag in zip(hits, slots, tags, strict=True):
+            proof = copy_out(keys[index], slot_at(slot), buffers[index], tag)
             if time.monotonic() >= asked.lease_ends:
-                states[index] = State.MISS
-            elif tag != expected:
+                continue
+            proofs[index] = proof
+            if proof is None:
                 self.corrupt_blocks += 1
-                states[index] = State.MISS
-        done += states
+                self.corrupt_keys.append(keys[index])
+        done += proofs
         return encode_request(self._next(Verb.UNPIN, 0, lease))
 
     def _reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
@@ -224,16 +246,26 @@ class MemoryConnection(SocketConnection):
         return _Reserved(lease, asked.lease_ends, wanted, slots)
 
     def _put_in(
-        self, reserved: _Reserved, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self,
+        reserved: _Reserved,
+        first: int,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        damaged: list[int],
     ) -> list[bytes]:
-        """Fill the slots; the tags of what they hold."""
-        tags = []
-        for index, slot in zip(reserved.wanted, reserved.slots, strict=True):
-            if time.monotonic() >= reserved.lease_ends:
-                tags.append(NO_TAG)
-                continue
-            tags.append(self._copy_in(keys[index], buffers[index], self._slot(slot)))
-        return tags
+        """Fill the slots of a part that begins at `first`; the packed proofs of what they are to
+        hold."""
+        packed = []
+        for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
+            index = first + place
+            hasher = self._tags.begin(keys[index])
+            is_whole = self._copy_in(hasher, buffers[index], self._slot(slot), reserved.lease_ends)
+            proof = self._tags.sent(keys[index], hasher, proofs[index]) if is_whole else None
+            if is_whole and proof is None:
+                damaged.append(index)
+            packed.append(NO_PROOF if proof is None else proof.pack())
+        return packed
 
     def _committed(self, commit: Request, count: int, deadline: float) -> list[State]:
         """Take the reply to a COMMIT."""
@@ -264,24 +296,29 @@ class MemoryConnection(SocketConnection):
         first = slot * self._slot_bytes
         return self._view[first : first + self._page_bytes]
 
-    def _copy_out(self, key: bytes, source: memoryview, buffer: memoryview) -> bytes:
-        """The tag of what arrived in `buffer`."""
-        hasher = self._tagger.begin(key)
+    def _copy_out(
+        self, key: bytes, source: memoryview, buffer: memoryview, tag: bytes
+    ) -> Proof | None:
+        """The proof of what arrived in `buffer`; None where it is not the block with this tag."""
+        hasher = self._tags.begin(key)
         if self._page_bytes <= COPY_BYTES and self._page_bytes == buffer.nbytes:
             buffer[:] = source  # as below, without what slices cost
             hasher.update(buffer)
-            return hasher.digest()
+            return self._tags.received(key, hasher, tag)
         for start, end in self._cuts:
             part = buffer[start:end]
             part[:] = source[start:end]
             hasher.update(part)
-        return hasher.digest()
+        return self._tags.received(key, hasher, tag)
 
-    def _copy_in(self, key: bytes, buffer: memoryview, target: memoryview) -> bytes:
-        """The tag of what was meant to be copied; the server hashes what arrived."""
-        hasher = self._tagger.begin(key)
+    def _copy_in(
+        self, hasher: Any, buffer: memoryview, target: memoryview, lease_ends: float
+    ) -> bool:
+        """Hash and copy; the server hashes what arrived. False where the lease ended before."""
         for start, end in self._cuts:
+            if time.monotonic() >= lease_ends:
+                return False
             part = buffer[start:end]
             hasher.update(part)
             target[start:end] = part
-        return hasher.digest()
+        return True

@@ -2,9 +2,10 @@
 """PIN, UNPIN, RESERVE and COMMIT: the client has mapped the room's memory, only slots are named.
 
 What a client holds ends at its time, and with its connection, so that a client that was killed
-holds nothing. A slot that was given back may still be written to by a client that ignores the time:
-that damages blocks of its own tenant only, and readers notice, because they check tags. Knows
-nothing of tickets.
+holds nothing. A client that was stopped in the middle of a copy writes on when it runs again, so
+slots that it reserved stay out of use until it says that it is done with them (COMMIT) or its
+connection ends; its connection does not end by being silent until then. Should it write later
+still, the tags of the blocks tell.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 
+from ..tag import PROOF_BYTES, unpack_proof
 from .holdings import Intake, Loan
 from .limits import Limits
 from .room import Room
@@ -21,8 +23,7 @@ from .session import Draining, Session
 from .sockets import Connection
 from .wire import (
     MAX_LEASE_SECONDS,
-    NO_TAG,
-    TAG_BYTES,
+    NO_PROOF,
     Request,
     State,
     Status,
@@ -46,11 +47,15 @@ class MemorySession(Session):
         super().__init__(connection, room, limits, draining)
         self._leases = count(1)
         self._held: dict[int, tuple[float, Loan | Intake]] = {}
+        self._withheld: dict[int, list[int]] = {}  # slots, by the lease that has ended
 
     def close(self) -> None:
         for _, held in self._held.values():
             self._give_back(held)
         self._held.clear()
+        for slots in self._withheld.values():
+            self._room.restore(slots)
+        self._withheld.clear()
 
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
         return {
@@ -63,6 +68,8 @@ class MemorySession(Session):
     def _wait(self) -> bool:
         silent_until = time.monotonic() + self._limits.idle_seconds
         while True:
+            if self._withheld:
+                silent_until = time.monotonic() + self._limits.idle_seconds
             ends = [end for end, _ in self._held.values()]
             wake = min([silent_until, *ends])
             if self._connection.wait_readable(wake, self._draining.fd):
@@ -113,19 +120,21 @@ class MemorySession(Session):
         self._reply(request, Status.OK, deadline, blocks=len(keys), argument=lease, rest=rest)
 
     def _commit(self, request: Request, deadline: float) -> None:
-        raw = self._connection.receive(request.blocks * TAG_BYTES, deadline)
+        raw = self._connection.receive(request.blocks * PROOF_BYTES, deadline)
         self._expire(time.monotonic())
         _, held = self._held.get(request.argument, (0.0, None))
         if not isinstance(held, Intake):
+            self._room.restore(self._withheld.pop(request.argument, ()))
             self._reply(request, Status.NO_LEASE, deadline)
             return
         if held.states.count(State.WANTED) != request.blocks:
             raise WireError(
-                f"COMMIT brings {request.blocks} tags for {held.states.count(State.WANTED)} slots"
+                f"COMMIT brings {request.blocks} proofs for {held.states.count(State.WANTED)} slots"
             )
-        given = (raw[i : i + TAG_BYTES] for i in range(0, len(raw), TAG_BYTES))
-        tags = [None if slot is None else next(given) for slot in held.slots]
-        checked = self._room.check(held, [None if tag == NO_TAG else tag for tag in tags])
+        given = (raw[i : i + PROOF_BYTES] for i in range(0, len(raw), PROOF_BYTES))
+        packed = [NO_PROOF if slot is None else next(given) for slot in held.slots]
+        proofs = [None if each == NO_PROOF else unpack_proof(each) for each in packed]
+        checked = self._room.check(held, proofs)
         del self._held[request.argument]
         states = self._room.end_store(held, checked)
         self._reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
@@ -137,14 +146,18 @@ class MemorySession(Session):
 
     def _is_full(self, request: Request, deadline: float) -> bool:
         self._expire(time.monotonic())
-        if len(self._held) < MAX_HELD:
+        if len(self._held) + len(self._withheld) < MAX_HELD:
             return False
         self._reply(request, Status.BUSY, deadline)
         return True
 
     def _expire(self, now: float) -> None:
         for lease in [lease for lease, (end, _) in self._held.items() if end <= now]:
-            self._give_back(self._held.pop(lease)[1])
+            _, held = self._held.pop(lease)
+            if isinstance(held, Loan):
+                self._give_back(held)
+            elif slots := self._room.abandon(held):
+                self._withheld[lease] = slots
 
     def _give_back(self, held: Loan | Intake) -> None:
         if isinstance(held, Loan):

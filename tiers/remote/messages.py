@@ -12,7 +12,8 @@ from ...proto.v1.block_pb2 import BlockKey as KeyMessage
 from ...proto.v1.block_pb2 import BlockLayout as LayoutMessage
 from ..block import DIGEST_BYTES, LAYOUT_VERSION, BlockLayout, pack_key, unpack_key
 from ..errors import InvalidBlock
-from .wire import TAG_BYTES, WireError
+from ..tag import TAG_BYTES
+from .wire import WireError
 
 _LAYOUT_ID_BYTES = 16
 _LARGEST_UINT16 = 65535
@@ -50,21 +51,24 @@ def read_layout(message: LayoutMessage) -> BlockLayout:
         raise WireError(str(error)) from error
 
 
-def header_message(key: bytes, layout_id: bytes, payload_bytes: int, tag: bytes) -> HeaderMessage:
+def header_message(
+    key: bytes, layout_id: bytes, payload_bytes: int, tag: bytes, payload_digest: bytes
+) -> HeaderMessage:
     """The header of a block that is sent."""
     digest, group, shard_rank, shard_count = unpack_key(key)
     return HeaderMessage(
         key=KeyMessage(digest=digest, group=group, shard_rank=shard_rank, shard_count=shard_count),
         layout_id=layout_id,
         payload_bytes=payload_bytes,
-        checksum=tag,
+        tag=tag,
+        payload_digest=payload_digest,
     )
 
 
 def read_header(
     message: HeaderMessage, layout_id: bytes, payload_bytes: int
-) -> tuple[bytes, bytes]:
-    """Key and tag of a block in the layout that is expected. Raises WireError."""
+) -> tuple[bytes, bytes, bytes]:
+    """Key, tag and digest of a block in the layout that is expected. Raises WireError."""
     key = message.key
     if len(key.digest) != DIGEST_BYTES or not key.shard_rank < key.shard_count <= _LARGEST_UINT16:
         raise WireError("the header's key is none: see BlockKey in block.proto")
@@ -79,6 +83,10 @@ def read_header(
         raise WireError(
             f"the block has {message.payload_bytes} bytes; expected {payload_bytes} by its layout"
         )
-    if len(message.checksum) != TAG_BYTES:
-        raise WireError(f"a checksum has {TAG_BYTES} bytes, not {len(message.checksum)}")
-    return pack_key(key.digest, key.group, key.shard_rank, key.shard_count), message.checksum
+    tag, digest = message.tag, message.payload_digest
+    if len(tag) != TAG_BYTES or len(digest) != TAG_BYTES:
+        raise WireError(
+            f"tag and payload digest have {TAG_BYTES} bytes each, not {len(tag)} and "
+            f"{len(digest)}; use the same release on both sides"
+        )
+    return pack_key(key.digest, key.group, key.shard_rank, key.shard_count), tag, digest

@@ -8,17 +8,20 @@ a miss, and counted. Knows nothing of what happens on the wire.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from ..base import Answer, StoreTier, TierStats
+from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
-from ..errors import InvalidBlock, TierBusy, TierClosed
+from ..errors import InvalidBlock, TierBusy, TierClosed, TierError
+from ..tag import Proof, Proofs
 from .address import ServerAddress
 from .beliefs import Beliefs
+from .block_connection import BlockConnection
 from .gather import all_of, then
 from .membership import Membership, Rendezvous, StaticMembership
 from .remote_settings import RemoteSettings
@@ -26,21 +29,29 @@ from .server_link import ServerLink
 from .transfers import Transfers
 from .wire import State
 
+log = logging.getLogger(__name__)
+
 NAME = "remote"
+_OUTCOMES = {State.KEPT: Stored.KEPT, State.DAMAGED: Stored.DAMAGED}
 
 
 class _Server:
     """One server's link and its two lanes."""
 
     def __init__(
-        self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
+        self,
+        address: ServerAddress,
+        layout: BlockLayout,
+        settings: RemoteSettings,
+        forget: Callable[[_Server, Sequence[bytes]], None],
     ) -> None:
+        self._forget = forget
         self.link = ServerLink(address, layout, settings)
         size = layout.page_bytes
         self.loads = Transfers(
             self.link,
             "load",
-            lambda connection, *call: connection.load(*call),
+            self._load,
             size=size,
             seconds=settings.load_seconds,
             most_bytes=settings.queue_bytes,
@@ -48,7 +59,7 @@ class _Server:
         self.stores = Transfers(
             self.link,
             "store",
-            lambda connection, *call: connection.store(*call),
+            _store,
             size=size,
             seconds=settings.store_seconds,
             most_bytes=settings.queue_bytes,
@@ -56,6 +67,19 @@ class _Server:
         # Blocks that are being forgotten at the server, and whether all are.
         self.going: dict[bytes, int] = {}
         self.clearing = 0
+
+    def _load(
+        self,
+        connection: BlockConnection,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        _proofs: Proofs,
+        deadline: float,
+    ) -> list[Proof | None]:
+        proofs = connection.load(keys, buffers, deadline)
+        if connection.corrupt_keys:
+            self._forget(self, connection.corrupt_keys)
+        return proofs
 
 
 class RemoteStore(StoreTier):
@@ -73,7 +97,9 @@ class RemoteStore(StoreTier):
         self.layout = layout
         members = membership.members()
         self._owners = Rendezvous(members).owners
-        self._servers = [_Server(member, layout, settings) for member in members]
+        self._servers = [
+            _Server(member, layout, settings, self._drop_corrupt) for member in members
+        ]
         self._lock = threading.Lock()
         self._stats = TierStats()
         self._closed = False
@@ -111,9 +137,11 @@ class RemoteStore(StoreTier):
             return None
         return all_of(futures, lambda: None)
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         self._check(keys, buffers)
-        answers = [Answer.MISS] * len(keys)
+        answers: list[Proof | None] = [None] * len(keys)
         futures = []
         for server, places in self._divided(keys):
             with self._lock:
@@ -122,37 +150,40 @@ class RemoteStore(StoreTier):
             if not places:
                 continue
             wanted = [keys[i] for i in places]
-            moved = server.loads.submit(wanted, [_bytes(buffers[i]) for i in places])
+            memory = [_bytes(buffers[i]) for i in places]
+            moved = server.loads.submit(wanted, memory, [None] * len(wanted))
             futures.append(then(moved, partial(self._loaded, server, places, wanted, answers)))
         return all_of(futures, lambda: self._count_loads(answers))
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         self._check(keys, buffers)
+        given = [None] * len(keys) if proofs is None else proofs
         if not any(server.link.was_up for server in self._servers):
             # Not broken but not there yet: what is computed meanwhile is to be offered again.
             raise TierBusy(f"no server of the {self.name} tier has been attached yet")
-        kept = [False] * len(keys)
+        outcomes = [Stored.REFUSED] * len(keys)
         futures = []
         for server, places in self._divided(keys):
             wanted = [keys[i] for i in places]
             known = server.link.beliefs.answers(wanted)
-            moved = server.stores.submit(wanted, [_bytes(buffers[i]) for i in places])
+            memory = [_bytes(buffers[i]) for i in places]
+            moved = server.stores.submit(wanted, memory, [given[i] for i in places])
             server.link.beliefs.asked(wanted)  # PENDING while they are on their way
             moved.add_done_callback(partial(_sent, server.link.beliefs, wanted))
-            futures.append(then(moved, partial(self._stored, server, places, wanted, known, kept)))
-        return all_of(futures, lambda: kept)
+            futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
+        return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """Has the servers forget the blocks, for every engine. Counts those believed there."""
         self._check_open()
         known = 0
         for server, places in self._divided(keys):
-            gone = [keys[i] for i in places]
-            known += server.link.beliefs.forget(gone)
-            with self._lock:
-                for key in gone:
-                    server.going[key] = server.going.get(key, 0) + 1
-            self._forget(server, partial(server.link.delete, gone), gone)
+            known += self._drop_at(server, [keys[i] for i in places])
         return known
 
     def clear(self) -> None:
@@ -209,38 +240,53 @@ class RemoteStore(StoreTier):
         server: _Server,
         places: Sequence[int],
         keys: Sequence[bytes],
-        answers: list[Answer],
-        states: Sequence[State],
+        answers: list[Proof | None],
+        proofs: Sequence[Proof | None],
     ) -> None:
-        hits = [state is State.HIT for state in states]
-        for i, hit in zip(places, hits, strict=True):
-            answers[i] = Answer.HIT if hit else Answer.MISS
-        server.link.beliefs.learn(keys, hits)
+        for i, proof in zip(places, proofs, strict=True):
+            answers[i] = proof
+        server.link.beliefs.learn(keys, [proof is not None for proof in proofs])
 
-    def _count_loads(self, answers: list[Answer]) -> list[Answer]:
+    def _count_loads(self, answers: list[Proof | None]) -> list[Proof | None]:
         with self._lock:
-            hits = answers.count(Answer.HIT)
-            self._stats.hits += hits
-            self._stats.misses += len(answers) - hits
+            misses = answers.count(None)
+            self._stats.hits += len(answers) - misses
+            self._stats.misses += misses
         return answers
 
     def _stored(
         self,
-        server: _Server,
         places: Sequence[int],
         keys: Sequence[bytes],
         known: Sequence[Answer],
-        kept: list[bool],
+        outcomes: list[Stored],
         states: Sequence[State],
     ) -> None:
-        good = [state is State.KEPT for state in states]
-        for i, ok in zip(places, good, strict=True):
-            kept[i] = ok
+        for i, state in zip(places, states, strict=True):
+            outcomes[i] = _OUTCOMES.get(state, Stored.REFUSED)
         new = {
-            k for k, ok, was in zip(keys, good, known, strict=True) if ok and was is not Answer.HIT
+            key
+            for key, state, was in zip(keys, states, known, strict=True)
+            if state is State.KEPT and was is not Answer.HIT
         }
         with self._lock:
             self._stats.stored_blocks += len(new)
+
+    def _drop_at(self, server: _Server, keys: Sequence[bytes]) -> int:
+        known = server.link.beliefs.forget(keys)
+        with self._lock:
+            for key in keys:
+                server.going[key] = server.going.get(key, 0) + 1
+        self._forget(server, partial(server.link.delete, keys), keys)
+        return known
+
+    def _drop_corrupt(self, server: _Server, keys: Sequence[bytes]) -> None:
+        """Blocks whose tag is another than ours are of no use to anybody; once they are gone they
+        can be stored anew."""
+        try:
+            self._drop_at(server, keys)
+        except TierError as error:  # a full queue, or one that was closed
+            log.debug("corrupt blocks stay on %s for now: %s", server.link.address, error)
 
     def _forget(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
@@ -286,6 +332,16 @@ def open_remote(
 ) -> RemoteStore:
     """The tier on these servers. Raises TierConfigError for credentials that cannot be read."""
     return RemoteStore(StaticMembership(addresses), layout, settings)
+
+
+def _store(
+    connection: BlockConnection,
+    keys: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    proofs: Proofs,
+    deadline: float,
+) -> list[State]:
+    return connection.store(keys, buffers, proofs, deadline)
 
 
 def _bytes(buffer: memoryview) -> memoryview:

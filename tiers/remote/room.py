@@ -6,9 +6,11 @@ Nobody holds the room while bytes are read, moved or hashed.
 
     begin_load → wait → (bytes go out) → end_load        blocks stay pinned in between
     begin_store → (bytes come in, checked) → end_store   seen by the next look-up from anyone
+                └ (the writer is too late) → abandon     slots are withheld until the writer ends
 
 Blocks move in and out of `buffer(slot)`. Takes the tenant's own keys and keeps blocks under salted
-ones. Knows nothing of sockets, calls or who the tenant is.
+ones. A tag is the business of the engines: it is kept beside its block in memory and on the disk,
+goes out with it, and is never made here.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from ..cpu import CpuSlab
 from ..errors import TierClosed
 from ..hierarchy import Hierarchy
 from ..leases import Lease, Leases
+from ..tag import NO_TAG, Proof, Proofs, payload_digest
 from .holdings import Intake, Listener, Loan
 from .key_salt import KeySalt
-from .wire import NO_TAG, State, Tagger
+from .wire import State
 
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
@@ -46,13 +49,10 @@ class Room:
         self._slab = slab
         self._stores = list(stores)
         self._salt = salt
-        self.tagger = Tagger(slab.layout.layout_id(), slab.layout.page_bytes)
         self._changed = threading.Condition()
         self._woken = threading.Event()
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
         self._leases = Leases(slab)
-        # Of each slot: under which stored key its bytes had which tag.
-        self._tags: list[tuple[bytes, bytes] | None] = [None] * slab.num_slots
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._closed = False
@@ -126,19 +126,15 @@ class Room:
                 self._hierarchy.poll()
 
     def tags(self, loan: Loan) -> list[bytes]:
-        """The tag of each block of a loan; nothing but zeros for a miss. Hashes those whose tag
-        did not come with them."""
-        tags = []
-        for key, stored, slot in zip(loan.keys, loan.stored, loan.slots, strict=True):
-            if slot is None:
-                tags.append(NO_TAG)
-                continue
-            known = self._tags[slot]
-            if known is None or known[0] != stored:
-                known = stored, self.tagger.tag(key, self.buffer(slot))
-                self._tags[slot] = known
-            tags.append(known[1])
-        return tags
+        """The tag that came with each block of a loan; nothing but zeros for a miss."""
+        return [NO_TAG if proof is None else proof.tag for proof in self.proofs(loan)]
+
+    def proofs(self, loan: Loan) -> list[Proof | None]:
+        """What came with each block of a loan; None for a miss."""
+        proofs = self._slab.proofs(loan.stored)  # the slots are pinned
+        return [
+            None if slot is None else proof for slot, proof in zip(loan.slots, proofs, strict=True)
+        ]
 
     def begin_store(self, keys: Sequence[bytes]) -> Intake:
         """Slots for those blocks that are not here. PENDING: another is storing it now."""
@@ -164,20 +160,21 @@ class Room:
                 states.append(State.PENDING if pending else State.NO_ROOM)
         return Intake(list(keys), states, slots, stored, ticket)
 
-    def end_store(self, intake: Intake, tags: Sequence[bytes | None]) -> list[State]:
-        """End an intake: `tags[i]` is the tag that the bytes of the i-th block have, None where
-        they never came or differ from theirs. The state of each block: KEPT, NO_ROOM, CORRUPT, or
+    def end_store(self, intake: Intake, proofs: Proofs) -> list[State]:
+        """End an intake: `proofs[i]` came with the i-th block, whose bytes have its digest; None
+        where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT, or
         MISS for one that another did not store after all, or that was cleared meanwhile."""
-        by_key: dict[bytes, bytes] = {}
-        for key, slot, tag in zip(intake.stored, intake.slots, tags, strict=True):
-            if slot is not None and tag is not None:
-                by_key[key] = tag
-                self._tags[slot] = key, tag
+        by_key = {
+            key: proof
+            for key, slot, proof in zip(intake.stored, intake.slots, proofs, strict=True)
+            if slot is not None and proof is not None
+        }
         verdicts = [key in by_key for key in intake.ticket.keys]
         with self._changed:
             if self._closed:
                 return [State.NO_ROOM] * len(intake.keys)
-            self._hierarchy.end_store(intake.ticket, verdicts)
+            given = [by_key.get(key) for key in intake.ticket.keys]
+            self._hierarchy.end_store(intake.ticket, verdicts, given)
             self._hierarchy.poll()
             answers = self._hierarchy.lookup(intake.stored)
             states = []
@@ -199,14 +196,33 @@ class Room:
             self._changed.notify_all()
         return states
 
-    def check(self, intake: Intake, tags: Sequence[bytes | None]) -> list[bytes | None]:
-        """`tags`, but None where the bytes in the slot are not those that the tag belongs to. For
-        bytes that came without being hashed on the way."""
-        result = []
-        for key, slot, tag in zip(intake.keys, intake.slots, tags, strict=True):
-            good = slot is not None and tag == self.tagger.tag(key, self.buffer(slot))
-            result.append(tag if good else None)
-        return result
+    def abandon(self, intake: Intake) -> list[int]:
+        """End an intake whose writer took too long and may still write: nothing is stored, and
+        the slots are withheld until `restore` is given them."""
+        with self._changed:
+            if self._closed:
+                return []
+            slots = self._hierarchy.withhold(intake.ticket)
+            self._changed.notify_all()
+            return slots
+
+    def restore(self, slots: Sequence[int]) -> None:
+        """Whoever could write to withheld slots has ended."""
+        with self._changed:
+            if not self._closed:
+                self._hierarchy.restore(slots)
+
+    def check(self, intake: Intake, proofs: Proofs) -> list[Proof | None]:
+        """`proofs`, but None where the bytes in the slot have another digest. For bytes that came
+        without being hashed on the way."""
+        return [
+            proof
+            if slot is not None
+            and proof is not None
+            and proof.digest == payload_digest(self.buffer(slot))
+            else None
+            for slot, proof in zip(intake.slots, proofs, strict=True)
+        ]
 
     def pin(self, keys: Sequence[bytes], seconds: float, deadline: float) -> Lease:
         """Lease the leading run of blocks that are here, reading up what is on the disk. Raises

@@ -154,7 +154,9 @@ class ServerLink:
         stub = self._stub
         if stub is None:
             raise RemoteError(f"{self.address} cannot be reached")
-        streams = StreamConnection(stub, self._metadata, self._layout, self._boot_id)
+        streams = StreamConnection(
+            stub, self._metadata, self._layout, self._boot_id, self._settings.tag_key
+        )
         streams.is_makeshift = bool(why)
         return streams
 
@@ -237,7 +239,13 @@ class ServerLink:
         offer = self._offer(deadline) if self._settings.shares_memory else None
         if offer is None or not offer.unix_path:
             return None
-        return MemoryConnection.open(offer.unix_path, offer.ticket, self._layout, deadline)
+        return MemoryConnection.open(
+            offer.unix_path,
+            offer.ticket,
+            self._layout,
+            deadline,
+            tag_key=self._settings.tag_key,
+        )
 
     def _open_data(self, deadline: float) -> BlockConnection | None:
         offer = self._offer(deadline)
@@ -252,6 +260,7 @@ class ServerLink:
             deadline,
             tls=credentials.context() if self.address.tls else None,
             server_name=credentials.server_name,
+            tag_key=self._settings.tag_key,
         )
 
     def _offer(self, deadline: float) -> Any:

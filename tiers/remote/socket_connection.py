@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..block import BlockLayout
-from .block_connection import BlockConnection, Refused
+from .block_connection import BlockConnection, Refused, Tags
 from .sockets import Connection, ConnectionLost
 from .wire import (
     REPLY,
@@ -18,7 +18,6 @@ from .wire import (
     Request,
     State,
     Status,
-    Tagger,
     Verb,
     Welcome,
     WireError,
@@ -28,17 +27,24 @@ from .wire import (
 )
 
 _Words = TypeVar("_Words")
-_STATES = {int(state): state for state in State}
+_STATES = {int(state): state for state in State if state is not State.DAMAGED}
 
 
 class SocketConnection(BlockConnection):
     """Takes over a connection that was welcomed."""
 
-    def __init__(self, connection: Connection, layout: BlockLayout, welcome: Welcome) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        layout: BlockLayout,
+        welcome: Welcome,
+        tag_key: bytes | None = None,
+    ) -> None:
         self.boot_id = welcome.boot_id
         self._connection = connection
         self._page_bytes = layout.page_bytes
-        self._tagger = Tagger(layout.layout_id(), layout.page_bytes)
+        self._tags = Tags(layout, tag_key)
+        self.corrupt_keys: list[bytes] = []
         self._number = 0
 
     def abort(self) -> None:

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
-import xxhash
 
 from ...proto.v1 import cache_service_pb2 as messages
 from ..block import BlockLayout
-from .block_connection import BlockConnection
+from ..tag import Proof, Proofs, unpack_proof
+from .block_connection import BlockConnection, Tags
 from .limits import PIECE_BYTES
 from .messages import header_message, read_header
 from .raw_messages import Piece
 from .rpc import Stub
 from .sockets import ConnectionLost
-from .wire import State, Tagger, WireError, pack_keys
+from .wire import NO_PROOF, State, WireError, pack_keys
 
-_STATES = {int(state): state for state in State}
+_STATES: dict[int, State] = {int(state): state for state in State if state is not State.DAMAGED}
 
 
 class StreamConnection(BlockConnection):
@@ -32,46 +32,60 @@ class StreamConnection(BlockConnection):
     kind = "streams"
 
     def __init__(
-        self, stub: Stub, metadata: Sequence[tuple[str, str]], layout: BlockLayout, boot_id: bytes
+        self,
+        stub: Stub,
+        metadata: Sequence[tuple[str, str]],
+        layout: BlockLayout,
+        boot_id: bytes,
+        tag_key: bytes | None = None,
     ) -> None:
         self.boot_id = boot_id
         self._stub = stub
         self._metadata = tuple(metadata)
         self._layout_id = layout.layout_id()
         self._page_bytes = layout.page_bytes
-        self._tagger = Tagger(self._layout_id, layout.page_bytes)
+        self._tags = Tags(layout, tag_key)
+        self.corrupt_keys = []
         self._call: Any = None
         self._aborted = False
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+    ) -> list[Proof | None]:
         request = messages.LoadRequest(keys=pack_keys(keys))
         call = self._begin(self._stub.load, request, deadline)
-        states = [State.MISS] * len(keys)
+        arriving = _Arriving(keys, buffers, self._tags, self._layout_id)
         try:
-            arriving = _Arriving(keys, buffers, states, self._tagger, self._layout_id)
             for piece in call:
                 arriving.take(piece, self._page_bytes)
         except (grpc.RpcError, WireError, ValueError) as error:
             call.cancel()
             raise _lost(error) from error
-        self.corrupt_blocks += arriving.corrupt
-        return states
+        self.corrupt_keys = arriving.corrupt_keys
+        self.corrupt_blocks += len(self.corrupt_keys)
+        return arriving.proofs
 
     def store(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
     ) -> list[State]:
-        call = self._begin(self._stub.store.future, self._pieces(keys, buffers), deadline)
+        damaged: list[int] = []
+        pieces = self._pieces(keys, buffers, proofs, damaged)
+        call = self._begin(self._stub.store.future, pieces, deadline)
         try:
             response = call.result(max(0.001, deadline - time.monotonic()))
-            states = [_STATES[byte] for byte in response.states]
+            states: list[State] = [_STATES[byte] for byte in response.states]
         except (grpc.RpcError, grpc.FutureTimeoutError, KeyError) as error:
             call.cancel()
             raise _lost(error) from error
         if len(states) != len(keys):
             raise ConnectionLost(f"{len(states)} answers to {len(keys)} blocks")
         self.boot_id = response.boot_id
+        for index in damaged:
+            states[index] = State.DAMAGED
         return states
 
     def abort(self) -> None:
@@ -93,39 +107,49 @@ class StreamConnection(BlockConnection):
             raise ConnectionLost(str(error)) from error
         return self._call
 
-    def _pieces(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[Piece]:
+    def _pieces(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        damaged: list[int],
+    ) -> Iterator[Piece]:
         for index, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             payload = buffer[: self._page_bytes]
-            tag = self._tagger.tag(key, payload)
+            proof = self._tags.prove(key, payload, proofs[index])
+            if proof is None:
+                damaged.append(index)
+                proof = unpack_proof(NO_PROOF)
             for offset in range(0, self._page_bytes, PIECE_BYTES):
                 header = None
                 if not offset:
-                    header = header_message(key, self._layout_id, self._page_bytes, tag)
+                    header = header_message(
+                        key, self._layout_id, self._page_bytes, proof.tag, proof.digest
+                    )
                 part = payload[offset : offset + PIECE_BYTES]
                 yield Piece(index=index, header=header, offset=offset, payload=part)
 
 
 class _Arriving:
-    """The blocks of a load as their pieces come; `states` becomes HIT for those that are whole."""
+    """The blocks of a load as their pieces come."""
 
     def __init__(
         self,
         keys: Sequence[bytes],
         buffers: Sequence[memoryview],
-        states: list[State],
-        tagger: Tagger,
+        tags: Tags,
         layout_id: bytes,
     ) -> None:
-        self.corrupt = 0
+        self.proofs: list[Proof | None] = [None] * len(keys)
+        self.corrupt_keys: list[bytes] = []
         self._keys = keys
         self._buffers = buffers
-        self._states = states
-        self._tagger = tagger
+        self._tags = tags
         self._layout_id = layout_id
         self._index = -1
         self._received = 0
         self._tag = b""
-        self._hasher: xxhash.xxh3_128 | None = None
+        self._hasher: Any = None
 
     def take(self, piece: Piece, page_bytes: int) -> None:
         """The next piece. Raises WireError for one that does not follow on the last."""
@@ -134,11 +158,11 @@ class _Arriving:
         if piece.header is not None:
             if not self._index < piece.index < len(self._keys):
                 raise WireError(f"a piece of block {piece.index} does not follow on the one before")
-            key, self._tag = read_header(piece.header, self._layout_id, page_bytes)
+            key, self._tag, _ = read_header(piece.header, self._layout_id, page_bytes)
             if key != self._keys[piece.index]:
                 raise WireError("a block came under another key than was asked for")
             self._index, self._received = piece.index, 0
-            self._hasher = self._tagger.begin(key)
+            self._hasher = self._tags.begin(key)
         end = self._received + len(piece.payload)
         follows = (piece.index, piece.offset) == (self._index, self._received)
         if not follows or not piece.payload or end > page_bytes:
@@ -149,9 +173,11 @@ class _Arriving:
             self._hasher.update(part)
         self._received = end
         if end == page_bytes and self._hasher is not None:
-            is_good = self._hasher.digest() == self._tag
-            self._states[self._index] = State.HIT if is_good else State.MISS
-            self.corrupt += not is_good
+            key = self._keys[self._index]
+            proof = self._tags.received(key, self._hasher, self._tag)
+            self.proofs[self._index] = proof
+            if proof is None:
+                self.corrupt_keys.append(key)
 
 
 def _lost(error: Exception) -> ConnectionLost:

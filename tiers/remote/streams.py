@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 
+from ..tag import Proof
 from .block_receiver import GROUP_BYTES, BlockReceiver
 from .byte_budget import ByteBudget
 from .holdings import Loan
@@ -82,22 +83,23 @@ class Streams:
         loans: list[Loan] = []
         first = num_bytes = 0
         layout_id = room.layout.layout_id()
-        reading: Future[list[bytes]] | None = None
+        reading: Future[list[Proof | None]] | None = None
         try:
             for number, keys in enumerate(parts):
                 # This one, and the next, so that the disk reads it while this one is sent.
                 loans += [room.begin_load(part) for part in parts[len(loans) : number + 2]]
                 loan = loans[number]
                 reading = self._executor.submit(_arrived, room, loan)
-                tags = await asyncio.wrap_future(reading)
-                for place, (key, slot, tag) in enumerate(zip(keys, loan.slots, tags, strict=True)):
-                    if slot is None:
+                proofs = await asyncio.wrap_future(reading)
+                for place, (key, slot) in enumerate(zip(keys, loan.slots, strict=True)):
+                    proof = proofs[place]
+                    if slot is None or proof is None:
                         await write(Piece(first + place, State.MISS))
                         continue
                     block = room.buffer(slot)
                     for piece in _pieces(first + place, block):
                         if not piece.offset:
-                            piece.header = header_message(key, layout_id, block.nbytes, tag)
+                            piece.header = header_message(key, layout_id, block.nbytes, *proof)
                         await write(piece)
                     num_bytes += block.nbytes
                 room.end_load(loan)
@@ -138,10 +140,10 @@ class Streams:
             share.give_back(taken)
 
 
-def _arrived(room: Room, loan: Loan) -> list[bytes]:
-    """Wait for a loan; the tags of its blocks, zeros for misses. May wait and hash."""
+def _arrived(room: Room, loan: Loan) -> list[Proof | None]:
+    """Wait for a loan; the proofs of its blocks."""
     room.wait(loan, time.monotonic() + _READ_SECONDS)
-    return room.tags(loan)
+    return room.proofs(loan)
 
 
 def _end(room: Room, loans: list[Loan]) -> None:

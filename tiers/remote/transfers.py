@@ -11,25 +11,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Generic, TypeVar
 
+from ..tag import Proofs
 from .block_connection import BlockConnection
 from .lane import Lane, RemoteError, RemoteLate
 from .server_link import ServerLink
 from .sockets import ConnectionLost
-from .wire import MAX_BLOCKS, State
+from .wire import MAX_BLOCKS
 
-# One batch on a connection: keys and buffers in, states out.
-Move = Callable[[BlockConnection, Sequence[bytes], Sequence[memoryview], float], "list[State]"]
+_T = TypeVar("_T")
+
+# One batch on a connection: keys, buffers and proofs in, an answer for each block out.
+Move = Callable[[BlockConnection, Sequence[bytes], Sequence[memoryview], Proofs, float], "list[_T]"]
 
 
 _MAKESHIFT_SECONDS, _LONGEST_MAKESHIFT_SECONDS = 5.0, 600.0  # doubled with each
 
 
-class Transfers:
+class Transfers(Generic[_T]):
     """One direction. `size` is that of a block in bytes."""
 
     def __init__(
-        self, link: ServerLink, name: str, move: Move, *, size: int, seconds: float, most_bytes: int
+        self,
+        link: ServerLink,
+        name: str,
+        move: Move[_T],
+        *,
+        size: int,
+        seconds: float,
+        most_bytes: int,
     ) -> None:
         self._link = link
         self._move = move
@@ -42,11 +53,15 @@ class Transfers:
         self.seconds = 0.0  # that transfers took in all
         self.corrupt_blocks = 0
 
-    def submit(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[State]]:
-        """Have blocks moved; their states, or a RemoteError. Raises TierBusy, TierClosed."""
+    def submit(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], proofs: Proofs
+    ) -> Future[list[_T]]:
+        """Have blocks moved; an answer for each, or a RemoteError. Raises TierBusy, TierClosed."""
         deadline = time.monotonic() + self._seconds
         return self._lane.submit(
-            lambda deadline: self._run(keys, buffers, deadline), deadline, len(keys) * self._size
+            lambda deadline: self._run(keys, buffers, proofs, deadline),
+            deadline,
+            len(keys) * self._size,
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
@@ -69,28 +84,36 @@ class Transfers:
         self._drop_connection()
 
     def _run(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
+    ) -> list[_T]:
         began = time.monotonic()
-        states: list[State] = []
+        answers: list[_T] = []
         try:
             for start in range(0, len(keys), MAX_BLOCKS):
                 part = slice(start, start + MAX_BLOCKS)
-                states += self._batch(keys[part], buffers[part], deadline)
+                answers += self._batch(keys[part], buffers[part], proofs[part], deadline)
         finally:
             self.seconds += time.monotonic() - began
-        return states
+        return answers
 
     def _batch(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
+    ) -> list[_T]:
         is_fresh = self._connection is None
         try:
-            return self._try(keys, buffers, deadline)
+            return self._try(keys, buffers, proofs, deadline)
         except ConnectionLost:
             if not is_fresh and time.monotonic() < deadline:
                 try:
-                    return self._try(keys, buffers, deadline)
+                    return self._try(keys, buffers, proofs, deadline)
                 except ConnectionLost as second:
                     error = second
             late = time.monotonic() >= deadline
@@ -100,8 +123,12 @@ class Transfers:
             raise kind(f"{self._link.address}: {error}") from error
 
     def _try(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
-    ) -> list[State]:
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs,
+        deadline: float,
+    ) -> list[_T]:
         if time.monotonic() >= self._give_up_at:
             self._drop_connection()
         connection = self._connection
@@ -110,7 +137,7 @@ class Transfers:
             self._judge(connection)
         before = connection.corrupt_blocks
         try:
-            return self._move(connection, keys, buffers, deadline)
+            return self._move(connection, keys, buffers, proofs, deadline)
         except BaseException:
             self._drop_connection()
             raise

@@ -7,17 +7,18 @@ or over a Unix socket, where the server hands out the tenant's memory and only s
     client  greeting                          server  welcome (on a Unix socket: and the memory)
     client  request: keys                     server  one reply or more
 
-    LOAD     n keys                           replies until n states came: states, then a block
-                                              for each HIT, in order
+    LOAD     n keys                           replies until n states came: states, then for each
+                                              HIT, in order, its payload and its tag
     STORE    n keys                           reply: WANTED, KEPT or NO_ROOM for each
-             a block for each WANTED          reply: KEPT, NO_ROOM or CORRUPT for each
+             payload and proof of each WANTED reply: KEPT, NO_ROOM or CORRUPT for each
     PIN      n keys, milliseconds             reply: lease, states, a slot and a tag for each HIT
     UNPIN    lease                            no reply
     RESERVE  n keys, milliseconds             reply: lease, states, a slot for each WANTED
-    COMMIT   lease, n tags                    reply: a state for each; ends the lease. n is the
-                                              number of WANTED; a tag of zeros gives the slot back
+    COMMIT   lease, n proofs                  reply: a state for each; ends the lease. n is the
+                                              number of WANTED; zeros give the slot back
 
-    block    payload of page_bytes, then its tag (`Tagger`)
+A proof is the tag that the storing engine made, then the digest of the payload (`tiers/tag.py`).
+The server compares digests and keeps tags as they are; whoever loads a block compares its tag.
 
 All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
 send a request before the reply to the last; replies come in the order of requests. Whatever does
@@ -31,21 +32,18 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-import xxhash
-
 from ..block import KEY_BYTES
-from ..record import KEY_OFFSET, RecordHeader, encode_header
+from ..tag import PROOF_BYTES
 
 MAGIC = b"STRKVDAT"
-VERSION = 1
+VERSION = 2  # 1 knew no tags of the storing engine
 TICKET_BYTES = 32
 BOOT_ID_BYTES = 16
-TAG_BYTES = 16
 SLOT_BYTES = 4
 MAX_KEYS = 4096  # of one look-up
 MAX_BLOCKS = 256  # of one request that moves or holds blocks
 MAX_LEASE_SECONDS = 60.0
-NO_TAG = bytes(TAG_BYTES)
+NO_PROOF = bytes(PROOF_BYTES)
 
 GREETING = struct.Struct("<8sHHI32s")  # magic, version, zero, zero, ticket
 WELCOME = struct.Struct("<8sHHI16sQQQ")  # magic, version, status, zero, boot id, see Welcome
@@ -82,6 +80,7 @@ class State(IntEnum):
     KEPT = 4
     NO_ROOM = 5
     CORRUPT = 6
+    DAMAGED = 255  # never on the wire: what was to be sent was not what its proof says
 
 
 class Status(IntEnum):
@@ -202,30 +201,6 @@ def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) 
     """How many blocks of a batch are held at a time: enough to hide a round trip or a seek behind a
     transfer, and a small share of the room's memory, so that blocks from the disk find slots."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
-
-
-class Tagger:
-    """Makes tags of blocks of one layout: the checksum of the record header that names key, layout
-    and length (generation 0), and of the payload. Who expects another key finds another tag."""
-
-    def __init__(self, layout_id: bytes, payload_bytes: int) -> None:
-        header = RecordHeader(bytes(KEY_BYTES), layout_id, payload_bytes, 0)
-        checked = encode_header(header, b"")[:-TAG_BYTES]
-        self._before = xxhash.xxh3_128(checked[:KEY_OFFSET])
-        self._after = checked[KEY_OFFSET + KEY_BYTES :]
-
-    def begin(self, key: bytes) -> xxhash.xxh3_128:
-        """A hasher that the payload follows, in as many parts as it comes in; its digest is then
-        the tag. So each part can be hashed while it is warm."""
-        hasher = self._before.copy()
-        hasher.update(key + self._after)
-        return hasher
-
-    def tag(self, key: bytes, payload: memoryview) -> bytes:
-        """The tag of a whole block."""
-        hasher = self.begin(key)
-        hasher.update(payload)
-        return hasher.digest()
 
 
 def _status(status: int) -> Status:

@@ -3,8 +3,8 @@
 
 A slot has the size of a block whatever lies in it, so that fewer bytes move and no more fit. What
 saves no page, or has no encoding, is written as it is; its row says so and the reader never comes
-here. The checksum covers the encoded bytes and is looked at before they are decoded. Knows nothing
-of batches, or of when a record is offered.
+here. The checksum covers the encoded bytes and is looked at before they are decoded. What a codec
+that loses something gives back is another block than was stored, whose tag is made when it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from ..block import ALIGNMENT
 from ..codecs.base import Codec
 from ..codecs.choice import readable_codecs
-from ..record import HEADER_BYTES, Defect, check_record, decode_header, encode_header
+from ..record import HEADER_BYTES, Defect, decode_header, encode_header, verify_record
+from ..tag import Proof, payload_digest
 from .disk_queue import DiskQueue
 from .slot_file import Scratch
 from .slot_index import Entry
@@ -27,17 +28,19 @@ class EncodingWriter:
         self._state = state
         self._codec = codec
 
-    def encode(self, entry: Entry, payload: memoryview, scratch: Scratch) -> Entry:
+    def encode(
+        self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
+    ) -> Entry:
         """Bring header and encoded block to the scratch, or the header alone where the block is to
         be written as it is; the entry as the row must say it."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:
             entry = entry._replace(encoded_bytes=used)
-            expected = state.encoded_header_of(entry, codec.number)
+            expected = state.encoded_header_of(entry, codec.number, tag)
             header = encode_header(expected, scratch.encoded[:used])
         else:
-            header = encode_header(state.header_of(entry), payload)
+            header = encode_header(state.header_of(entry, tag), payload, digest)
         scratch.headers[0][:HEADER_BYTES] = header
         return entry
 
@@ -58,9 +61,9 @@ class DecodingReader:
 
     def take(
         self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
-    ) -> Defect | None:
-        """Decode a block of which so many bytes were read, header page included; None if `payload`
-        is exactly what was encoded."""
+    ) -> Proof | Defect:
+        """Decode a block of which so many bytes were read, header page included; its proof if
+        `payload` is exactly what was encoded."""
         state, size = self._state, entry.encoded_bytes
         if size > self._most_bytes:
             return Defect.LENGTH  # a damaged row
@@ -74,11 +77,13 @@ class DecodingReader:
         if codec is None:
             return Defect.VERSION
         expected = state.encoded_header_of(entry, codec.number)
-        defect = check_record(header, encoded, expected)
-        if defect is not None:
-            return defect
+        verified = verify_record(header, encoded, expected)
+        if isinstance(verified, Defect):
+            return verified
         try:
             codec.decode(encoded, payload)
         except ValueError:
             return Defect.ENCODING
-        return None
+        digest = payload_digest(payload)
+        made_here = state.tagger.tag(entry.key, digest)
+        return Proof(verified.tag if codec.is_lossless else made_here, digest)

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..base import Answer
 from ..codecs.base import Codec
 from ..errors import TierClosed
-from ..record import Defect, check_record
+from ..record import Defect, verify_record
+from ..tag import Proof
 from .disk_queue import DiskQueue, Result
 from .encoded_io import DecodingReader
 from .io_lane import Done
@@ -27,8 +27,8 @@ from .state import Job, StoreState
 # Under way at once, though no thread verifies with nothing under way.
 FLIGHT_BYTES = 32 * 1024**2
 
-# What became of one record: None is good.
-Outcome = Defect | Exception | None
+# What became of one record.
+Outcome = Proof | Defect | Exception
 
 
 class Part(NamedTuple):
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     entry: Entry
     payload: memoryview  # `page_bytes` long
-    job: Job[Answer]
+    job: Job[Proof | None]
     position: int
 
 
@@ -80,7 +80,7 @@ class Reader:
         for _, outcome in answered:
             if isinstance(outcome, Exception):
                 self.state.count_fault(outcome)
-        done: list[Job[Answer]] = []
+        done: list[Job[Proof | None]] = []
         with self.state.lock:
             for part, outcome in answered:
                 self._settle(part, outcome)
@@ -107,12 +107,12 @@ class Reader:
         """Under the lock: unpin, count, answer."""
         state, stats = self.state, self.state.stats
         state.index.unpin(part.entry)
-        if outcome is None:
+        if isinstance(outcome, Proof):
             stats.hits += 1
             stats.loaded_blocks += 1
             stats.loaded_bytes += state.layout.page_bytes
             stats.loaded_bytes_saved += state.slot_file.saved_bytes(part.entry.encoded_bytes)
-            part.job.settle(part.position, Answer.HIT)
+            part.job.settle(part.position, outcome)
         else:
             # Whatever it was, the block is not to be offered again.
             state.index.forget(part.entry)
@@ -120,7 +120,7 @@ class Reader:
             stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
                 stats.rejected[outcome.value] = stats.rejected.get(outcome.value, 0) + 1
-            part.job.settle(part.position, Answer.MISS)
+            part.job.settle(part.position, None)
 
 
 class _Reading:
@@ -179,6 +179,6 @@ class _Reading:
         payloads = [part.payload for part in parts]
         whole = state.slot_file.take_read(num_bytes, payloads, scratch)
         return [
-            check_record(header, part.payload, state.header_of(part.entry))
+            verify_record(header, part.payload, state.header_of(part.entry))
             for part, header in zip(parts[:whole], scratch.headers, strict=False)
         ]

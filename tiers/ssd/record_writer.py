@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives records their headers and writes them, the runs of a batch many at a time.
 
+A block whose bytes are not what its proof says gets no header and is not offered. A tag is made
+here only for a block that came without one.
+
 While the disk writes some, the threads hash what it gets next; hashing releases the interpreter.
 Knows nothing of rows, of syncs, or of who may be offered when.
 """
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ..codecs.base import Codec
 from ..record import HEADER_BYTES, encode_header
+from ..tag import Proof, payload_digest
 from .disk_queue import DiskQueue, Result
 from .encoded_io import EncodingWriter
 from .io_lane import Done
@@ -25,6 +29,8 @@ from .write_queue import Write
 # Under way at once, though each thread has one run with the disk while it hashes the next. A sync
 # and a commit wait behind it: with twice as much a disk of 6 GB/s stood idle a tenth of the time.
 FLIGHT_BYTES = 16 * 1024**2
+
+NO_HEADER = bytes(HEADER_BYTES)
 
 Placed = tuple[Write, Entry]
 
@@ -105,12 +111,32 @@ class _Writing:
         placed, encoder = self._batch.placed[run.start : run.stop], self._writer.encoder
         if encoder is not None:
             [(write, entry)] = placed
-            entry = encoder.encode(entry, write.payload, scratch)
+            tagged = self._tagged(write)
+            if tagged is None:
+                scratch.headers[0][:HEADER_BYTES] = NO_HEADER
+                return
+            entry = encoder.encode(entry, write.payload, scratch, *tagged)
             self._batch.placed[run.start] = (write, entry)  # which says how long it became
             return
+        state = self._writer.state
         for (write, entry), header in zip(placed, scratch.headers, strict=False):
-            expected = self._writer.state.header_of(entry)
-            header[:HEADER_BYTES] = encode_header(expected, write.payload)
+            tagged = self._tagged(write)
+            if tagged is None:
+                header[:HEADER_BYTES] = NO_HEADER
+                continue
+            tag, digest = tagged
+            raw = encode_header(state.header_of(entry, tag), write.payload, digest)
+            header[:HEADER_BYTES] = raw
+
+    def _tagged(self, write: Write) -> Proof | None:
+        """Tag and digest of a block; None for one whose bytes are not what its proof says."""
+        digest = payload_digest(write.payload)
+        if write.proof is None:
+            return Proof(self._writer.state.tagger.tag(write.key, digest), digest)
+        if write.proof.digest != digest:
+            write.is_damaged = True
+            return None
+        return write.proof
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         placed = self._batch.placed[run.start : run.stop]
@@ -127,7 +153,7 @@ class _Writing:
         for run, _, result in done:
             fault = self._fault(run, result)
             if fault is None:
-                written += run
+                written += [i for i in run if not self._batch.placed[i][0].is_damaged]
             else:
                 self._writer.state.count_fault(fault)
         self._writer.end(self._batch, sum(len(run) for run, _, _ in done), written)

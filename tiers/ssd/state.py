@@ -21,6 +21,7 @@ from ..block import BlockLayout
 from ..errors import TierClosed, TierError
 from ..record import RecordHeader
 from ..record_seal import Seal
+from ..tag import NO_TAG, Tagger
 from .slot_file import SlotFile
 from .slot_index import Entry, SlotIndex
 
@@ -42,19 +43,22 @@ class StoreState:
 
     def __post_init__(self) -> None:
         self.layout_id = self.layout.layout_id()
+        self.tagger = Tagger(self.layout_id, self.layout.page_bytes)
 
-    def header_of(self, entry: Entry) -> RecordHeader:
-        """The header that the record of an entry without a codec must have."""
+    def header_of(self, entry: Entry, tag: bytes = NO_TAG) -> RecordHeader:
+        """The header that the record of an entry without a codec must have; the tag is only for
+        one that is to be written."""
         return RecordHeader(
             entry.key,
             self.layout_id,
             self.layout.page_bytes,
             entry.generation,
+            tag=tag,
             seal=self.seal,
         )
 
-    def encoded_header_of(self, entry: Entry, codec: int) -> RecordHeader:
-        """The header that the record of an entry with a codec of this number must have."""
+    def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
+        """As `header_of`, for an entry with a codec of this number."""
         return RecordHeader(
             entry.key,
             self.layout_id,
@@ -62,6 +66,7 @@ class StoreState:
             entry.generation,
             codec,
             self.layout.page_bytes,
+            tag,
             self.seal,
         )
 

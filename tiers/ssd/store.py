@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from ..base import Answer, ReadSample, StoreTier, TierStats
+from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
 from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
+from ..tag import Proof, Proofs
 from .opening import open_store
 from .reader import Part, Reader
 from .state import Job
@@ -112,10 +113,12 @@ class SsdStore(StoreTier):
                 for key in keys
             ]
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         """As promised by StoreTier. A block on its way in is a MISS. Raises TierBusy."""
         payloads = self._payloads(keys, buffers, writable=True)
-        job = Job([Answer.MISS] * len(keys))
+        job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:
             self._check_open()
             self._check_queue(self._reader.queued_blocks, len(keys), "reads")
@@ -131,9 +134,15 @@ class SsdStore(StoreTier):
             job.complete()
         return job.future
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
         payloads = self._payloads(keys, buffers, writable=False)
-        job = Job([True] * len(keys))
+        given = [None] * len(keys) if proofs is None else proofs
+        job = Job([Stored.KEPT] * len(keys))
         with self._state.lock:
             self._check_open()
             index = self._state.index
@@ -142,7 +151,7 @@ class SsdStore(StoreTier):
                 self._check_queue(self._writer.queue.num_blocks, len(missing), "writes")
             index.touch([key for key in keys if key in index])
             job.waiting_for = len(missing)
-            self._writer.add([(keys[at], payloads[at], at) for at in missing], job)
+            self._writer.add([(keys[i], payloads[i], given[i], i) for i in missing], job)
         if not missing:
             job.complete()
         return job.future

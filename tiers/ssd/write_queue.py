@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from ..base import Stored
+from ..tag import Proof
 from .state import Job
 
 
@@ -18,8 +20,10 @@ class Write:
 
     key: bytes
     payload: memoryview  # `page_bytes` long
-    waiters: list[tuple[Job[bool], int]] = field(default_factory=list)
+    proof: Proof | None  # what the payload has to be
+    waiters: list[tuple[Job[Stored], int]] = field(default_factory=list)
     dropped: bool = False  # forgotten meanwhile: not to be kept
+    is_damaged: bool = False  # the payload is not what its proof says: not to be kept
 
 
 class WriteQueue:
@@ -43,11 +47,18 @@ class WriteQueue:
         """What is on its way."""
         return list(self._pending)
 
-    def add(self, key: bytes, payload: memoryview, job: Job[bool], position: int) -> None:
+    def add(
+        self,
+        key: bytes,
+        payload: memoryview,
+        proof: Proof | None,
+        job: Job[Stored],
+        position: int,
+    ) -> None:
         """Queue a block, or wait for the write of it that is on its way."""
         write = self._pending.get(key)
         if write is None or write.dropped:
-            write = self._pending[key] = Write(key, payload)
+            write = self._pending[key] = Write(key, payload, proof)
             self._waiting.append(write)
             self.num_blocks += 1
         write.waiters.append((job, position))
@@ -63,19 +74,22 @@ class WriteQueue:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
-    def settle(self, write: Write, is_kept: bool) -> list[Job[bool]]:
+    def settle(self, write: Write, is_kept: bool) -> list[Job[Stored]]:
         """A block has been written, or will not be; the calls that are done by that."""
+        outcome = Stored.KEPT if is_kept else Stored.REFUSED
+        if write.is_damaged:
+            outcome = Stored.DAMAGED
         for job, position in write.waiters:
-            job.settle(position, is_kept)
+            job.settle(position, outcome)
         return self._leave(write)
 
-    def abandon(self, write: Write) -> list[Job[bool]]:
+    def abandon(self, write: Write) -> list[Job[Stored]]:
         """A block gets no answer; the calls that are done by that."""
         for job, _position in write.waiters:
             job.abandon()
         return self._leave(write)
 
-    def _leave(self, write: Write) -> list[Job[bool]]:
+    def _leave(self, write: Write) -> list[Job[Stored]]:
         self.num_blocks -= 1
         # A block that was dropped and stored again has a second write, which is the pending one.
         if self._pending.get(write.key) is write:

@@ -43,7 +43,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
 
+from ..base import Stored
 from ..codecs.base import Codec
+from ..tag import Proof
 from .index_file import IndexFile
 from .io_pool import GRACE_SECONDS
 from .offered import OfferedBlocks
@@ -92,11 +94,13 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="stratakv-ssd-commit", daemon=True)
         self._thread.start()
 
-    def add(self, blocks: Sequence[tuple[bytes, memoryview, int]], job: Job[bool]) -> None:
-        """Under the lock: queue blocks (key, payload, position in the job), or wait for the writes
-        of them that are on their way."""
-        for key, payload, position in blocks:
-            self.queue.add(key, payload, job, position)
+    def add(
+        self, blocks: Sequence[tuple[bytes, memoryview, Proof | None, int]], job: Job[Stored]
+    ) -> None:
+        """Under the lock: queue blocks (key, payload, proof, position in the job), or wait for the
+        writes of them that are on their way."""
+        for key, payload, proof, position in blocks:
+            self.queue.add(key, payload, proof, job, position)
         self._work.notify()
 
     def wake(self) -> None:
@@ -276,7 +280,7 @@ class Writer:
 
     def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:
         """Offer what is kept and end the calls that waited for the batch."""
-        done: list[Job[bool]] = []
+        done: list[Job[Stored]] = []
         stats = self._state.stats
         with self._state.lock:
             self._publish(batch.placed, kept)
@@ -308,7 +312,7 @@ class Writer:
 
     def _abandon_queue(self) -> None:
         """Time is over: end the calls whose blocks were not written."""
-        done: list[Job[bool]] = []
+        done: list[Job[Stored]] = []
         with self._state.lock:
             for write in self.queue.take(len(self.queue)):
                 self._state.stats.dropped_stores += 1

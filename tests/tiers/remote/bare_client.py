@@ -178,12 +178,12 @@ class _Loop:
         """Whether blocks came back."""
         for buffer in self.inward:
             buffer[:16] = bytes(16)
-        answers = self.timed(
+        proofs = self.timed(
             "load", self.settings.load_seconds, lambda: self.store.load(keys, self.inward)
         )
         hits = 0
-        for key, answer, buffer in zip(keys, answers or (), self.inward, strict=bool(answers)):
-            if answer.value == "hit":
+        for key, proof, buffer in zip(keys, proofs or (), self.inward, strict=bool(proofs)):
+            if proof is not None:
                 hits += 1
                 self.report.wrong += buffer[: self.layout.page_bytes] != self.payloads[key]
         return hits > 0

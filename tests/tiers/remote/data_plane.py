@@ -99,7 +99,7 @@ def put(connection: BlockConnection, keys: Sequence[bytes], layout: BlockLayout)
     buffers = make_buffers(len(keys), layout)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[: layout.page_bytes] = payload_of(key, layout)
-    return connection.store(keys, buffers, time.monotonic() + WAIT_SECONDS)
+    return connection.store(keys, buffers, [None] * len(keys), time.monotonic() + WAIT_SECONDS)
 
 
 def fetch(
@@ -107,9 +107,9 @@ def fetch(
 ) -> list[bytes | None]:
     """The blocks, None for a miss."""
     buffers = make_buffers(len(keys), layout)
-    states = connection.load(keys, buffers, time.monotonic() + WAIT_SECONDS)
-    assert len(states) == len(keys)
+    proofs = connection.load(keys, buffers, time.monotonic() + WAIT_SECONDS)
+    assert len(proofs) == len(keys)
     return [
-        bytes(buffer[: layout.page_bytes]) if state is State.HIT else None
-        for state, buffer in zip(states, buffers, strict=True)
+        None if proof is None else bytes(buffer[: layout.page_bytes])
+        for proof, buffer in zip(proofs, buffers, strict=True)
     ]

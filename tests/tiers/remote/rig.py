@@ -50,7 +50,8 @@ from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.rpc import Stub
 from stratakv.tiers.remote.server import CacheServer, ServerSettings
 from stratakv.tiers.remote.tenants import Tenant, Tenants, only_tenant, token_digest
-from stratakv.tiers.remote.wire import State, Tagger
+from stratakv.tiers.remote.wire import State
+from stratakv.tiers.tag import Proof, Tagger
 
 # 4 KiB a block.
 LAYOUT = BlockLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=32, kv_dtype="float32")
@@ -300,9 +301,9 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def tag_of(key: bytes, payload: memoryview, layout: BlockLayout = LAYOUT) -> bytes:
-    """The tag of a block."""
-    return Tagger(layout.layout_id(), layout.page_bytes).tag(key, payload)
+def proof_of(key: bytes, payload: memoryview, layout: BlockLayout = LAYOUT) -> Proof:
+    """Tag and digest of a block."""
+    return Tagger(layout.layout_id(), layout.page_bytes).prove(key, payload)
 
 
 def pieces_of(
@@ -312,9 +313,9 @@ def pieces_of(
     layout_id = layout.layout_id()
     for index, key in enumerate(keys):
         payload = memoryview(payload_of(key, layout))
-        tag = Tagger(layout_id, len(payload)).tag(key, payload)
+        proof = Tagger(layout_id, len(payload)).prove(key, payload)
         for offset in range(0, len(payload), piece_bytes):
-            header = None if offset else header_message(key, layout_id, len(payload), tag)
+            header = None if offset else header_message(key, layout_id, len(payload), *proof)
             part = payload[offset : offset + piece_bytes]
             yield Piece(index, State.MISS, header, offset, part)
 
@@ -343,14 +344,14 @@ def load_blocks(
         if not piece.offset:
             assert piece.index == len(found) and piece.header is not None
             found.append(bytearray())
-            tags.append(piece.header.checksum)
+            tags.append(piece.header.tag)
             layout_id = piece.header.layout_id
         block = found[piece.index]
         assert block is not None and piece.offset == len(block)
         block += piece.payload
     assert len(found) == len(keys)
     for key, block, tag in zip(keys, found, tags, strict=True):
-        assert block is None or Tagger(layout_id, len(block)).tag(key, memoryview(block)) == tag
+        assert block is None or Tagger(layout_id, len(block)).prove(key, block).tag == tag
     return [None if block is None else bytes(block) for block in found]
 
 

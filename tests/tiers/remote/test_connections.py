@@ -95,7 +95,7 @@ def test_what_lies_behind_a_payload_in_a_buffer_stays(kind: str) -> None:
     buffers = make_buffers(2, ODD)
     for buffer in buffers:
         buffer[:] = b"\xa5" * len(buffer)
-    assert connection.load(keys, buffers, soon()) == [State.HIT] * 2
+    assert None not in connection.load(keys, buffers, soon())
     rest = len(buffers[0]) - ODD.page_bytes
     assert all(bytes(buffer[ODD.page_bytes :]) == b"\xa5" * rest for buffer in buffers)
     connection.close()

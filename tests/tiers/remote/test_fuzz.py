@@ -269,7 +269,7 @@ def request_of(rng: random.Random, verbs: list[Verb]) -> bytes:
     if kind < 0.2:
         return rng.randbytes(rng.choice((1, 24, 64, 1000)))
     keys = THEIRS[:count] if count <= 8 else make_keys(8, str(rng.random())) * 32
-    body = bytes(16 * min(count, 256)) if verb is Verb.COMMIT else pack_keys(keys)
+    body = bytes(32 * min(count, 256)) if verb is Verb.COMMIT else pack_keys(keys)
     if kind < 0.5:
         argument, count = 50, len(keys) if verb is not Verb.COMMIT else count % 257
     raw = encode_request(Request(verb, count % 2**32, rng.randrange(2**64), argument)) + body

@@ -274,9 +274,9 @@ def measured(
         began = time.perf_counter()
         assert stub.lookup(request, timeout=WAIT_SECONDS).prefix == 8
         between = time.perf_counter()
-        states = connection.load(KEYS, buffers, time.monotonic() + WAIT_SECONDS)
+        proofs = connection.load(KEYS, buffers, time.monotonic() + WAIT_SECONDS)
         times += [between - began, time.perf_counter() - between]
-        assert states == [State.HIT] * 8
+        assert None not in proofs
         time.sleep(0.0005)  # a pause as between requests: others have a core too
     for key, buffer in zip(KEYS, buffers, strict=True):
         assert buffer[: LAYOUT.page_bytes] == payload_of(key, LAYOUT)

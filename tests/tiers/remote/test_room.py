@@ -20,8 +20,9 @@ from stratakv.tiers.remote.key_salt import KeySalt
 from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.wire import State
 from stratakv.tiers.ssd.store import SsdStore
+from stratakv.tiers.tag import Proof
 
-from .rig import LAYOUT, SECRET, WAIT_SECONDS, tag_of
+from .rig import LAYOUT, SECRET, WAIT_SECONDS, proof_of
 
 SLOTS = 16
 HIT, MISS, KEPT = State.HIT, State.MISS, State.KEPT
@@ -48,15 +49,15 @@ def room() -> Iterator[Room]:
 def store(room: Room, keys: Sequence[bytes], salt: bytes = b"") -> list[State]:
     """Blocks whose bytes are `payload_of(key + salt)`."""
     intake = room.begin_store(keys)
-    tags: list[bytes | None] = []
+    proofs: list[Proof | None] = []
     for key, slot in zip(keys, intake.slots, strict=True):
         if slot is None:
-            tags.append(None)
+            proofs.append(None)
             continue
         buffer = room.buffer(slot)
         buffer[:] = payload_of(key + salt, LAYOUT)
-        tags.append(tag_of(key, buffer))
-    return room.end_store(intake, tags)
+        proofs.append(proof_of(key, buffer))
+    return room.end_store(intake, proofs)
 
 
 def load(room: Room, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -173,12 +174,12 @@ def test_what_arrives_after_a_clear_is_not_kept_and_not_told(room: Room) -> None
     room.subscribe(listener)
     intake = room.begin_store(keys)
     room.clear()
-    tags = []
+    proofs = []
     for key, slot in zip(keys, intake.slots, strict=True):
         assert slot is not None
         room.buffer(slot)[:] = payload_of(key, LAYOUT)
-        tags.append(tag_of(key, room.buffer(slot)))
-    assert room.end_store(intake, tags) == [MISS] * 2
+        proofs.append(proof_of(key, room.buffer(slot)))
+    assert room.end_store(intake, proofs) == [MISS] * 2
     assert room.lookup(keys) == [MISS] * 2
     assert room.corrupt_blocks == 0
     assert not [of for what, of in listener.told if what == "stored" and of]

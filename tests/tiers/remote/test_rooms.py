@@ -22,7 +22,7 @@ from stratakv.tiers.remote.tenants import Quota
 from stratakv.tiers.remote.wire import State
 
 from ...open_files import open_paths
-from .rig import LARGE, LAYOUT, SECRET, WAIT_SECONDS, tag_of
+from .rig import LARGE, LAYOUT, SECRET, WAIT_SECONDS, proof_of
 
 OTHER = BlockLayout(2, 16, 1, 32, "float32")
 QUOTA = Quota(16 * LAYOUT.slot_bytes, 4 * 2**20)
@@ -54,8 +54,8 @@ def _store(room: Room, keys: Sequence[bytes]) -> list[State]:
     for key, slot in zip(keys, intake.slots, strict=True):
         if slot is not None:
             room.buffer(slot)[:] = payload_of(key, LAYOUT)
-    tags = [tag_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
-    return room.end_store(intake, tags)
+    proofs = [proof_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
+    return room.end_store(intake, proofs)
 
 
 def _load(room: Room, keys: Sequence[bytes]) -> list[bytes | None]:

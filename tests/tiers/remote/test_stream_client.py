@@ -21,7 +21,7 @@ from stratakv.tiers.remote.sockets import ConnectionLost
 from stratakv.tiers.remote.stream_client import StreamConnection
 from stratakv.tiers.remote.wire import State
 
-from .rig import LAYOUT, WAIT_SECONDS, pieces_of, running_server, tag_of
+from .rig import LAYOUT, WAIT_SECONDS, pieces_of, proof_of, running_server
 
 KEYS = make_keys(3)
 SIZE = LAYOUT.page_bytes
@@ -69,20 +69,33 @@ def connection(liar: Liar) -> Iterator[StreamConnection]:
         yield StreamConnection(Stub(channel), (), LAYOUT, bytes(16))
 
 
+NO_PROOFS = [None] * 3
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_SECONDS
+
+
 def load(connection: StreamConnection, seconds: float = WAIT_SECONDS) -> list[bytes | None]:
     """What is found of KEYS; what lies behind a payload must not have been touched."""
     buffers = make_buffers(3, LAYOUT)
-    states = connection.load(KEYS, buffers, time.monotonic() + seconds)
+    proofs = connection.load(KEYS, buffers, time.monotonic() + seconds)
     return [
-        bytes(buffer[:SIZE]) if state is State.HIT else None
-        for state, buffer in zip(states, buffers, strict=True)
+        None if proof is None else bytes(buffer[:SIZE])
+        for proof, buffer in zip(proofs, buffers, strict=True)
     ]
 
 
 def header(index: int, **changes: Any) -> Any:
     key = KEYS[index]
-    tag = tag_of(key, memoryview(payload_of(key, LAYOUT)))
-    values = {"key": key, "layout_id": LAYOUT.layout_id(), "payload_bytes": SIZE, "tag": tag}
+    proof = proof_of(key, memoryview(payload_of(key, LAYOUT)))
+    values = {
+        "key": key,
+        "layout_id": LAYOUT.layout_id(),
+        "payload_bytes": SIZE,
+        "tag": proof.tag,
+        "payload_digest": proof.digest,
+    }
     return header_message(**{**values, **changes})
 
 
@@ -119,6 +132,7 @@ LIES: dict[str, list[Piece | bytes]] = {
     "another layout": [first(0, layout_id=bytes(16))],
     "another length": [first(0, payload_bytes=SIZE + 1)],
     "a short tag": [first(0, tag=b"x")],
+    "a short digest": [first(0, payload_digest=b"x")],
     "too long": [first(0), piece(0, 0, 1), piece(0, SIZE, 1)],
     "longer than its block": [Piece(0, State.HIT, header(0), 0, bytes(SIZE + 1))],
     "an offset beyond all": [first(0, HALF), Piece(0, State.HIT, None, 2**64 - 1, b"x")],
@@ -177,7 +191,7 @@ def test_answers_to_a_store_that_cannot_be(
 ) -> None:
     liar.states = states
     with pytest.raises(ConnectionLost):
-        connection.store(KEYS, filled_buffers(KEYS, LAYOUT), time.monotonic() + WAIT_SECONDS)
+        connection.store(KEYS, filled_buffers(KEYS, LAYOUT), NO_PROOFS, soon())
 
 
 def test_a_channel_that_was_replaced_is_a_lost_connection() -> None:
@@ -188,7 +202,7 @@ def test_a_channel_that_was_replaced_is_a_lost_connection() -> None:
         with pytest.raises(ConnectionLost, match=r"(?i)closed"):
             load(connection)
         with pytest.raises(ConnectionLost, match=r"(?i)closed"):
-            connection.store(KEYS, filled_buffers(KEYS, LAYOUT), time.monotonic() + WAIT_SECONDS)
+            connection.store(KEYS, filled_buffers(KEYS, LAYOUT), NO_PROOFS, soon())
 
 
 def test_an_end_from_another_thread(liar: Liar, connection: StreamConnection) -> None:

@@ -14,11 +14,12 @@ import grpc
 import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
-from stratakv.tiers.contract import make_keys, payload_of
+from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.limits import PIECE_BYTES, Limits
 from stratakv.tiers.remote.messages import header_message
 from stratakv.tiers.remote.raw_messages import Piece
 from stratakv.tiers.remote.rpc import Stub
+from stratakv.tiers.remote.stream_client import StreamConnection
 from stratakv.tiers.remote.wire import State
 
 from .calls import lookup, refused
@@ -29,9 +30,9 @@ from .rig import (
     RunningServer,
     load_blocks,
     pieces_of,
+    proof_of,
     running_server,
     store_blocks,
-    tag_of,
 )
 
 Code = grpc.StatusCode
@@ -55,13 +56,17 @@ def test_bytes_that_do_not_match_their_checksum(server: RunningServer, stub: Stu
     assert store_blocks(stub, keys) == [State.KEPT] * 3
 
 
-def test_a_block_under_another_key_is_corrupt(stub: Stub) -> None:
+def test_a_block_with_the_tag_of_another_is_none_to_who_loads_it(stub: Stub) -> None:
+    """The tag goes out as it came; the server cannot judge it, since there may be a key in it."""
     ours, other = make_keys(2)
     payload = memoryview(payload_of(other, LAYOUT))
-    tag = tag_of(other, payload)
-    header = header_message(ours, LAYOUT.layout_id(), len(payload), tag)
+    header = header_message(ours, LAYOUT.layout_id(), len(payload), *proof_of(other, payload))
     response = stub.store(iter([Piece(0, header=header, payload=payload)]), timeout=WAIT_SECONDS)
-    assert list(response.states) == [State.CORRUPT]
+    assert list(response.states) == [State.KEPT]
+    connection = StreamConnection(stub, (), LAYOUT, bytes(16))
+    buffers = make_buffers(1, LAYOUT)
+    assert connection.load([ours], buffers, time.monotonic() + WAIT_SECONDS) == [None]
+    assert connection.corrupt_keys == [ours]
 
 
 def test_a_block_that_stays_away_half_way(stub: Stub) -> None:

@@ -78,7 +78,7 @@ def test_a_connection_shows_its_own_tenants_blocks(
     buffers = make_buffers(8, LAYOUT)
     for buffer in buffers:
         buffer[:] = b"e" * len(buffer)
-    stored = connection.store(KEYS, buffers, time.monotonic() + WAIT_SECONDS)
+    stored = connection.store(KEYS, buffers, [None] * 8, time.monotonic() + WAIT_SECONDS)
     assert stored == [State.KEPT] * 8
     assert fetch(connection, KEYS, LAYOUT) == [b"e" * LAYOUT.page_bytes] * 8
     connection.close()

@@ -101,8 +101,8 @@ def by_connection(memory: bool) -> Callable[[ServerProcess, Stub], Ask]:
         buffers = make_buffers(1, LAYOUT)
 
         def ask(key: bytes) -> State:
-            (state,) = connection.load([key], buffers, time.monotonic() + WAIT_SECONDS)
-            return State(state)
+            (proof,) = connection.load([key], buffers, time.monotonic() + WAIT_SECONDS)
+            return State.MISS if proof is None else State.HIT
 
         return ask
 

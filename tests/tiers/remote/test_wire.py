@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
-from stratakv.tiers.block import KEY_BYTES, BlockLayout, pack_key
-from stratakv.tiers.record import RecordHeader, encode_header
+from stratakv.tiers.block import KEY_BYTES, BlockLayout
 from stratakv.tiers.remote import wire
 from stratakv.tiers.remote.wire import Reply, Request, State, Status, Verb, Welcome, WireError
 
@@ -97,30 +96,6 @@ def test_keys_are_unpacked_as_they_were_packed(keys: list[bytes]) -> None:
 def test_keys_of_a_wrong_length_are_refused(size: int) -> None:
     with pytest.raises(WireError, match=f"of 40 bytes each, got {size} bytes"):
         wire.unpack_keys(bytes(size))
-
-
-def test_a_tag_is_the_checksum_of_a_record_with_generation_zero() -> None:
-    key, payload = pack_key(bytes(range(32))), memoryview(bytes(range(256)) * 8)
-    tagger = wire.Tagger(LAYOUT.layout_id(), payload.nbytes)
-    header = RecordHeader(key, LAYOUT.layout_id(), payload.nbytes, 0)
-    assert tagger.tag(key, payload) == encode_header(header, payload)[-wire.TAG_BYTES :]
-    hasher = tagger.begin(key)
-    for start in range(0, payload.nbytes, 100):
-        hasher.update(payload[start : start + 100])
-    assert hasher.digest() == tagger.tag(key, payload)
-
-
-def test_a_tag_tells_key_layout_length_and_bytes() -> None:
-    key, payload = pack_key(bytes(range(32))), memoryview(bytes(2048))
-    other_key = pack_key(bytes(32))
-    tags = {
-        wire.Tagger(LAYOUT.layout_id(), 2048).tag(key, payload),
-        wire.Tagger(LAYOUT.layout_id(), 2048).tag(other_key, payload),
-        wire.Tagger(bytes(16), 2048).tag(key, payload),
-        wire.Tagger(LAYOUT.layout_id(), 2047).tag(key, payload),
-        wire.Tagger(LAYOUT.layout_id(), 2048).tag(key, memoryview(b"\1" + bytes(2047))),
-    }
-    assert len(tags) == 5
 
 
 def test_states_have_the_numbers_of_the_service() -> None:

@@ -16,7 +16,6 @@ from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.block_connection import BlockConnection
 from stratakv.tiers.remote.limits import Limits
 from stratakv.tiers.remote.sockets import ConnectionLost
-from stratakv.tiers.remote.wire import State
 
 from .data_plane import KINDS as PATHS
 from .data_plane import Plane
@@ -65,15 +64,15 @@ class Mover:
         if self._rng.random() < 0.5:
             for key, buffer in zip(keys, self._buffers, strict=True):
                 buffer[:size] = self._payloads[key]
-            states = self._connection.store(keys, self._buffers, deadline)
+            states = self._connection.store(keys, self._buffers, [None] * BATCH, deadline)
             self.seen.update(f"store {state.name}" for state in states)
             return
         for buffer in self._buffers:
             buffer[:size] = bytes(size)
-        states = self._connection.load(keys, self._buffers, deadline)
-        for key, buffer, state in zip(keys, self._buffers, states, strict=True):
-            self.seen[f"load {state.name}"] += 1
-            if state is State.HIT and buffer[:size] != self._payloads[key]:
+        proofs = self._connection.load(keys, self._buffers, deadline)
+        for key, buffer, proof in zip(keys, self._buffers, proofs, strict=True):
+            self.seen["load MISS" if proof is None else "load HIT"] += 1
+            if proof is not None and buffer[:size] != self._payloads[key]:
                 self.seen["wrong"] += 1
 
     def _drop(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore, offered, writer
 from stratakv.tiers.ssd.index_file import IndexFile
@@ -165,10 +165,10 @@ def test_a_batch_is_acknowledged_while_the_next_one_is_written(
     monkeypatch.setattr(writer, "BATCH_BLOCKS", 1)
     store = open_store()
     two = TwoBatches(store, monkeypatch)
-    assert two.first.result(SECONDS) == [True]
+    assert two.first.result(SECONDS) == [Stored.KEPT]
     assert not two.second.done()
     two.let_go()
-    assert two.second.result(SECONDS) == [True]
+    assert two.second.result(SECONDS) == [Stored.KEPT]
     assert None not in fetch(store, two.keys)
 
 
@@ -197,7 +197,7 @@ def test_batches_that_are_written_are_ended_together(
     events: list[str] = []
     monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
-    assert store_three_batches(store, monkeypatch, keys) == [True] * 3
+    assert store_three_batches(store, monkeypatch, keys) == [Stored.KEPT] * 3
     assert events == ["sync", "row"]
     assert [row.key for row in store._state.index.rows()] == keys, "the oldest is evicted first"
     store.close(SECONDS)
@@ -218,7 +218,7 @@ def test_batches_that_are_ended_together_fail_together(
 
     with monkeypatch.context() as patch:
         patch.setattr(*((SlotFile, "sync") if fault == "sync" else (IndexFile, "put")), fail)
-        assert store_three_batches(store, monkeypatch, keys) == [False] * 3
+        assert store_three_batches(store, monkeypatch, keys) == [Stored.REFUSED] * 3
     assert store.lookup(keys) == [Answer.MISS] * 3
     assert put(store, make_keys(3, "after")) == [True] * 3, "their slots are free again"
     store.close(SECONDS)
@@ -242,9 +242,9 @@ def test_a_failed_sync_takes_what_was_being_written_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(SlotFile, "sync", sync)
         two = TwoBatches(store, patch)
-        assert two.first.result(SECONDS) == [False]
+        assert two.first.result(SECONDS) == [Stored.REFUSED]
         two.let_go()
-        assert two.second.result(SECONDS) == [False]
+        assert two.second.result(SECONDS) == [Stored.REFUSED]
     assert store.lookup(two.keys) == [Answer.MISS] * 2
     assert store.stats().errors == {"EIO": 1}
     assert put(store, two.keys) == [True] * 2
@@ -283,13 +283,13 @@ def test_a_due_sync_does_not_wait_for_a_slow_write(
     monkeypatch.setattr(writer.Writer, "_step", noting(steps, "step", writer.Writer._step))
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
     two = TwoBatches(store, monkeypatch)
-    assert two.first.result(SECONDS) == [True]
+    assert two.first.result(SECONDS) == [Stored.KEPT]
     wait_until(lambda: events == ["row"])
     before = len(steps)
     time.sleep(0.2)
     assert len(steps) - before < 5
     two.let_go()
-    assert two.second.result(SECONDS) == [True]
+    assert two.second.result(SECONDS) == [Stored.KEPT]
 
 
 def test_a_batch_that_finds_no_room_waits_for_the_one_under_way(
@@ -310,5 +310,5 @@ def test_a_batch_that_finds_no_room_waits_for_the_one_under_way(
     assert begun.wait(SECONDS)
     second = store.store(keys[8:], filled_buffers(keys[8:], SMALL))
     gate.set()
-    assert first.result(SECONDS) == second.result(SECONDS) == [True] * 8
+    assert first.result(SECONDS) == second.result(SECONDS) == [Stored.KEPT] * 8
     assert None not in fetch(store, keys[8:])

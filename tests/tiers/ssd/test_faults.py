@@ -178,5 +178,5 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     refused, failed, healed = done.stdout.splitlines()
     assert "File too large" in refused
     assert "use another path" in refused
-    assert failed == "[False] {'EFBIG': 1}"
-    assert healed == "[True]"
+    assert failed == "[<Stored.REFUSED: 'refused'>] {'EFBIG': 1}"
+    assert healed == "[<Stored.KEPT: 'kept'>]"

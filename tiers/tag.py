@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tag of a block: made by the engine that stores it, carried wherever the block goes, and what
+an engine that loads it compares.
+
+    digest   xxh3-128(payload)                                          what lies here
+    tag      xxh3-128(name ‖ digest)                                    what was stored under a name
+    tag      HMAC-SHA256(tag key, name ‖ payload)[:16]                  with a tag key
+    name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
+
+A tier keeps digest and tag together as the block's proof. It compares the digest whenever it moves
+the bytes, for which it needs neither the name nor a key; it never makes a tag for bytes that came
+with one. A tag without a key finds damage and mix-ups. With a key, nobody who lacks it can make
+one: not the server that keeps the block, and no other client of it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+TAG_BYTES = 16
+PROOF_BYTES = 2 * TAG_BYTES
+NO_TAG = bytes(TAG_BYTES)
+
+_MAGIC = b"STRKVTAG"
+_NAME_HEAD = struct.Struct("<8s16sQ")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Proof(NamedTuple):
+    """What came with a block: its tag, and the digest of its bytes. 16 bytes each."""
+
+    tag: bytes
+    digest: bytes
+
+    def pack(self) -> bytes:
+        """`PROOF_BYTES` bytes, for the wire."""
+        return self.tag + self.digest
+
+
+# Of each block of a batch; None where the block did not come, or came without one.
+Proofs = Sequence[Proof | None]
+
+
+def unpack_proof(packed: bytes) -> Proof:
+    """The reverse of `Proof.pack`."""
+    return Proof(packed[:TAG_BYTES], packed[TAG_BYTES:PROOF_BYTES])
+
+
+def payload_digest(payload: Buffer) -> bytes:
+    """The 16-byte digest of a block's bytes. Releases the interpreter while it hashes."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+class Tagger:
+    """Makes tags of blocks of one layout. `tag_key`: 32 bytes or more that all engines share that
+    load each other's blocks, and nobody else has. Thread-safe."""
+
+    def __init__(self, layout_id: bytes, payload_bytes: int, tag_key: bytes | None = None) -> None:
+        self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
+        self._names = xxhash.xxh3_128(self._name_head)
+        self._keyed = None if tag_key is None else hmac.new(tag_key, digestmod="sha256")
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether a tag key is in use."""
+        return self._keyed is not None
+
+    def tag(self, key: bytes, digest: bytes) -> bytes:
+        """The tag without a tag key of the block `key` whose bytes have this digest."""
+        hasher = self._names.copy()
+        hasher.update(key + digest)
+        return hasher.digest()
+
+    def begin(self, key: bytes) -> Any:
+        """A hasher with `update`, for a payload that comes in parts, so that each is hashed while
+        it is in the processor's cache; `end` takes it."""
+        if self._keyed is None:
+            return xxhash.xxh3_128()
+        return _KeyedHasher(self._keyed, self._name_head + key)
+
+    def end(self, key: bytes, hasher: Any) -> Proof:
+        """The proof of the payload that `hasher`, from `begin(key)`, was given."""
+        digest = hasher.digest()
+        if self._keyed is None:
+            return Proof(self.tag(key, digest), digest)
+        return Proof(hasher.tag(), digest)
+
+    def prove(self, key: bytes, payload: Buffer) -> Proof:
+        """The proof of a whole block."""
+        hasher = self.begin(key)
+        hasher.update(payload)
+        return self.end(key, hasher)
+
+
+class _KeyedHasher:
+    """Digest and keyed tag in one pass."""
+
+    def __init__(self, keyed: hmac.HMAC, name: bytes) -> None:
+        self._tag = keyed.copy()
+        self._tag.update(name)
+        self._content = xxhash.xxh3_128()
+
+    def update(self, part: Buffer) -> None:
+        self._content.update(part)
+        self._tag.update(part)
+
+    def digest(self) -> bytes:
+        return self._content.digest()
+
+    def tag(self) -> bytes:
+        return self._tag.digest()[:TAG_BYTES]
