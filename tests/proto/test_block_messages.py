@@ -27,12 +27,30 @@ LAYOUT = block_pb2.BlockLayout(
     kv_dtype="bfloat16",
 )
 HEADER = block_pb2.BlockHeader(
-    key=KEY, layout_id=b"L" * 16, generation=7, payload_bytes=98304, checksum=b"C" * 16
+    key=KEY,
+    layout_id=b"L" * 16,
+    generation=7,
+    payload_bytes=98304,
+    tag=b"T" * 16,
+    payload_digest=b"D" * 16,
 )
 
 GOLDEN_KEY = "0a20" + bytes(range(32)).hex() + "100118022004"
 GOLDEN_LAYOUT = "080110061810200428403208" + b"bfloat16".hex()
-GOLDEN_HEADER = "0a28" + GOLDEN_KEY + "1210" + "4c" * 16 + "1807" + "20808006" + "2a10" + "43" * 16
+GOLDEN_HEADER = "".join(
+    [
+        "0a28",
+        GOLDEN_KEY,
+        "1210",
+        "4c" * 16,
+        "1807",
+        "20808006",
+        "3210",
+        "54" * 16,
+        "3a10",
+        "44" * 16,
+    ]
+)
 
 
 @pytest.mark.parametrize(

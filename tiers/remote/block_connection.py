@@ -55,9 +55,9 @@ class BlockConnection(ABC):
         buffers: Sequence[memoryview],
         proofs: Proofs,
         deadline: float,
-    ) -> list[State]:
-        """Send the blocks that the server lacks; for each KEPT, or why not. DAMAGED: the buffer
-        does not hold what its proof says."""
+    ) -> list[State | None]:
+        """Send the blocks that the server lacks; for each KEPT, or why not. None: its buffer does
+        not hold what its proof says, and was not stored."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -78,7 +78,7 @@ class DataConnection(SocketConnection):
         buffers: Sequence[memoryview],
         proofs: Proofs,
         deadline: float,
-    ) -> list[State]:
+    ) -> list[State | None]:
         request = self._next(Verb.STORE, len(keys))
         self._connection.send([encode_request(request) + pack_keys(keys)], deadline)
         if self._reply(request, deadline).blocks != len(keys):
@@ -90,10 +90,10 @@ class DataConnection(SocketConnection):
         send_blocks(self._connection, b"", blocks, deadline)
         if self._reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
-        states = self._states(len(keys), deadline)
+        answers: list[State | None] = [*self._states(len(keys), deadline)]
         for index in damaged:
-            states[index] = State.DAMAGED
-        return states
+            answers[index] = None
+        return answers
 
     def _proven(
         self,

@@ -164,14 +164,14 @@ class MemoryConnection(SocketConnection):
         buffers: Sequence[memoryview],
         proofs: Proofs,
         deadline: float,
-    ) -> list[State]:
+    ) -> list[State | None]:
         # While one part is copied the server finds slots for the next and checks the last. Replies
         # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
         parts = self._parts(len(keys), STORE_BYTES)
         sizes = [part.stop - part.start for part in parts]
         asked: deque[_Asked] = deque()
         commits: deque[Request] = deque()
-        states: list[State] = []
+        states: list[State | None] = []
         damaged: list[int] = []
         words = b""
         for number, part in enumerate(parts):
@@ -190,7 +190,7 @@ class MemoryConnection(SocketConnection):
         for commit, size in zip(commits, sizes[-len(commits) :], strict=True):
             states += self._committed(commit, size, deadline)
         for index in damaged:
-            states[index] = State.DAMAGED
+            states[index] = None
         return states
 
     def _parts(self, count: int, most_bytes: int) -> list[slice]:

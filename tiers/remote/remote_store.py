@@ -32,7 +32,7 @@ from .wire import State
 log = logging.getLogger(__name__)
 
 NAME = "remote"
-_OUTCOMES = {State.KEPT: Stored.KEPT, State.DAMAGED: Stored.DAMAGED}
+_OUTCOMES = {State.KEPT: Stored.KEPT, None: Stored.DAMAGED}
 
 
 class _Server:
@@ -260,7 +260,7 @@ class RemoteStore(StoreTier):
         keys: Sequence[bytes],
         known: Sequence[Answer],
         outcomes: list[Stored],
-        states: Sequence[State],
+        states: Sequence[State | None],
     ) -> None:
         for i, state in zip(places, states, strict=True):
             outcomes[i] = _OUTCOMES.get(state, Stored.REFUSED)
@@ -340,7 +340,7 @@ def _store(
     buffers: Sequence[memoryview],
     proofs: Proofs,
     deadline: float,
-) -> list[State]:
+) -> list[State | None]:
     return connection.store(keys, buffers, proofs, deadline)
 
 
@@ -348,7 +348,7 @@ def _bytes(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
 
 
-def _sent(beliefs: Beliefs, keys: Sequence[bytes], moved: Future[list[State]]) -> None:
+def _sent(beliefs: Beliefs, keys: Sequence[bytes], moved: Future[list[State | None]]) -> None:
     """Blocks have been sent, or have not."""
     is_known = moved.exception() is None
     beliefs.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

@@ -27,7 +27,7 @@ from .wire import (
 )
 
 _Words = TypeVar("_Words")
-_STATES = {int(state): state for state in State if state is not State.DAMAGED}
+_STATES = {int(state): state for state in State}
 
 
 class SocketConnection(BlockConnection):

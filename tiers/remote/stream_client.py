@@ -23,7 +23,7 @@ from .rpc import Stub
 from .sockets import ConnectionLost
 from .wire import NO_PROOF, State, WireError, pack_keys
 
-_STATES: dict[int, State] = {int(state): state for state in State if state is not State.DAMAGED}
+_STATES: dict[int, State] = {int(state): state for state in State}
 
 
 class StreamConnection(BlockConnection):
@@ -71,13 +71,13 @@ class StreamConnection(BlockConnection):
         buffers: Sequence[memoryview],
         proofs: Proofs,
         deadline: float,
-    ) -> list[State]:
+    ) -> list[State | None]:
         damaged: list[int] = []
         pieces = self._pieces(keys, buffers, proofs, damaged)
         call = self._begin(self._stub.store.future, pieces, deadline)
         try:
             response = call.result(max(0.001, deadline - time.monotonic()))
-            states: list[State] = [_STATES[byte] for byte in response.states]
+            states: list[State | None] = [_STATES[byte] for byte in response.states]
         except (grpc.RpcError, grpc.FutureTimeoutError, KeyError) as error:
             call.cancel()
             raise _lost(error) from error
@@ -85,7 +85,7 @@ class StreamConnection(BlockConnection):
             raise ConnectionLost(f"{len(states)} answers to {len(keys)} blocks")
         self.boot_id = response.boot_id
         for index in damaged:
-            states[index] = State.DAMAGED
+            states[index] = None
         return states
 
     def abort(self) -> None:

@@ -80,7 +80,6 @@ class State(IntEnum):
     KEPT = 4
     NO_ROOM = 5
     CORRUPT = 6
-    DAMAGED = 255  # never on the wire: what was to be sent was not what its proof says
 
 
 class Status(IntEnum):

@@ -38,7 +38,7 @@ from stratakv.tiers.remote.wire import (
 )
 
 from .data_plane import BOOT_ID, KINDS, TICKET, Plane, fetch, put
-from .rig import LAYOUT, SECRET, WAIT_SECONDS
+from .rig import LAYOUT, SECRET, WAIT_SECONDS, proof_of
 
 # 2.5 MiB a block, several parts of a transfer; and a payload that is no multiple of a page.
 LARGE = BlockLayout(num_layers=20, block_size=16, num_kv_heads=8, head_dim=128, kv_dtype="float32")
@@ -144,7 +144,11 @@ def test_blocks_that_only_the_disk_has_are_read_up(kind: str) -> None:
     buffers = make_buffers(32, LAYOUT)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[: LAYOUT.page_bytes] = payload_of(key, LAYOUT)
-    store.store(KeySalt(SECRET, "tenant").stored(keys), buffers).result(0)
+    proofs = [
+        proof_of(key, buffer[: LAYOUT.page_bytes])
+        for key, buffer in zip(keys, buffers, strict=True)
+    ]
+    store.store(KeySalt(SECRET, "tenant").stored(keys), buffers, proofs).result(0)
     plane = Plane(slots=16, stores=[store])
     connection = plane.connect(kind)
     for start in range(0, 32, 4):
@@ -173,7 +177,7 @@ def test_a_client_with_another_layout_is_refused(plane: Plane, kind: str) -> Non
 
 def test_another_version_is_refused(plane: Plane) -> None:
     with socket.create_connection(("127.0.0.1", plane.port), WAIT_SECONDS) as sock:
-        sock.sendall(GREETING.pack(b"STRKVDAT", 2, 0, 0, TICKET))
+        sock.sendall(GREETING.pack(b"STRKVDAT", 1, 0, 0, TICKET))
         raw = sock.recv(WELCOME.size, socket.MSG_WAITALL)
         assert decode_welcome(raw).status is Status.BAD_VERSION
         assert sock.recv(1) == b""
@@ -240,19 +244,19 @@ def test_blocks_that_came_whole_before_the_client_went_are_kept() -> None:
     payload = payload_of(keys[0], LAYOUT)
     with greeted(plane) as sock:
         sock.sendall(encode_request(Request(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
-        sock.sendall(payload + plane.room.tagger.tag(keys[0], memoryview(payload)) + payload[:100])
+        sock.sendall(payload + proof_of(keys[0], memoryview(payload)).pack() + payload[:100])
     plane.check_idle()
     assert plane.room.lookup(keys) == [State.HIT, State.MISS]
     plane.close()
 
 
-def test_a_block_whose_bytes_differ_from_its_tag_is_not_kept(plane: Plane) -> None:
+def test_a_block_whose_bytes_differ_from_its_digest_is_not_kept(plane: Plane) -> None:
     keys = make_keys(2)
     payload = payload_of(keys[1], LAYOUT)
     with greeted(plane) as sock:
         sock.sendall(encode_request(Request(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
-        tag = plane.room.tagger.tag(keys[1], memoryview(payload))
-        sock.sendall((payload + tag) * 2)  # right for the second key, not for the first
+        proof = proof_of(keys[1], memoryview(payload)).pack()
+        sock.sendall(payload[:-1] + b"?" + proof + payload + proof)
         sock.settimeout(None)
         answer = sock.recv(2 * (REQUEST.size + 2), socket.MSG_WAITALL)
     assert list(answer[-2:]) == [State.CORRUPT, State.KEPT]

@@ -147,7 +147,7 @@ class Messages:
                 messages.BlockPiece(payload=b"x" * (1024**2 + 1)).SerializeToString(),
                 messages.BlockPiece(header={"payload_bytes": 2**64 - 1}).SerializeToString(),
                 messages.BlockPiece(
-                    header={"payload_bytes": 4096, "layout_id": bytes(16), "checksum": bytes(16)}
+                    header={"payload_bytes": 4096, "layout_id": bytes(16), "tag": bytes(16)}
                 ).SerializeToString(),
             ],
             "Pin": [

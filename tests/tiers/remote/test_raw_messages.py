@@ -20,7 +20,8 @@ HEADER = BlockHeader(
     key=BlockKey(digest=bytes(range(32)), group=1, shard_rank=2, shard_count=4),
     layout_id=b"L" * 16,
     payload_bytes=98304,
-    checksum=b"C" * 16,
+    tag=b"T" * 16,
+    payload_digest=b"D" * 16,
 )
 CI_MUTANTS, LONG_MUTANTS = 20_000, 2_000_000
 
@@ -29,7 +30,8 @@ headers = st.none() | st.builds(
     layout_id=st.binary(max_size=20),
     generation=st.integers(0, 2**64 - 1),
     payload_bytes=st.integers(0, 2**64 - 1),
-    checksum=st.binary(max_size=20),
+    tag=st.binary(max_size=20),
+    payload_digest=st.binary(max_size=20),
 )
 pieces = st.builds(
     Piece,

@@ -124,7 +124,7 @@ def _header(**changes: Any) -> Any:
         ([_first_piece(header=_header(layout_id=bytes(16)))], "has layout 0000"),
         ([_first_piece(header=_header(layout_id=b""))], "has layout none"),
         ([_first_piece(header=_header(payload_bytes=5))], "has 5 bytes; expected 4096"),
-        ([_first_piece(header=_header(checksum=b"x"))], "a checksum has 16 bytes, not 1"),
+        ([_first_piece(header=_header(tag=b"x"))], "digest have 16 bytes each, not 1 and 16"),
     ],
 )
 def test_pieces_that_make_no_block(stub: Stub, pieces: list[Piece], message: str) -> None:

@@ -72,8 +72,8 @@ def test_bytes_that_are_no_reply_are_refused(raw: bytes) -> None:
     ("raw", "message"),
     [
         (wire.WELCOME.pack(b"HTTP/1.1", 1, 0, 0, bytes(16), 1, 1, 0), "expected the welcome"),
-        (wire.WELCOME.pack(wire.MAGIC, 2, 0, 0, bytes(16), 1, 1, 0), "speaks version 2"),
-        (wire.WELCOME.pack(wire.MAGIC, 1, 99, 0, bytes(16), 1, 1, 0), "unknown status 99"),
+        (wire.WELCOME.pack(wire.MAGIC, 3, 0, 0, bytes(16), 1, 1, 0), "speaks version 3"),
+        (wire.WELCOME.pack(wire.MAGIC, 2, 99, 0, bytes(16), 1, 1, 0), "unknown status 99"),
     ],
 )
 def test_welcomes_of_others_are_refused(raw: bytes, message: str) -> None:
