@@ -57,10 +57,12 @@ class SsdSettings:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTier:
-    """Cache servers, which are one tier together, and what is shown to them."""
+    """Cache servers, which are one tier together, and what is shown to them. With a `tag_key` only
+    blocks are taken from them whose tags were made with it."""
 
     addresses: Sequence[ServerAddress]
     credentials: Credentials = field(default_factory=Credentials)
+    tag_key: MacKey | None = None  # of all engines that share blocks; no server has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,9 @@ def _open_remote(layout: BlockLayout, remote: RemoteTier) -> StoreTier:
     from ..tiers.remote.remote_settings import RemoteSettings
     from ..tiers.remote.remote_store import open_remote
 
-    return open_remote(remote.addresses, layout, RemoteSettings(credentials=remote.credentials))
+    tag_key = None if remote.tag_key is None else remote.tag_key.tag_key
+    settings = RemoteSettings(credentials=remote.credentials, tag_key=tag_key)
+    return open_remote(remote.addresses, layout, settings)
 
 
 def _connect(

@@ -55,6 +55,7 @@ class OffloadConfig:
     remote_cert_file: Path | None = None
     remote_key_file: Path | None = None
     remote_server_name: str | None = None
+    remote_tag_key_file: Path | None = None
     # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     io_threads: int = 4

@@ -218,6 +218,11 @@ OPTIONS: Mapping[str, Option] = {
         "offload", "remote_server_name", readers.text,
         "what the certificates of cache servers say", "NAME", "the host in the address",
     ),
+    "kv_offload_remote_tag_key_file": Option(
+        "offload", "remote_tag_key_file", readers.path,
+        "file with the key of the tags of blocks on cache servers, which no server then can forge",
+        "FILE",
+    ),
     "kv_offload_tier_options": Option(
         "offload", "tier_options", readers.tier_options,
         "options of tiers that other packages bring: tier.option=value,…", "LIST",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that seals the records of a store: read from a file of its owner's, never made here.
+"""The key that seals the records of a store, or makes the tags of blocks on cache servers: read
+from a file of its owner's, never made here.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
+    key of tags        HMAC-SHA256(key, "tag")
 
 The second keeps a record of one store from passing in another of the same key, where the names of
 blocks do not say which model they are of. Knows nothing of records.
@@ -32,10 +34,15 @@ class MacKey:
     def __init__(self, key: bytes) -> None:
         if not LEAST_BYTES <= len(key) <= MOST_BYTES:
             raise TierConfigError(
-                f"a key for records has {LEAST_BYTES} to {MOST_BYTES} bytes, not {len(key)}"
+                f"a key for records or tags has {LEAST_BYTES} to {MOST_BYTES} bytes, not {len(key)}"
             )
         self._key = key
         self.id = self._derive(b"id")[:ID_BYTES]
+
+    @property
+    def tag_key(self) -> bytes:
+        """What the tags of blocks are made with, where they are made with this key."""
+        return self._derive(b"tag")
 
     def seal(self, namespace: bytes) -> Seal:
         """The seal of the store with this namespace."""

@@ -82,6 +82,9 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
                 key_file=offload.remote_key_file,
                 server_name=offload.remote_server_name,
             ),
+            tag_key=None
+            if offload.remote_tag_key_file is None
+            else read_mac_key(offload.remote_tag_key_file, "--kv-offload-remote-tag-key-file"),
         )
     return OffloadSettings(
         cpu_bytes=offload.cpu_bytes,
