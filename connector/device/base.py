@@ -74,6 +74,15 @@ class CopyDevice(ABC):
     def register_slab(self, slab: SlabTier) -> None:
         """Make the slab's memory reachable (page-locked, on CUDA). Once, before the pool."""
 
+    def make_digests(self) -> None:  # noqa: B027 - without tiers below the slab there is no use for them
+        """From now on every store has digests. Before the first copy."""
+
+    def digests(self, store: Event) -> list[bytes] | None:
+        """Of each block of a store that ended well, in the order of its slots, the
+        `payload_digest` of what the copy left in the slot; None where `make_digests` was not
+        called, and for any other event."""
+        return None
+
     def wait_locked(self, timeout_seconds: float) -> bool:
         """Until copies run at full speed. On CUDA the slab is page-locked in the background, and
         what is not yet, is copied more slowly. False if the time was too short."""

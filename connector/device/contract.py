@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from ...tiers.block import BlockLayout
 from ...tiers.errors import InvalidBlock
+from ...tiers.tag import payload_digest
 from .base import DeviceError, Event, Stream
 from .contract_rig import (
     LAYOUTS,
@@ -70,6 +71,19 @@ def many_blocks_go_at_once(rig: Rig) -> None:
     rig.surroundings.settle()
     expect_end(rig.copy(Stream.LOAD, scattered))
     expect([rig.block(i) for i in range(NUM_BLOCKS)] == before, "all blocks have come back")
+
+
+def stores_have_digests(rig: Rig) -> None:
+    """Of what lies in the slots, in their order; loads have none."""
+    rig.device.make_digests()
+    pairs = {4: 9, 3: 10, 11: 0}
+    event = rig.copy(Stream.STORE, pairs)
+    expect_end(event)
+    there = [payload_digest(rig.slot(slot)) for slot in pairs.values()]
+    expect(rig.device.digests(event) == there, "a store has the digests of its slots")
+    event = rig.copy(Stream.LOAD, pairs)
+    expect_end(event)
+    expect(rig.device.digests(event) is None, "a load has no digests")
 
 
 def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
@@ -244,6 +258,7 @@ def copies_at_once_keep_every_byte(rig: Rig) -> None:
 CHECKS: tuple[Callable[[Rig], None], ...] = (
     blocks_go_out_and_come_back,
     many_blocks_go_at_once,
+    stores_have_digests,
     the_rest_of_a_slot_is_left_alone,
     a_copy_waits_for_its_events,
     a_load_waits_for_its_events,

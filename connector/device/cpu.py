@@ -20,6 +20,7 @@ import torch
 
 from ...tiers.base import SlabTier
 from ...tiers.errors import InvalidBlock
+from ...tiers.tag import payload_digest
 from ..transfer import merge_runs
 from .base import CopyDevice, DeviceError, Event, Stream
 
@@ -39,7 +40,7 @@ class CpuEvent:
     One is made for each copy in the step loop and seldom waited for: who does makes the lock.
     """
 
-    __slots__ = ("_ended", "_error", "_gate", "_seconds")
+    __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests")
 
     _making_gate = threading.Lock()
 
@@ -48,6 +49,7 @@ class CpuEvent:
         self._gate: threading.Lock | None = None  # held until the end, where somebody waits
         self._error: Exception | None = None
         self._seconds = 0.0
+        self.digests: list[bytes] | None = None  # a list: one for each block is to be made
 
     def end(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """Reach the point, well or with an error; wakes all who wait. Its maker calls it from one
@@ -93,7 +95,13 @@ def _run(job: _Job) -> None:
     began = time.monotonic()
     error: Exception | None = None
     try:
-        _copy_runs(source, target, merge_runs(source_pages, target_pages))
+        if event.digests is None:
+            _copy_runs(source, target, merge_runs(source_pages, target_pages))
+        else:
+            # Block by block, so that each is hashed while the processor's cache has it.
+            for start, end in zip(source_pages, target_pages, strict=True):
+                target[end] = source[start]
+                event.digests.append(payload_digest(target[end].data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
@@ -153,12 +161,19 @@ class CpuCopyDevice(CopyDevice):
         self._slab: Bytes | None = None
         self._page_bytes = 0
         self._closed = False
+        self._makes_digests = False
         self._computed = CpuEvent()
         self._computed.end()
 
     def set_notify(self, notify: Callable[[], None]) -> None:
         for stream in self._streams.values():
             stream.notify = notify
+
+    def make_digests(self) -> None:
+        self._makes_digests = True
+
+    def digests(self, store: Event) -> list[bytes] | None:
+        return store.digests if isinstance(store, CpuEvent) else None
 
     def register_slab(self, slab: SlabTier) -> None:
         self._page_bytes = slab.layout.page_bytes
@@ -212,7 +227,10 @@ class CpuCopyDevice(CopyDevice):
         _check_range("block", block_ids, len(pool))
         _check_range("slot", slots, len(slab))
         if stream is Stream.STORE:
-            return pool, block_ids, slab, slots, after, CpuEvent()
+            event = CpuEvent()
+            if self._makes_digests:
+                event.digests = []
+            return pool, block_ids, slab, slots, after, event
         return slab, slots, pool, block_ids, after, CpuEvent()
 
     def close(self, timeout_seconds: float) -> bool:

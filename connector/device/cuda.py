@@ -25,12 +25,13 @@ import torch
 from ...kernels.copy_engine import CudaError
 from ...tiers.base import SlabTier
 from ...tiers.errors import InvalidBlock
+from ...tiers.tag import payload_digest
 from .base import CopyDevice, DeviceError, Event, Stream
 from .copy_plan import Geometry, Way, check_pairs, make_pairs
 from .cpu import DEPENDENCY_SECONDS
 from .cuda_api import STICKY
 from .cuda_copier import Copier, Memory
-from .cuda_events import ComputeEvent, wait_for_point
+from .cuda_events import ComputeEvent, CopyEvent, wait_for_point
 from .cuda_lane import Job, Lane
 from .cuda_runtime import Runtime, TorchRuntime
 from .cuda_slab import PIECE_BYTES, LockedSlab, Progress
@@ -69,6 +70,7 @@ class CudaCopyDevice(CopyDevice):
         self._closed = False
         self._released = False
         self._said_cost = False
+        self._makes_digests = False
         self._say_lock = threading.Lock()
         self._lanes: dict[Stream, Lane] = {}
         self._copiers: dict[Stream, Copier] = {}
@@ -104,6 +106,12 @@ class CudaCopyDevice(CopyDevice):
             refused=self._slab_refused,
             piece_bytes=self._piece_bytes,
         )
+
+    def make_digests(self) -> None:
+        self._makes_digests = True
+
+    def digests(self, store: Event) -> list[bytes] | None:
+        return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
         """Until as much of the slab as can be is page-locked; False if the time was too short."""
@@ -163,6 +171,8 @@ class CudaCopyDevice(CopyDevice):
         with self._blamed():
             self._enter()
         job = _CopyJob(self._copiers[stream], memory, block_ids, slots, slab.num_locked, after)
+        if self._makes_digests and stream is Stream.STORE:
+            job.event.digests = []
         return self._lanes[stream].submit(job)
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
@@ -272,3 +282,12 @@ class _CopyJob(Job):
     def run(self, stream: int) -> None:
         copier, memory, block_ids, slots, num_locked = self._work
         copier.run(memory, make_pairs(block_ids, slots), num_locked, stream)
+
+    def arrived(self) -> None:
+        """Hash what came, where digests are wanted. The blocks are in the host's memory, and most
+        of them in the processor's cache."""
+        digests = self.event.digests
+        if digests is not None:
+            _, memory, _, slots, _ = self._work
+            for slot in slots:
+                digests.append(payload_digest(memory.slab[slot].numpy().data))

@@ -50,6 +50,9 @@ class Job(ABC):
     def run(self, stream: int) -> None:
         """Queue the copies; where the CPU takes part, do its part too."""
 
+    def arrived(self) -> None:  # noqa: B027 - most have nothing left to do
+        """The copies have ended well; on the thread that saw it, before anybody hears of it."""
+
     def points(self) -> list[Point] | None:
         """What its stream has to wait for; None if a thread has to wait for something."""
         points = [point_of(event) for event in self.after]
@@ -130,6 +133,11 @@ class Lane:
         self._enter()
         while (job := self._queued.get()) is not None:
             failure = self._wait_for_end(job)
+            if failure is None:
+                try:
+                    job.arrived()
+                except Exception as error:  # noqa: BLE001 - the event carries it to whoever asks
+                    failure = error.with_traceback(None)
             job.event.end(failure, 0.0 if failure else self._seconds_of(job))
             with self._lock:
                 self._in_flight -= 1
