@@ -56,7 +56,7 @@ class DecodingReader:
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         """Have one block read into the scratch, as far as there is room for what its row says."""
-        size = min(entry.encoded_bytes, self._most_bytes)
+        size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row says anything
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
     def take(

@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[range, set[Defect]]] = {
     "layout": (range(32, 48), {Defect.LAYOUT}),
     "key": (range(48, 88), {Defect.KEY}),
     "decoded length": (range(88, 96), {Defect.LENGTH}),
-    "reserved": (range(96, 112), {Defect.CHECKSUM}),
+    "tag": (range(96, 112), {Defect.CHECKSUM}),
     "checksum": (range(112, HEADER_BYTES), {Defect.CHECKSUM}),
     "payload": (range(ALIGNMENT, ALIGNMENT + SMALL.page_bytes), {Defect.CHECKSUM}),
 }
