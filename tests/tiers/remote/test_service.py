@@ -280,7 +280,7 @@ def test_a_server_without_the_memory() -> None:
             server.attach(stub, LARGE)
         assert raised.value.code() is Code.RESOURCE_EXHAUSTED
         assert dict(raised.value.trailing_metadata())["stratakv-reason"] == "memory"
-        assert "bytes of memory available" in raised.value.details()
+        assert "iB of memory available" in raised.value.details()
 
 
 def test_a_disk_that_cannot_be_used(tmp_path: Path) -> None:
