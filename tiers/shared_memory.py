@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from .errors import TierConfigError
 from .host_memory import available_memory_bytes
-from .sizes import rough_size, show_size
+from .sizes import MIB, rough_size
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +54,22 @@ class SharedMemory:
                 log.warning(
                     "%s of huge pages cannot be had (%s); using plain pages. "
                     "vm.nr_hugepages sets %d of them apart",
-                    show_size(size),
+                    rough_size(size),
                     error.strerror,
                     -(-size // HUGE_PAGE_BYTES),
                 )
         available = available_memory_bytes()
         if available is not None and size > available:
             raise TierConfigError(
-                f"the CPU tier was given {show_size(size)} and the host has "
-                f"{rough_size(available)} of memory available; make the tier smaller or free some "
-                "memory"
+                f"the CPU tier was given {rough_size(size)} and the host has "
+                f"{rough_size(available)} of memory available; make the tier smaller by "
+                f"{-(-(size - available) // MIB)}MiB or more, or free some memory"
             )
         try:
             self.fd, self.map = _make(name, 0, size, threads, progress)
         except OSError as error:
             raise TierConfigError(
-                f"the CPU tier could not get {show_size(size)} of shared memory ({error}); "
+                f"the CPU tier could not get {rough_size(size)} of shared memory ({error}); "
                 "make it smaller or free some memory"
             ) from error
 

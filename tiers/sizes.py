@@ -32,11 +32,12 @@ def show_size(size_bytes: int) -> str:
 
 
 def rough_size(size_bytes: int) -> str:
-    """Three figures, not rounded up: `20 GiB`, `1.43 MiB`, `500 bytes`."""
+    """Three figures: `20 GiB`, `1.43 MiB`, `500 bytes`."""
     for unit, factor in _BINARY:
         if size_bytes >= factor:
-            scale = 100 if size_bytes < 10 * factor else 10 if size_bytes < 100 * factor else 1
-            return f"{size_bytes * scale // factor / scale:.10g} {unit}"
+            number = size_bytes / factor
+            decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+            return f"{round(number, decimals):.10g} {unit}"
     return f"{size_bytes} bytes"
 
 

@@ -186,7 +186,7 @@ def test_sizes_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TierConfigError, match="at least 4KiB for one block, not 4095 bytes"):
         CpuSlab(SMALL, 4095)
     monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 10_000)
-    with pytest.raises(TierConfigError, match=r"given 12KiB and the host has 9\.76 KiB"):
+    with pytest.raises(TierConfigError, match=r"given 12 KiB and the host has 9\.77 KiB"):
         CpuSlab(SMALL, 12_288)
 
 

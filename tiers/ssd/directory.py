@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import TierConfigError, TierDown
-from ..sizes import MIB, rough_size, show_size
+from ..sizes import MIB, rough_size
 from .space import SpacePlan
 
 # An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
@@ -89,7 +89,7 @@ class StoreDirectory:
         missing = plan.total_bytes - ours - free
         if missing > 0:
             raise TierConfigError(
-                f"the SSD tier takes {show_size(plan.total_bytes)} in {self.path}, where "
+                f"the SSD tier takes {rough_size(plan.total_bytes)} in {self.path}, where "
                 f"{rough_size(free)} are free; lower its size by {-(-missing // MIB)}MiB or more, "
                 "or use another path"
             )
