@@ -96,7 +96,8 @@ class LockedSlab:
                 f"{locked_memory_advice(self._bytes())}"
             )
             return
-        log.info("%d bytes page-locked in %.1f s", self._bytes(), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        log.info("%s page-locked in %.1f s", show_size(self._bytes()), seconds)
 
     def _lock(self, first: int, count: int) -> None:
         address = self._address + first * self._slot_bytes

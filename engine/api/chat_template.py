@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..config_values import MIB, ConfigError, show_size
+from ..config_values import MIB, ConfigError
 from .interruptible import run_interruptible
 
 MAX_TEMPLATE_CHARACTERS = 1 * MIB
@@ -225,8 +225,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
         size = path.stat().st_size
         if size > max_bytes:
             raise ConfigError(
-                f"{path} has {show_size(size)} and at most {show_size(max_bytes)} are read; take "
-                "the model's own"
+                f"{path} has {size} bytes and at most {max_bytes} are read; take the model's own"
             )
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

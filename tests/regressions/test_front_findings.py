@@ -7,6 +7,7 @@ and one with a certificate, a key and a page of another origin. Clients are thos
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -33,11 +34,16 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
+from stratakv.engine.api.server import make_server
+from stratakv.engine.api.tls import make_tls_context
 from stratakv.engine.cli.main import main
 from stratakv.engine.llm import LLM
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.settings.server import ServerConfig
 
 pytestmark = pytest.mark.regression
 
@@ -351,6 +357,29 @@ def test_u09_tls_refuses_who_should_not_come_in(guarded: Served, authority: Auth
         httpx.get(f"{guarded.url}/health", verify=authority.context(with_certificate=False))
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(f"{guarded.url}/health", verify=ssl.create_default_context())
+
+
+def test_u09_a_client_that_is_idle_does_not_hold_up_the_end(authority: Authority) -> None:
+    """With TLS a connection closes when both sides say so, and an idle client says nothing."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("here")(scope, receive, send)
+
+    async def life(client: httpx.Client) -> None:
+        at = authority.folder
+        tls = make_tls_context(
+            ServerConfig(ssl_certfile=at / "cert.pem", ssl_keyfile=at / "key.pem")
+        )
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            server = make_server(answer, log_level="error", shutdown_seconds=600, tls=tls)
+            running = asyncio.ensure_future(server.serve([sock]))
+            url = f"https://127.0.0.1:{sock.getsockname()[1]}/"
+            assert (await asyncio.to_thread(client.get, url)).text == "here"
+            server.should_exit = True
+            await asyncio.wait_for(running, 20)  # asyncio gives up on such a client after 30
+
+    with httpx.Client(verify=authority.context(with_certificate=False), timeout=20) as client:
+        asyncio.run(life(client))
 
 
 @pytest.fixture(scope="module")
