@@ -266,7 +266,7 @@ def test_a_tenant_with_too_little_for_one_block() -> None:
         with pytest.raises(grpc.RpcError) as raised:
             server.attach(stub)
         assert raised.value.code() is Code.FAILED_PRECONDITION
-        expected = "a block takes 4096 bytes and the tenant has 1000"
+        expected = "a block takes 4KiB and the tenant has 1kB"
         assert expected in raised.value.details()
         # The layout that could not be is forgotten: another may.
         described = stub.describe(messages.DescribeRequest(), timeout=WAIT_SECONDS)
