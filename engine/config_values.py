@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ..tiers import sizes
 from .nearest import did_you_mean
 from .shown import shown
 
@@ -55,10 +56,10 @@ def parse_size(text: str | int, name: str = "size") -> int:
 
 
 def show_size(size_bytes: int) -> str:
-    """Bytes as a flag takes them, exactly: `512MiB`, or `1000 bytes` where no unit divides it."""
-    for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB)):
-        if 0 < size_bytes <= MAX_SIZE_BYTES and size_bytes % factor == 0:
-            return f"{size_bytes // factor}{unit}"
+    """Bytes as a flag takes them, exactly: `512MiB`, or `65537 bytes (64 KiB)` where no short text
+    with a unit means so many."""
+    if 0 < size_bytes <= MAX_SIZE_BYTES:
+        return sizes.show_size(size_bytes)
     return f"{shown(size_bytes)} bytes"
 
 

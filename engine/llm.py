@@ -45,7 +45,8 @@ _CLOSE_GRACE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt. `timings` are seconds, by name."""
+    """What became of one prompt. `timings` are seconds, by name; `cached_tokens_by_tier` has the
+    pool and each tier that the engine was given."""
 
     prompt_token_ids: list[int]
     prompt: str | None = None  # None for a prompt given as token ids
@@ -132,7 +133,11 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
         outputs = [
-            RequestOutput(unpack_token_ids(r.prompt_token_ids), p if isinstance(p, str) else None)
+            RequestOutput(
+                unpack_token_ids(r.prompt_token_ids),
+                p if isinstance(p, str) else None,
+                cached_tokens_by_tier=dict.fromkeys(self._client.ready.tiers, 0),
+            )
             for r, p in zip(requests, chosen, strict=True)
         ]
         self._loop.run(self._generate_all(requests, outputs))

@@ -15,8 +15,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Words that begin with the wrong one are nearest, since a person may have cut one short; where
     it is the beginning of many, it says little and the likeness decides.
     """
-    words = list(known)
-    near = [each for each in words if word and each.startswith(word)]
+    # Without the dashes of flags, which make any two of them alike.
+    stem, words = word.lstrip("-"), {each.lstrip("-"): each for each in known}
+    near = [each for each in words if stem and each.startswith(stem)]
     if not 0 < len(near) <= _MOST_BEGINNINGS:
-        near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(stem, words, n=1, cutoff=0.6)
+    near = [words[each] for each in near]
     return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -107,6 +107,11 @@ class OffloadConfig:
         return tuple(parse_address(tier) for tier in self.tiers if is_address(tier))
 
     @property
+    def tier_names(self) -> tuple[str, ...]:
+        """All tiers below the pool, as metrics and answers call them."""
+        return (*self.tiers[:1], *self.store_names)
+
+    @property
     def store_names(self) -> tuple[str, ...]:
         """The tiers below the slab, as metrics and drills call them."""
         named = tuple(tier for tier in self.tiers[1:] if not is_address(tier))

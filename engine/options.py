@@ -33,6 +33,7 @@ from .models.files import check_directory
 from .nearest import did_you_mean
 from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
 from .settings import readers
+from .settings.not_built import explain_not_built
 from .settings.readers import Reader, one_of
 from .shown import shown
 
@@ -247,7 +248,9 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
     for name, value in given.items():
         option = OPTIONS.get(name)
         if option is None:
-            raise ConfigError(f"there is no option {shown(name)}{did_you_mean(name, OPTIONS)}")
+            explained = explain_not_built(shown(name), name)
+            near = did_you_mean(name, OPTIONS)
+            raise ConfigError(explained or f"there is no option {shown(name)}{near}")
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     offload = sections["offload"]
@@ -281,6 +284,14 @@ def model_directory(model: str | Path | None) -> Path:
     path = readers.path("MODEL", model)
     check_directory(path)
     return path
+
+
+def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What else clients may call a model: the path that it was started with, as it was given and in
+    full. Nothing where `given` names the model, or where it is the embedded one."""
+    if model is None or "served_model_name" in given:
+        return ()
+    return tuple(dict.fromkeys((str(model), os.path.abspath(model))))
 
 
 def _served_name(model: str | Path | None, path: Path) -> str:

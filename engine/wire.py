@@ -52,7 +52,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     # With the first token of a request:
     num_cached_tokens: int | None = None
-    cached_tokens_by_tier: dict[str, int] | None = None  # "pool" | "cpu" | "ssd" → tokens
+    cached_tokens_by_tier: dict[str, int] | None = None  # of `Ready.tiers` → tokens
     error: str | None = None
     timings: dict[str, float] | None = None  # with the last one: queue, prefill, ... in seconds
     error_code: str | None = None  # of errors that a client can act on: OVERLOADED
@@ -85,6 +85,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
+    # What prompt tokens can come from without being computed.
+    tiers: tuple[str, ...] = ("pool",)
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -256,7 +256,7 @@ def test_fields_of_a_body(heading: str, kind: type[msgspec.Struct]) -> None:
 
 def test_limits() -> None:
     settings = ApiSettings()
-    switches = {"api_key", "enable_dev_routes"}
+    switches = {"api_key", "enable_dev_routes", "metrics_without_key", "cross_origin"}
     wanted = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)

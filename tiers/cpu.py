@@ -24,6 +24,7 @@ from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
 from .shared_memory import Progress, SharedMemory
+from .sizes import show_size
 from .tag import Proof, Proofs
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ class CpuSlab(SlabTier):
         self.num_slots = capacity_bytes // layout.slot_bytes
         if not self.num_slots:
             raise TierConfigError(
-                f"the CPU tier needs at least {layout.slot_bytes} bytes for one block, "
-                f"not {capacity_bytes}"
+                f"the CPU tier needs at least {show_size(layout.slot_bytes)} for one block, "
+                f"not {show_size(capacity_bytes)}"
             )
         shared = SharedMemory(
             "stratakv-slab",

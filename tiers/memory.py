@@ -19,6 +19,7 @@ from .base import Answer, Stored, StoreTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.lru import LruPolicy
+from .sizes import show_size
 from .tag import Proof, Proofs, Tagger, payload_digest
 
 # Called with "lookup", "load", "store" or "drop" and the keys, before anything happens. It may
@@ -42,8 +43,8 @@ class MemoryStore(StoreTier):
     ) -> None:
         if capacity_bytes < layout.page_bytes:
             raise TierConfigError(
-                f"the {name} tier needs at least {layout.page_bytes} bytes for one block, "
-                f"not {capacity_bytes}"
+                f"the {name} tier needs at least {show_size(layout.page_bytes)} for one block, "
+                f"not {show_size(capacity_bytes)}"
             )
         self.name = name
         self.layout = layout

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from .errors import TierConfigError
 from .host_memory import available_memory_bytes
+from .sizes import MIB, rough_size
 
 log = logging.getLogger(__name__)
 
@@ -51,23 +52,24 @@ class SharedMemory:
                 return
             except OSError as error:
                 log.warning(
-                    "%d bytes of huge pages cannot be had (%s); using plain pages. "
+                    "%s of huge pages cannot be had (%s); using plain pages. "
                     "vm.nr_hugepages sets %d of them apart",
-                    size,
+                    rough_size(size),
                     error.strerror,
                     -(-size // HUGE_PAGE_BYTES),
                 )
         available = available_memory_bytes()
         if available is not None and size > available:
             raise TierConfigError(
-                f"the CPU tier was given {size} bytes and the host has {available} bytes of "
-                "memory available; make the tier smaller or free some memory"
+                f"the CPU tier was given {rough_size(size)} and the host has "
+                f"{rough_size(available)} of memory available; make the tier smaller by "
+                f"{-(-(size - available) // MIB)}MiB or more, or free some memory"
             )
         try:
             self.fd, self.map = _make(name, 0, size, threads, progress)
         except OSError as error:
             raise TierConfigError(
-                f"the CPU tier could not get {size} bytes of shared memory ({error}); "
+                f"the CPU tier could not get {rough_size(size)} of shared memory ({error}); "
                 "make it smaller or free some memory"
             ) from error
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from ...kernels.copy_engine import CudaError
+from ...tiers.sizes import show_size
 from .cuda_runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -90,11 +91,13 @@ class LockedSlab:
                     self._progress(self.num_locked * self._slot_bytes, self._bytes())
         except CudaError as error:
             self._refused(
-                f"{self.num_locked * self._slot_bytes} of the slab's {self._bytes()} bytes are "
-                f"page-locked: {error}. {locked_memory_advice(self._bytes())}"
+                f"{show_size(self.num_locked * self._slot_bytes)} of the slab's "
+                f"{show_size(self._bytes())} are page-locked: {error}. "
+                f"{locked_memory_advice(self._bytes())}"
             )
             return
-        log.info("%d bytes page-locked in %.1f s", self._bytes(), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        log.info("%s page-locked in %.1f s", show_size(self._bytes()), seconds)
 
     def _lock(self, first: int, count: int) -> None:
         address = self._address + first * self._slot_bytes
@@ -112,6 +115,6 @@ def locked_memory_advice(wanted_bytes: int) -> str:
     if limit == resource.RLIM_INFINITY or limit >= wanted_bytes:
         return "The limit of locked memory is not the reason; a smaller slab may do"
     return (
-        f"The limit of locked memory is {limit} bytes; `ulimit -l unlimited` raises it for a "
+        f"The limit of locked memory is {show_size(limit)}; `ulimit -l unlimited` raises it for a "
         "shell, LimitMEMLOCK=infinity for a systemd unit, and --ulimit memlock=-1 for a container"
     )

@@ -86,7 +86,7 @@ class Answer(ABC):
 
     async def _collect_all(self) -> bytes:
         wholes: dict[int, TextOutput] = {}
-        tally = Tally.of(self.generations)
+        tally = Tally.of(self.front, self.generations)
 
         async def collect(generation: Generation) -> None:
             wholes[generation.index] = await self._collect(generation, tally)
@@ -119,7 +119,7 @@ class Answer(ABC):
 
     async def _stream(self, write: Write) -> None:
         options = self.request.stream_options or _NO_OPTIONS
-        tally = Tally.of(self.generations)
+        tally = Tally.of(self.front, self.generations)
 
         def usage() -> UsageField:
             if options.continuous_usage_stats:

@@ -18,6 +18,7 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,7 +28,7 @@ from ... import __version__
 from ..client.base import EngineClient, EngineDead
 from ..nearest import did_you_mean
 from ..text.tokenizer import Tokenizer
-from .auth import ApiKeyMiddleware
+from .auth import HEALTH_PATH, ApiKeyMiddleware
 from .body import MAX_QUOTED_CHARACTERS
 from .chat import create_chat_completion
 from .chat_template import ChatTemplate
@@ -36,7 +37,7 @@ from .errors import ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .metrics import Metrics
 from .replies import ModelCard, ModelList, now
-from .settings import ApiSettings
+from .settings import ApiSettings, CrossOrigin
 from .token_texts import TokenTexts
 from .tokenization import detokenize, tokenize
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
+METRICS_PATH = "/metrics"
 RESET_ROUTE = "/reset_prefix_cache"
 RESETS = ("pool", "all")
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
@@ -55,14 +57,16 @@ def create_app(
     *,
     model_name: str,
     model_path: Path,
+    model_aliases: Sequence[str] = (),
     tokenizer: Tokenizer | None,
     settings: ApiSettings | None = None,
     default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
-    `default_sampling` counts for fields that a client leaves out; it is what
-    `load_default_sampling` finds. Raises ConfigError for a chat template that cannot be used.
+    `model_aliases` are paths that clients may name in place of `model_name`. `default_sampling`
+    counts for fields that a client leaves out; it is what `load_default_sampling` finds. Raises
+    ConfigError for a chat template that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
@@ -75,6 +79,7 @@ def create_app(
         Metrics(model_name),
         default_sampling,
         TokenTexts(tokenizer),
+        tuple(model_aliases),
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
@@ -83,10 +88,10 @@ def create_app(
         _route("/v1/models/{name:path}", ["GET"], front, partial(_one_model, created=now())),
         _route("/tokenize", ["POST"], front, tokenize),
         _route("/detokenize", ["POST"], front, detokenize),
-        _route("/health", ["GET"], front, _health),
+        _route(HEALTH_PATH, ["GET"], front, _health),
         _route("/ping", ["GET", "POST"], front, _health),
         _route("/load", ["GET"], front, _load),
-        _route("/metrics", ["GET"], front, _metrics),
+        _route(METRICS_PATH, ["GET"], front, _metrics),
         _route("/version", ["GET"], front, _version),
     ]
     if settings.enable_dev_routes:
@@ -96,8 +101,22 @@ def create_app(
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+        open_paths = [HEALTH_PATH, *([METRICS_PATH] if settings.metrics_without_key else [])]
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
+    if settings.cross_origin is not None:
+        # Outside the key check: a browser asks first without a key, and a page has to see a 401.
+        _allow_cross_origin(app, settings.cross_origin)
     return app
+
+
+def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=allowed.origins,
+        allow_methods=allowed.methods,
+        allow_headers=allowed.headers,
+        allow_credentials=allowed.credentials,
+    )
 
 
 class _Endpoint:
@@ -159,8 +178,8 @@ async def _one_model(front: Front, request: Request, *, created: int) -> ASGIApp
 
 
 def _card(front: Front, created: int) -> ModelCard:
-    name = front.model_name
-    return ModelCard(name, "model", created, "stratakv", name, front.client.ready.max_model_len)
+    name, root = front.model_name, next(iter(front.model_aliases), front.model_name)
+    return ModelCard(name, "model", created, "stratakv", root, front.client.ready.max_model_len)
 
 
 async def _health(front: Front, request: Request) -> ASGIApp:
@@ -179,6 +198,7 @@ async def _version(front: Front, request: Request) -> ASGIApp:
 
 async def _metrics(front: Front, request: Request) -> ASGIApp:
     await front.metrics.core.refresh(front.client, front.settings.stats_timeout_seconds)
+    front.metrics.show_tiers(front.client.ready.tiers)
     return Response(front.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 

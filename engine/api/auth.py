@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API key check, as one ASGI layer in front of every route but /health.
+"""The API key check, as one ASGI layer in front of every route but those that are open.
 
 Knows nothing of tenants: one key opens everything.
 """
@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, error_response
 
-OPEN_PATHS = frozenset({"/health"})  # what probes ask, who hold no key
+HEALTH_PATH = "/health"  # what probes ask, who hold no key
 
 
 class ApiKeyMiddleware:
     """Answers 401 unless a request carries `Authorization: Bearer <key>`."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
         self._app = app
+        self._open_paths = frozenset(open_paths)
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may pass."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
+        is_open = scope["type"] != "http" or scope["path"] in self._open_paths
+        if is_open or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         message = "a valid API key is needed: send it as `Authorization: Bearer <key>`"

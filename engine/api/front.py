@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from posixpath import normpath
 from typing import TypeVar
 
 import numpy as np
@@ -47,6 +48,7 @@ class Front:
     # What the model's authors recommend, for fields that a client leaves out.
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
+    model_aliases: tuple[str, ...] = ()  # paths; clients may ask for the model by them
     in_flight: InFlight = field(default_factory=InFlight)
     _long_texts: asyncio.Semaphore = field(
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
@@ -62,8 +64,11 @@ class Front:
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a name that is not served; None is the one that is."""
-        if name is not None and name != self.model_name:
+        """Raises ApiError 404 for a name that is not served; None is the one that is. A path may be
+        spelt as paths are, `./x/` for `x`."""
+        if name is None or name == self.model_name:
+            return
+        if not self.model_aliases or normpath(name) not in map(normpath, self.model_aliases):
             message = f"the model `{name[:64]}` is not served here; use `{self.model_name}`"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 

@@ -24,8 +24,6 @@ from .protocol import SamplingFields
 from .replies import PromptTokensDetails, Usage
 from .sampling import child_params
 
-TIERS = ("pool", "cpu", "ssd")
-
 
 class Task(NamedTuple):
     """A prompt and what is to be made of it."""
@@ -131,13 +129,14 @@ class Tally:
     do its cached tokens, which are those of its first answer."""
 
     prompt_tokens: int
+    by_tier: dict[str, int]
     completion_tokens: int = 0
     cached_tokens: int = 0
-    by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
 
     @classmethod
-    def of(cls, generations: Iterable[Generation]) -> Tally:
-        return cls(sum(each.num_prompt_tokens for each in generations if each.child == 0))
+    def of(cls, front: Front, generations: Iterable[Generation]) -> Tally:
+        prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
+        return cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
 
     def add(self, generation: Generation, output: TextOutput) -> None:
         self.completion_tokens += len(output.token_ids)

@@ -60,6 +60,14 @@ class HttpProtocol(H11Protocol):
             self._stop_stall_timer()
         super().resume_writing()
 
+    def shutdown(self) -> None:
+        """The server ends. With TLS a connection closes when the client says so too, which one that
+        is idle does not; it has been told, so nothing more is waited for."""
+        super().shutdown()
+        is_told = self.transport.is_closing() and not self.transport.get_write_buffer_size()
+        if is_told and self.scheme == "https":
+            self.transport.abort()
+
     def timeout_keep_alive_handler(self) -> None:
         """The connection closes, once the last of what was written has been read."""
         super().timeout_keep_alive_handler()

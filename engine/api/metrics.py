@@ -9,7 +9,7 @@ on the monotonic clock. Knows nothing of HTTP.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -107,6 +107,13 @@ class Metrics:
         for tier, tokens in by_tier.items():
             self._cached_by_source.labels(*self._label_values, tier).inc(tokens)
             by_source.labels(*self._label_values, tier).inc(tokens)
+
+    def show_tiers(self, tiers: Iterable[str]) -> None:
+        """Have every tier in the figures from the first scrape on, be it with 0."""
+        for tier in tiers:
+            self._cached_by_source.labels(*self._label_values, tier)
+            self._by_source.labels(*self._label_values, tier)
+        self._by_source.labels(*self._label_values, COMPUTED)
 
     def count_end(self, reason: str) -> None:
         """One request has ended."""

@@ -56,8 +56,16 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
-    # A name that OpenAI's service keeps for its own records; it changes nothing here.
+    # Of OpenAI's service, for its records, its bills and its cache; they change no answer, and here
+    # nothing at all.
     user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # Not built: see NEUTRAL_VALUES.
     response_format: Any = None
     spaces_between_special_tokens: Any = None
@@ -114,9 +122,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Of OpenAI's service, for its records and its cache; they change nothing here.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     # Not built: see NEUTRAL_VALUES.
     tools: Any = None
     tool_choice: Any = None
@@ -130,11 +135,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
     documents: Any = None
     chat_template: Any = None
 
@@ -181,11 +181,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": ("medium",),
-    "metadata": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    "prompt_cache_options": (),
     "documents": ([],),
     "chat_template": (),
 }
@@ -212,7 +207,7 @@ def refuse_unsupported(
     what leads to the fields, such as `messages[3].`."""
     for name, allowed in neutral.items():
         value = getattr(values, name, None)
-        # By type as well: `store: 0` is no neutral value, although 0 == False.
+        # By type as well: `use_beam_search: 0` is no neutral value, although 0 == False.
         if value is None or any(value == v and _alike(value, v) for v in allowed):
             continue
         cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"

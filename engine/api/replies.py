@@ -180,7 +180,7 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One model of /v1/models."""
+    """One model of /v1/models. `root` is the path that it also answers to, or the name again."""
 
     id: str
     object: Literal["model"]

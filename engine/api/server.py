@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import socket
+import ssl
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,9 +35,16 @@ class HttpServer(uvicorn.Server):
         await super().serve(sockets)
 
 
-def make_server(app: ASGIApp, *, log_level: str, shutdown_seconds: float) -> HttpServer:
+def make_server(
+    app: ASGIApp,
+    *,
+    log_level: str,
+    shutdown_seconds: float,
+    tls: ssl.SSLContext | None = None,
+) -> HttpServer:
     """A server that does not run yet. `log_level` is one of uvicorn's names, such as `info`;
-    requests that run when the end is asked for have `shutdown_seconds` to finish."""
+    requests that run when the end is asked for have `shutdown_seconds` to finish. With `tls`, which
+    `tls.py` makes, it speaks https and nothing else."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -49,5 +57,6 @@ def make_server(app: ASGIApp, *, log_level: str, shutdown_seconds: float) -> Htt
         timeout_graceful_shutdown=max(1, math.ceil(shutdown_seconds)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         server_header=False,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
     return HttpServer(config)

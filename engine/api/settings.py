@@ -12,10 +12,22 @@ from ..config_values import MIB, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class CrossOrigin:
+    """Which pages of other origins may use the server from a browser. `*` is any."""
+
+    origins: tuple[str, ...]
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False  # cookies and what else a browser keeps for the server
+
+
+@dataclass(frozen=True, slots=True)
 class ApiSettings:
     """What the routes obey. Raises ConfigError for values that cannot work."""
 
     api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
+    metrics_without_key: bool = False
+    cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096

@@ -19,9 +19,11 @@ from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, OPTIONS, Option, engine_config, flag_of
 from ..settings.aliases import ALIASES
 from ..settings.layers import with_origins
+from ..settings.not_built import explain_not_built
 from ..settings.resolve import Settings, resolve
 from ..settings.schema import MODEL, SCHEMA, default_text
 from ..settings.server import SERVER_OPTIONS
+from ..shown import shown_name
 
 # Names of aliases in the namespace, apart from a command's own flags.
 _ALIAS = "alias:"
@@ -55,6 +57,8 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
                 raise ConfigError(f"{word!r} is one argument too many; see {self.prog} --help")
+            if hasattr(namespace, MODEL):
+                _explain_unknown(self.prog, unknown[0], namespace)
             near = did_you_mean(word, self._shown_flags())
             raise ConfigError(f"there is no option {word}{near or f'; see {self.prog} --help'}")
         if hasattr(namespace, _SETTINGS):
@@ -67,6 +71,17 @@ class Parser(argparse.ArgumentParser):
             for flag, action in self._option_string_actions.items()
             if action.help != argparse.SUPPRESS
         ]
+
+
+def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> None:
+    """Raises ConfigError for a flag that vLLM has and we have not."""
+    flag, _, value = unknown.partition("=")
+    if flag == flag_of(MODEL):
+        given = value or getattr(namespace, MODEL) or "MODEL"
+        raise ConfigError(f"the model is an argument and no option: {prog} {shown_name(given)}")
+    explained = explain_not_built(flag, flag.lstrip("-").replace("-", "_"))
+    if explained:
+        raise ConfigError(f"{explained}; leave it out")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

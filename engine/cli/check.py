@@ -15,6 +15,7 @@ from typing import Any
 from ...tiers.check import check_store
 from ...tiers.errors import TierConfigError
 from ...tiers.mac_key import MacKey, read_mac_key
+from ...tiers.sizes import rough_size
 from ...tiers.ssd.check_result import CheckResult
 from ..config_values import ConfigError
 from ..settings import readers
@@ -70,7 +71,7 @@ def _print(result: CheckResult, seconds: float) -> None:
     rate = result.bytes_read / max(seconds, 1e-9) / 1e9
     print(
         f"{result.path}: {result.slots} slots, {result.rows} blocks, {result.whole} of them whole, "
-        f"{result.orphans} orphans; {result.bytes_read} bytes read in {seconds:.1f} s "
+        f"{result.orphans} orphans; {rough_size(result.bytes_read)} read in {seconds:.1f} s "
         f"({rate:.2f} GB/s)"
     )
     for note in result.notes:

@@ -13,13 +13,20 @@ import errno
 import logging
 import signal
 import socket
+import ssl
+from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...tiers.sizes import rough_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
 from ..config_values import ConfigError, show_size
+from ..offload_config import REMOTE, OffloadConfig
+from ..options import model_aliases
+from ..settings.resolve import Settings
 from ..settings.server import ServerConfig, server_config
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
 
@@ -49,19 +56,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until the core is gone (1)."""
-    from ..api.settings import ApiSettings
+    from ..api.tls import make_tls_context
 
     config = engine_config_of(args)
     settings = settings_of(args)
     server = server_config(settings.server_options)
-    api = ApiSettings(api_key=server.api_key, enable_dev_routes=server.enable_dev_routes)
+    tls = make_tls_context(server)
     sock = bind(server.host, server.port)
     logs.set_up(server.log_level, json=server.log_json)
     logger.info("options given: %s", settings.summary or "none")
-    for note in settings.notes:
+    for note in (*settings.notes, *_notes(config, server, settings)):
         logger.info("%s", note)
+    aliases = model_aliases(settings.model, settings.engine_options)
     with sock:
-        return asyncio.run(_serve(config, server, api, sock))
+        return asyncio.run(_serve(config, server, sock, tls, aliases))
+
+
+def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
+    """What holds without having been asked for, or has no effect."""
+    offload = config.offload
+    if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
+        yield (
+            f"the ssd tier takes {rough_size(offload.ssd_bytes)} of the disk at once, in "
+            f"{offload.ssd_path}, and keeps it after the end: --kv-offload-ssd-bytes sets how much,"
+            " `stratakv cache rm` gives it back"
+        )
+    if server.metrics_without_key and server.api_key is None:
+        yield "--metrics-without-key has no effect: no --api-key is asked for"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -95,8 +116,30 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
     return f"{host}:{port} cannot be opened ({error.strerror}); choose --host and --port anew"
 
 
+def api_settings(server: ServerConfig) -> ApiSettings:
+    """What of the server's settings the routes obey."""
+    from ..api.settings import ApiSettings, CrossOrigin
+
+    allowed = CrossOrigin(
+        server.allowed_origins,
+        server.allowed_methods,
+        server.allowed_headers,
+        server.allow_credentials,
+    )
+    return ApiSettings(
+        api_key=server.api_key,
+        enable_dev_routes=server.enable_dev_routes,
+        metrics_without_key=server.metrics_without_key,
+        cross_origin=allowed if server.allowed_origins else None,
+    )
+
+
 async def _serve(
-    config: EngineConfig, server: ServerConfig, api: ApiSettings, sock: socket.socket
+    config: EngineConfig,
+    server: ServerConfig,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    model_aliases: Sequence[str],
 ) -> int:
     from ..client.process import ProcessClient
     from ..models.generation_config import load_default_sampling
@@ -123,11 +166,12 @@ async def _serve(
             client,
             model_name=config.model.served_name,
             model_path=config.model.path,
+            model_aliases=model_aliases,
             tokenizer=tokenizer,
-            settings=api,
+            settings=api_settings(server),
             default_sampling=default_sampling,
         )
-        return await _serve_app(app, client, config, server, sock, told)
+        return await _serve_app(app, client, config, server, sock, tls, told)
     finally:
         await client.close(config.offload.shutdown_seconds + _CLOSE_GRACE_SECONDS)
 
@@ -138,13 +182,14 @@ async def _serve_app(
     config: EngineConfig,
     server: ServerConfig,
     sock: socket.socket,
+    tls: ssl.SSLContext | None,
     told: asyncio.Event,
 ) -> int:
     """Until told to stop (0) or until the core is gone (1)."""
     from ..api.server import make_server
     from ..api.stats_log import StatsLog
 
-    http = make_server(app, log_level=server.log_level, shutdown_seconds=_REQUEST_SECONDS)
+    http = make_server(app, log_level=server.log_level, shutdown_seconds=_REQUEST_SECONDS, tls=tls)
     logs.adopt("uvicorn")
     running = asyncio.ensure_future(http.serve(sockets=[sock]))
     dead = asyncio.ensure_future(client.wait_dead())
@@ -181,14 +226,36 @@ def _tell_start(
     else:
         logger.info("no tiers below the pool; --kv-offload cpu,ssd adds them")
     host, port = sock.getsockname()[:2]
-    if server.api_key is None and not ip_address(host.partition("%")[0]).is_loopback:
+    asks_who = server.api_key is not None or server.ssl_cert_reqs == ssl.CERT_REQUIRED
+    if not asks_who and not ip_address(host.partition("%")[0]).is_loopback:
         logger.warning("whoever reaches %s may use this server; --api-key asks for a key", host)
     host = f"[{host}]" if ":" in host else host
+    scheme = "http" if server.ssl_certfile is None else "https"
+    tiers = f"; {tiers_in_short(offload)}" if offload.enabled else ""
     logs.announce(
-        f"StrataKV serves {model.served_name} at http://{host}:{port} (context"
-        f" {ready.max_model_len}, {ready.num_blocks} blocks of {ready.block_size} tokens); Ctrl-C"
-        " ends it"
+        f"StrataKV serves {model.served_name} at {scheme}://{host}:{port} (context"
+        f" {ready.max_model_len}, {ready.num_blocks} blocks of {ready.block_size} tokens{tiers});"
+        " Ctrl-C ends it"
     )
+
+
+def tiers_in_short(offload: OffloadConfig) -> str:
+    """The tiers from the pool down, with their sizes and places: `cpu: 4 GiB, ssd:
+    ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400`."""
+    parts = [f"cpu: {rough_size(offload.cpu_bytes)}"]
+    if offload.ssd_path is not None:
+        parts.append(f"ssd: {_in_home(offload.ssd_path)} ({rough_size(offload.ssd_bytes)})")
+    parts += offload.other_tiers
+    if offload.cache_servers:
+        parts.append(f"{REMOTE}: {' '.join(map(str, offload.cache_servers))}")
+    return ", ".join(parts)
+
+
+def _in_home(path: Path) -> str:
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):  # elsewhere, or there is no home
+        return str(path)
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:

@@ -112,6 +112,7 @@ class EngineCore:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             eos_token_ids=list(self.spec.eos_token_ids),
+            tiers=("pool", *self.config.offload.tier_names),
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:

@@ -40,6 +40,7 @@ class Alias:
 
 
 _NOTHING = Meaning()
+_ONE_DEVICE = "the engine computes on one device, and models over several are not built"
 _MAX_GIB = MAX_SIZE_BYTES // GIB
 
 
@@ -99,8 +100,8 @@ ALIASES: Mapping[str, Alias] = {
     "prefix_caching_hash_algo": Alias(
         _renamed("block_hash", readers.one_of("sha256", "sha256_cbor")), "NAME"
     ),
-    "tensor_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
-    "pipeline_parallel_size": Alias(_only("1", way="the engine computes on one device"), "N"),
+    "tensor_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
+    "pipeline_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "tokenizer_mode": Alias(
         _only("auto", way="the tokenizer is the model's tokenizer.json"), "NAME"
     ),

@@ -13,6 +13,7 @@ from ..config_values import ConfigError
 from ..nearest import did_you_mean
 from .aliases import ALIASES
 from .layers import VARIABLE, Given
+from .not_built import explain_not_built
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
@@ -56,6 +57,9 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
             f"{shown} is set, and names of vLLM's options are taken as flags and in files only; "
             "use StrataKV's own name"
         )
+    explained = explain_not_built(shown, variable.removeprefix(VARIABLE_PREFIX).lower())
+    if explained:
+        return f"{explained}; unset it"
     # Without the prefix, which makes any two of them alike.
     ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
     near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)

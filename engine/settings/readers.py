@@ -7,6 +7,7 @@ value, and raises ConfigError. Reading what was read already changes nothing. Kn
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -165,6 +166,22 @@ def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
             raise ConfigError(f"{called} takes tier.option=value,…, not {shown(item)}")
         result.setdefault(tier, {})[option] = text(f"{called}, {tier}.{option}", given.strip())
     return result
+
+
+def texts(called: str, value: Any) -> tuple[str, ...]:
+    """Several texts: a list, also as JSON, which is how vLLM takes it, or with commas between."""
+    items = value
+    if isinstance(value, str):
+        try:
+            items = json.loads(value) if value.strip().startswith("[") else value.split(",")
+        except ValueError as error:
+            raise ConfigError(
+                f"{called} takes texts with commas between, or a list in JSON, not {shown(value)} "
+                f"({error})"
+            ) from error
+    if not isinstance(items, list | tuple) or not items:
+        raise ConfigError(f"{called} takes one text or several, not {shown(value)}")
+    return tuple(text(called, item).strip() for item in items)
 
 
 def api_key(called: str, value: Any) -> str:

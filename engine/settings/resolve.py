@@ -20,6 +20,7 @@ from .aliases import ALIASES
 from .environment import CONFIG_VARIABLE, read_environment
 from .file import called, read_file
 from .layers import FILE, FLAG, VARIABLE, Given, Layer, merge
+from .not_built import explain_not_built
 from .schema import MODEL, SCHEMA
 from .server import SERVER_OPTIONS
 
@@ -107,6 +108,8 @@ def _read(raw: Mapping[str, Any], kind: str, call: Callable[[str], str]) -> _Rea
             for option, each in meaning.implied.items():
                 layer.implied[option] = Given(each, kind, call(name))
             layer.notes.extend([meaning.note] if meaning.note else ())
+        elif explained := explain_not_built(call(name), name):
+            raise ConfigError(f"{explained}; leave it out")
         else:
             near = did_you_mean(name, [*SCHEMA, *ALIASES]) or "; `stratakv config show` lists them"
             raise ConfigError(f"{call(name)} is no option{near}")

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...tiers.sizes import exact_size
 from ..config import EngineConfig, ModelConfig
-from ..config_values import show_size
 from ..options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS, Option
 from . import readers
 from .server import SERVER_OPTIONS, ServerConfig
@@ -49,16 +49,18 @@ def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
 def shown(name: str, value: Any) -> Any:
     """A value as a file takes it: a text, a number or a truth value; None where there is none."""
     option = SCHEMA[name]
-    if value is None or value in ("", b"", {}):
+    if option.read is readers.tiers:
+        return ",".join(value) or "none"
+    if value is None or value in ("", b"", {}, ()):
         return None
     if option.is_secret:
         return MASK
-    if option.read is readers.tiers:
-        return ",".join(value) or "none"
     if option.read is readers.tier_options:
         return ",".join(f"{t}.{o}={v}" for t, of in value.items() for o, v in of.items())
     if option.read is readers.size:
-        return show_size(value).removesuffix(" bytes")
+        return exact_size(value) or str(value)
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value) if isinstance(value, Path) else value
 
 

@@ -134,7 +134,8 @@ _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 async def generate_text(
     client: EngineClient, request: AddRequest, tokenizer: Tokenizer | None
 ) -> AsyncGenerator[TextOutput, None]:
-    """Run one request and yield its text as it grows; the last one carries a finish reason.
+    """Run one request and yield its text as it grows; the last one carries a finish reason. Cached
+    tokens are given for every tier there is, be it 0.
 
     Closing it early, or a stop string, aborts the request in the core. Raises what
     `EngineClient.generate` raises.
@@ -144,6 +145,9 @@ async def generate_text(
     async with aclosing(stream):
         async for output in stream:
             result = processor.process(output)
+            if result.cached_tokens_by_tier is not None:
+                tiers = dict.fromkeys(client.ready.tiers, 0)
+                result.cached_tokens_by_tier = tiers | result.cached_tokens_by_tier
             yield result
             if result.finish_reason is not None:
                 return

@@ -334,7 +334,7 @@ def test_an_engine_left_open_is_closed_with_python(tiny_model: Path, tmp_path: P
         )
         assert (done.returncode, done.stderr) == (0, "")
         answers.append(done.stdout.strip())
-    assert answers == ["{'pool': 0}", "{'pool': 0, 'ssd': 96}"]
+    assert answers == ["{'pool': 0, 'cpu': 0, 'ssd': 0}", "{'pool': 0, 'cpu': 0, 'ssd': 96}"]
 
 
 def test_the_import_is_light() -> None:

@@ -183,10 +183,10 @@ def test_another_process_maps_the_same_slots(slab: CpuSlab) -> None:
 
 
 def test_sizes_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TierConfigError, match="at least 4096 bytes for one block, not 4095"):
+    with pytest.raises(TierConfigError, match="at least 4KiB for one block, not 4095 bytes"):
         CpuSlab(SMALL, 4095)
     monkeypatch.setattr(shared_memory, "available_memory_bytes", lambda: 10_000)
-    with pytest.raises(TierConfigError, match="10000 bytes of memory available"):
+    with pytest.raises(TierConfigError, match=r"given 12 KiB and the host has 9\.77 KiB"):
         CpuSlab(SMALL, 12_288)
 
 

@@ -44,7 +44,7 @@ def test_a_batch_beyond_the_capacity_keeps_the_last_blocks() -> None:
 
 
 def test_too_small_for_one_block_is_refused() -> None:
-    with pytest.raises(TierConfigError, match="at least 4096 bytes"):
+    with pytest.raises(TierConfigError, match="at least 4KiB for one block, not 4095 bytes"):
         MemoryStore(SMALL, SMALL.page_bytes - 1)
 
 

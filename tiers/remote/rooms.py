@@ -24,6 +24,7 @@ from ..block import BlockLayout
 from ..cpu import CpuSlab
 from ..errors import TierClosed, TierConfigError
 from ..mac_key import MacKey
+from ..sizes import show_size
 from ..ssd.store import SsdStore
 from .key_salt import KeySalt
 from .layout_notes import read_layout_note, store_folder, write_layout_note
@@ -185,7 +186,8 @@ class Rooms:
         """Raises TierConfigError, NoMemory, NoDisk, or OSError."""
         if quota.cpu_bytes < layout.slot_bytes:
             raise TierConfigError(
-                f"a block takes {layout.slot_bytes} bytes and the tenant has {quota.cpu_bytes}"
+                f"a block takes {show_size(layout.slot_bytes)} and the tenant has "
+                f"{show_size(quota.cpu_bytes)}"
             )
         cpu_bytes = min(quota.cpu_bytes, self._max_slots * layout.slot_bytes)
         if cpu_bytes < quota.cpu_bytes:

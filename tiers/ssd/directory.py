@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import TierConfigError, TierDown
+from ..sizes import MIB, rough_size
 from .space import SpacePlan
 
 # An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
@@ -88,8 +89,9 @@ class StoreDirectory:
         missing = plan.total_bytes - ours - free
         if missing > 0:
             raise TierConfigError(
-                f"the SSD tier takes {plan.total_bytes} bytes in {self.path}, where {free} bytes "
-                f"are free; lower its size by {missing} bytes or more, or use another path"
+                f"the SSD tier takes {rough_size(plan.total_bytes)} in {self.path}, where "
+                f"{rough_size(free)} are free; lower its size by {-(-missing // MIB)}MiB or more, "
+                "or use another path"
             )
 
     def used_bytes(self) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ..block import ALIGNMENT, BlockLayout
 from ..errors import TierConfigError
+from ..sizes import show_size
 
 HEADER_PAGE_BYTES = ALIGNMENT
 SMALL_FILES_BYTES = 128 * 1024
@@ -51,8 +52,8 @@ def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
     smallest = plan_slots(layout.slot_bytes, 1)
     if smallest.total_bytes > capacity_bytes:
         raise TierConfigError(
-            f"the SSD tier needs at least {smallest.total_bytes} bytes to hold one block of this "
-            f"model and its index, not {capacity_bytes}"
+            f"the SSD tier needs at least {show_size(smallest.total_bytes)} to hold one block of "
+            f"this model and its index, not {show_size(capacity_bytes)}"
         )
     low, high = 1, capacity_bytes // smallest.record_bytes + 1
     while high - low > 1:

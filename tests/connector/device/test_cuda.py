@@ -19,6 +19,7 @@ from stratakv.connector.device.cpu import CpuEvent
 from stratakv.connector.device.cuda import CudaCopyDevice
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock
+from stratakv.tiers.sizes import show_size
 
 from .fake_cuda import FakeCuda
 from .surroundings import BATCHED, KERNEL, SINGLE, random_pool
@@ -127,8 +128,8 @@ def test_memory_that_cannot_be_locked_is_served_and_said(
     blocks, slots = list(range(30)), list(range(30))
     rig.assert_stored(rig.store(blocks, slots), blocks, slots)
     [said] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert f"{2 * PIECE} of the slab's {SLOTS * SLOT} bytes are page-locked" in said
-    assert "limit of locked memory is 65536 bytes; `ulimit -l unlimited` raises it" in said
+    assert f"{show_size(2 * PIECE)} of the slab's {show_size(SLOTS * SLOT)} are page-locked" in said
+    assert "limit of locked memory is 64KiB; `ulimit -l unlimited` raises it" in said
     assert "stores at " in said and "loads at " in said and " instead of " in said
 
 

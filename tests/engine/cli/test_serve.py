@@ -170,7 +170,7 @@ def test_flags_environment_and_a_file_make_one_server(
     told = " | ".join(record["message"] for record in records)
     for word in (
         f"options given: 6 by the command line, 2 by the environment, 5 by {path}",
-        "tiers below the pool: cpu 2147483 bytes", "KV pool of 480 tokens",
+        "tiers below the pool: cpu 2.048MiB", "KV pool of 480 tokens",
     ):  # fmt: skip
         assert word in told
 

@@ -77,6 +77,19 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "log_level": (("debug", "debug"), ("info", "info"), ("error", "error")),
     "log_json": (("yes", True), ("false", False), ("1", True)),
     "log_stats": (("yes", True), ("false", False), ("1", True)),
+    "metrics_without_key": (("yes", True), ("false", False), ("1", True)),
+    "allowed_origins": (
+        ("*", ("*",)),
+        ("https://a.org,http://b:3000", ("https://a.org", "http://b:3000")),
+        ("http://[::1]:3000", ("http://[::1]:3000",)),
+    ),
+    "allowed_methods": (("get", ("GET",)), ("GET,POST", ("GET", "POST")), ("*", ("*",))),
+    "allowed_headers": (("*", ("*",)), ("authorization", ("authorization",)), ("x-a", ("x-a",))),
+    "allow_credentials": (("yes", True), ("false", False), ("1", True)),
+    "ssl_keyfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "ssl_certfile": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "ssl_ca_certs": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "ssl_cert_reqs": (("0", 0), ("1", 1), ("2", 2)),
 }
 
 

@@ -48,7 +48,7 @@ def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:
         assert secret.stat().st_mode & 0o777 == 0o600
         assert server.terminate() == 0
         assert f"StrataKV cache server at 127.0.0.1:{server.port} (no TLS)" in server.output
-        assert "tenants default (cpu 262144 bytes, ssd 4MiB)" in server.output
+        assert "tenants default (cpu 256KiB, ssd 4MiB)" in server.output
 
         server.start()
         stub = server.stub()

@@ -186,7 +186,7 @@ def test_a_failure_is_told_and_tried_again_after_a_while(tmp_path: Path) -> None
 
 def test_more_memory_than_the_host_has() -> None:
     rooms = Rooms({NAMES[0]: Quota(2**50, 0)}, SECRET, None, max_slots=2**30)
-    with pytest.raises(NoMemory, match="bytes of memory available"):
+    with pytest.raises(NoMemory, match="iB of memory available"):
         _attach(rooms, layout=LARGE)
     assert rooms.layout(NAMES[0]) is None, "another layout may be tried"
     assert rooms.close(WAIT_SECONDS)

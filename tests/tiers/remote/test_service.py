@@ -266,7 +266,7 @@ def test_a_tenant_with_too_little_for_one_block() -> None:
         with pytest.raises(grpc.RpcError) as raised:
             server.attach(stub)
         assert raised.value.code() is Code.FAILED_PRECONDITION
-        expected = "a block takes 4096 bytes and the tenant has 1000"
+        expected = "a block takes 4KiB and the tenant has 1kB"
         assert expected in raised.value.details()
         # The layout that could not be is forgotten: another may.
         described = stub.describe(messages.DescribeRequest(), timeout=WAIT_SECONDS)
@@ -280,7 +280,7 @@ def test_a_server_without_the_memory() -> None:
             server.attach(stub, LARGE)
         assert raised.value.code() is Code.RESOURCE_EXHAUSTED
         assert dict(raised.value.trailing_metadata())["stratakv-reason"] == "memory"
-        assert "bytes of memory available" in raised.value.details()
+        assert "iB of memory available" in raised.value.details()
 
 
 def test_a_disk_that_cannot_be_used(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.directory import LEFT_BEHIND_SECONDS, StoreDirectory
 from stratakv.tiers.ssd.identity_file import read_note, write_note
@@ -240,9 +242,10 @@ def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TierConfigError, match=r"cannot write to /proc/stratakv .*permissions"):
         SsdStore("/proc/stratakv", SMALL, 10**7)
     smallest = capacity_for(1)
-    with pytest.raises(TierConfigError, match=f"at least {smallest} bytes .*, not {smallest - 1}"):
+    sizes = f"at least {re.escape(show_size(smallest))} .*, not {smallest - 1}"
+    with pytest.raises(TierConfigError, match=sizes):
         SsdStore(tmp_path / "a", SMALL, smallest - 1)
-    with pytest.raises(TierConfigError, match=r"bytes are free; lower its size by \d+ bytes"):
+    with pytest.raises(TierConfigError, match=r"iB are free; lower its size by \d+MiB"):
         SsdStore(tmp_path / "b", SMALL, 2**60)
     with pytest.raises(TierConfigError, match="I/O thread"):
         SsdStore(tmp_path / "c", SMALL, 10**7, io_threads=0)

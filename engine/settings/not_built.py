@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of vLLM for what is not built here, and what to do without it.
+
+Whoever brings a command line from there is told so, instead of being sent to an option with a name
+that looks alike. Knows nothing of where an option was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ONE_DEVICE = "an engine computes on one device; start an engine for each"
+_LORA = "adapters are not loaded; serve weights that they are merged into"
+_TOOLS = "the server calls no tools and parses no calls"
+_REASONING = "answers are not parsed; reasoning is part of the text"
+_STRUCTURED = "answers follow no grammar or schema"
+_SPECULATIVE = "tokens are computed one after another"
+_MULTIMODAL = "models read text only"
+_POOLING = "models generate text only"
+_MODEL_FILES = "model, tokenizer and template are read as they lie in the model's directory"
+_COMPILED = "see --compilation and --enforce-eager"
+_STEPS = "see --max-num-batched-tokens, --max-num-seqs and --long-prefill-token-threshold"
+_LOGS = "see --log-level, --log-json and --log-stats"
+_HTTP = "the server has the options that `stratakv serve --help` lists"
+_MEMORY = "see --kv-cache-memory-bytes and --kv-offload"
+_OBSERVED = "figures are at /metrics"
+
+_BY_REASON: Mapping[str, str] = {
+    _ONE_DEVICE: """
+        tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank
+        data_parallel_size_local data_parallel_start_rank data_parallel_address
+        data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb
+        data_parallel_external_lb decode_context_parallel_size prefill_context_parallel_size
+        enable_expert_parallel enable_eplb eplb_config all2all_backend expert_placement_strategy
+        distributed_executor_backend disable_custom_all_reduce max_parallel_loading_workers
+        ray_workers_use_nsight nnodes node_rank master_addr master_port worker_cls
+        worker_extension_cls enable_dbo headless api_server_count
+    """,
+    "weights are computed in the number types of --dtype": """
+        quantization quantization_param_path calculate_kv_scales
+    """,
+    _LORA: """
+        enable_lora lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype
+        lora_extra_vocab_size fully_sharded_loras default_mm_loras lora_target_modules
+        enable_prompt_adapter
+    """,
+    _SPECULATIVE: "speculative_config speculative_model num_speculative_tokens spec_token_tree",
+    _TOOLS: """
+        tool_call_parser enable_auto_tool_choice tool_parser_plugin tool_server
+        exclude_tools_when_tool_choice_none
+    """,
+    _REASONING: "reasoning_parser reasoning_parser_plugin enable_reasoning reasoning_config",
+    _STRUCTURED: """
+        structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
+        guided_decoding_disable_any_whitespace
+    """,
+    _MULTIMODAL: """
+        limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
+        mm_encoder_tp_mode mm_encoder_only media_io_kwargs allowed_local_media_path
+        allowed_media_domains interleave_mm_strings skip_mm_profiling video_pruning_rate
+        disable_chunked_mm_input enable_mm_embeds language_model_only
+    """,
+    _POOLING: "runner task convert pooler_config override_pooler_config",
+    _MODEL_FILES: """
+        tokenizer tokenizer_revision code_revision skip_tokenizer_init hf_config_path hf_overrides
+        hf_token download_dir config_format model_impl model_loader_extra_config ignore_patterns
+        rope_scaling rope_theta chat_template chat_template_content_format
+        trust_request_chat_template override_generation_config response_role
+    """,
+    _COMPILED: """
+        compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level
+        max_seq_len_to_capture use_inductor_graph_partition
+    """,
+    _STEPS: """
+        max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
+        async_scheduling scheduler_cls stream_interval preemption_mode scheduler_delay_factor
+        disable_hybrid_kv_cache_manager disable_cascade_attn disable_sliding_window
+        logits_processors logprobs_mode enable_prompt_embeds
+    """,
+    _MEMORY: """
+        cpu_offload_gb cpu_offload_params enable_sleep_mode kv_events_config
+        kv_sharing_fast_prefill mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size
+    """,
+    _LOGS: """
+        enable_log_requests enable_log_outputs enable_log_deltas max_log_len log_config_file
+        disable_uvicorn_access_log disable_access_log_for_endpoints log_error_stack
+    """,
+    _OBSERVED: """
+        otlp_traces_endpoint collect_detailed_traces show_hidden_metrics_for_version
+        observability_config enable_server_load_tracking kv_cache_metrics enable_mfu_metrics
+    """,
+    _HTTP: """
+        uds root_path middleware disable_fastapi_docs enable_request_id_headers ssl_ciphers
+        enable_ssl_refresh h11_max_incomplete_event_size h11_max_header_count
+        disable_frontend_multiprocessing return_tokens_as_token_ids enable_force_include_usage
+        additional_config io_processor_plugin enable_tokenizer_info_endpoint
+    """,
+}
+NOT_BUILT: Mapping[str, str] = {
+    name: reason for reason, names in _BY_REASON.items() for name in names.split()
+}
+# How vLLM cuts them short on a command line.
+_SHORT: Mapping[str, str] = {
+    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size", "ep": "enable_expert_parallel", "q": "quantization",
+    "O": "optimization_level", "cc": "compilation_config", "asc": "api_server_count",
+    "sc": "speculative_config",
+}  # fmt: skip
+
+
+def explain_not_built(called: str, name: str) -> str:
+    """One sentence on an option of vLLM that is not built, `called` as it was given; empty where
+    `name`, with `_` and without leading dashes, is none."""
+    bare = name.removeprefix("no_")
+    reason = NOT_BUILT.get(_SHORT.get(bare, bare))
+    return f"{called} is an option of vLLM that is not built here: {reason}" if reason else ""

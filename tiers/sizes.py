@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of bytes as messages show them. Knows nothing of how sizes are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+KIB = 1024
+MIB = 1024**2
+_BINARY = (("TiB", KIB**4), ("GiB", KIB**3), ("MiB", KIB**2), ("KiB", KIB))
+_UNITS = (*_BINARY, ("TB", 1000**4), ("GB", 1000**3), ("MB", 1000**2), ("kB", 1000))
+_DECIMALS = 3  # of units above KiB
+_MANY_BYTES = 10_000  # fewer are read at a glance
+_MOST_DIGITS = 4  # of a text that is easier to read than the number itself
+
+
+def exact_size(size_bytes: int) -> str | None:
+    """The shortest text with a unit that is read back as exactly so many bytes: `512MiB`, `1.5GB`.
+    A size that a person typed comes out as it was typed, or as the same in fewer digits. None
+    where no short text means so many."""
+    texts = sorted(_texts(size_bytes), key=lambda text: (_digits(text), len(text)))
+    return texts[0] if texts else None
+
+
+def show_size(size_bytes: int) -> str:
+    """The same for messages, where a number that has no short text comes with a rough one."""
+    text = exact_size(size_bytes)
+    if text is not None:
+        return text
+    rough = f" ({rough_size(size_bytes)})" if size_bytes >= _MANY_BYTES else ""
+    return f"{size_bytes} bytes{rough}"
+
+
+def rough_size(size_bytes: int) -> str:
+    """Three figures: `20 GiB`, `1.43 MiB`, `500 bytes`."""
+    for unit, factor in _BINARY:
+        if size_bytes >= factor:
+            number = size_bytes / factor
+            decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+            return f"{round(number, decimals):.10g} {unit}"
+    return f"{size_bytes} bytes"
+
+
+def _texts(size_bytes: int) -> Iterator[str]:
+    for unit, factor in _UNITS:
+        if size_bytes < factor:
+            continue
+        if size_bytes % factor == 0 and factor > KIB and unit.endswith("iB"):
+            yield f"{size_bytes // factor}{unit}"
+        for decimals in range(_DECIMALS + 1 if factor > KIB else 1):
+            number = f"{size_bytes / factor:.{decimals}f}"
+            # As it is read: a part of a byte is dropped.
+            if int(float(number) * factor) == size_bytes and _digits(number) <= _MOST_DIGITS:
+                yield f"{number}{unit}"
+                break
+
+
+def _digits(text: str) -> int:
+    """How many a reader has to look at."""
+    return len("".join(filter(str.isdigit, text)).strip("0"))
