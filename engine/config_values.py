@@ -62,6 +62,16 @@ def show_size(size_bytes: int) -> str:
     return f"{shown(size_bytes)} bytes"
 
 
+def rough_size(size_bytes: float) -> str:
+    """Bytes for a reader, in three figures: `16.0 GiB`, `512 MiB`, `96 KiB`."""
+    for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if size_bytes >= factor:
+            number = size_bytes / factor
+            decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+            return f"{number:.{decimals}f} {unit}"
+    return f"{size_bytes:.0f} bytes"
+
+
 def check_device(called: str, value: str) -> str:
     """`cpu`, `cuda` or `cuda:1`; raises ConfigError for anything else, several GPUs among it."""
     if _DEVICE.fullmatch(value):

@@ -96,14 +96,15 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "max_model_len": Option(
         "model", "max_model_len", readers.integer, "longest prompt and output, in tokens", "N",
-        "what the model allows",
+        "what the model allows and the pool holds",
     ),
     "block_size": Option("cache", "block_size", readers.integer, "tokens in a block", "N"),
     "num_blocks": Option(
-        "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the memory"
+        "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the free memory"
     ),
     "kv_cache_memory_bytes": Option(
-        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE", "1GiB"
+        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE",
+        "from the free memory",
     ),
     "gpu_memory_utilization": Option(
         "cache", "gpu_memory_utilization", readers.number,
