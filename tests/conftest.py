@@ -47,6 +47,7 @@ SLOW_PLACES = (
     "test_fault_sweep.py",
     "test_load_or_recompute.py",
     "test_random_lives.py",
+    "test_readme.py",
     "test_two_engines",
     "tiers/policies/",
     "tiers/remote/test_cache_server_command.py",
