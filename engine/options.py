@@ -30,6 +30,7 @@ from .config import (
 )
 from .config_values import ConfigError
 from .models.files import check_directory
+from .models.hub import fetch_model, is_hub_id
 from .nearest import did_you_mean
 from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
 from .settings import readers
@@ -68,7 +69,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "revision": Option(
         "model", "revision", readers.text,
-        "text that separates the blocks of otherwise equal models", "TEXT",
+        "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
+        "models", "TEXT",
     ),
     "dtype": Option("model", "dtype", one_of(*DTYPES), f"{', '.join(DTYPES)}", "TYPE"),
     "device": Option(
@@ -234,8 +236,12 @@ OPTIONS: Mapping[str, Option] = {
 }  # fmt: skip
 
 
-def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineConfig:
-    """The settings of an engine from the options given; None means the embedded model.
+def engine_config(
+    model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
+) -> EngineConfig:
+    """The settings of an engine from the options given; None means the embedded model. A model of
+    the Hub is downloaded where it is not in the local cache and `is_fetched`; otherwise the path is
+    its id.
 
     Raises ConfigError for an unknown option, a value that cannot be, or a contradiction.
     """
@@ -249,11 +255,12 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
     offload = sections["offload"]
     if "ssd" in offload.get("tiers", ()):
         offload.setdefault("ssd_path", default_ssd_path())
-    path = model_directory(model)
+    path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
+    typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
-        sections["model"]["served_name"] = _served_name(model, path)
+        sections["model"]["served_name"] = _served_name(typed, path)
     return EngineConfig(
-        model=ModelConfig(path, **sections["model"]),
+        model=ModelConfig(path, typed_name=typed, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         offload=OffloadConfig(**offload),
@@ -270,19 +277,33 @@ def default_ssd_path() -> Path:
     return readers.path("XDG_CACHE_HOME", cache) / "stratakv" / "ssd"
 
 
-def model_directory(model: str | Path | None) -> Path:
-    """The directory of a model; raises ConfigError where it is none."""
+def model_directory(
+    model: str | Path | None,
+    revision: str = "",
+    *,
+    is_fetched: bool = True,
+    needs_weights: bool = True,
+) -> Path:
+    """The directory of a model: a directory of that name or, for an id such as org/model, where the
+    Hub's cache keeps it, downloaded if need be and `is_fetched`. Raises ConfigError where there is
+    none."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
+    if is_hub_id(str(model)) and not os.path.lexists(path):
+        if not is_fetched:
+            return path
+        return fetch_model(str(model), revision, needs_weights=needs_weights)
     check_directory(path)
     return path
 
 
-def _served_name(model: str | Path | None, path: Path) -> str:
+def _served_name(typed: str, path: Path) -> str:
     """What clients call a model that was given no name."""
-    if model is None:
+    if not typed:
         return EMBEDDED_NAME
+    if is_hub_id(typed) and not os.path.lexists(typed):
+        return typed
     return readers.text(flag_of("served_model_name"), path.resolve().name)
 
 

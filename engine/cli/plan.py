@@ -64,6 +64,7 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
     "memory": (_size, "SIZE", "memory of one device (default: what this machine has left)"),
     "cpu": (_size, "SIZE", "size of the cpu tier (default: none)"),
     "ssd": (_size, "SIZE", "size of the ssd tier (default: none)"),
+    "revision": (readers.text, "TEXT", "branch, tag or commit of a model on the Hub"),
     "block_size": (readers.integer, "N", "tokens in a block (default: 16)"),
     "dtype": (readers.text, "TYPE", "number type of the weights (default: auto, the checkpoint's)"),
     "kv_dtype": (
@@ -115,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="a directory with config.json (default: the embedded model)",
+        help="a directory with config.json, or org/model on the Hub (default: the embedded model)",
     )  # fmt: skip
     for name, (_, metavar, text) in _FLAGS.items():
         parser.add_argument(flag_of(name), metavar=metavar, help=text)
@@ -133,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         for name, (read, *_) in _FLAGS.items()
         if getattr(args, name) is not None
     }
-    made = make_plan(model_directory(args.model), given, args.probe)
+    path = model_directory(args.model, given.get("revision", ""), needs_weights=False)
+    made = make_plan(path, given, args.probe)
     if args.json:
         print(json.dumps(made, indent=2, allow_nan=False))
     else:
