@@ -65,7 +65,7 @@ def flag_of(name: str) -> str:
 OPTIONS: Mapping[str, Option] = {
     "served_model_name": Option(
         "model", "served_name", readers.text, "the name clients ask for", "NAME",
-        "the directory's name",
+        "the directory's name, or the id",
     ),
     "revision": Option(
         "model", "revision", readers.text,

@@ -40,6 +40,7 @@ SLOW_PLACES = (
     "engine/api/test_stream_equals_whole.py",
     "engine/cli/test_cache_client.py",
     "engine/client/test_process.py",
+    "engine/models/test_hub.py",
     "regressions/",
     "simulation/",
     "test_docs_rows.py",
