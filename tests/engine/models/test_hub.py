@@ -132,6 +132,19 @@ def test_the_cache_answers_without_the_hub(hub: SmallHub, fetch: Run) -> None:
     assert hub.requests == asked
 
 
+def test_a_model_without_a_tokenizer_is_asked_for_one_where_that_can_be(
+    hub: SmallHub, fetch: Run, checkpoint: dict[str, bytes]
+) -> None:
+    """Programs that need none leave it out of the cache."""
+    bare = {name: data for name, data in checkpoint.items() if "tokenizer" not in name}
+    hub.repositories[ID] = Repository({"main": bare})
+    path = directory(fetch(ID))
+    asked = hub.requests
+    assert directory(fetch(ID)) == path
+    assert hub.requests > asked and len(hub.asked) == len(bare)
+    assert directory(fetch(ID, HF_HUB_OFFLINE="1")) == path
+
+
 def test_another_revision_is_another_directory(hub: SmallHub, fetch: Run) -> None:
     paths = [directory(fetch(ID, *revision)) for revision in ((), ("tuned",))]
     lengths = [json.loads((path / "config.json").read_text()) for path in paths]
