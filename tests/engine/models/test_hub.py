@@ -21,7 +21,10 @@ from stratakv.engine.settings.resolve import resolve
 from ...tiny_models import make_model
 from .small_hub import Repository, SmallHub, serving
 
+pytestmark = pytest.mark.timeout(600)
+
 ID = "acme/tiny-llama"
+SECONDS = 120  # of one process, on a machine that is busy
 STRATAKV = str(Path(sys.executable).parent / "stratakv")
 FETCH = "from stratakv.engine.options import model_directory; print(model_directory(*{words!r}))"
 NEVER = {
@@ -89,7 +92,7 @@ def fetch(hub: SmallHub, tmp_path: Path) -> Run:
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", FETCH.format(words=words)], cwd=tmp_path, text=True,
-            env=environment(hub, tmp_path, **variables), capture_output=True, timeout=60,
+            env=environment(hub, tmp_path, **variables), capture_output=True, timeout=SECONDS,
             check=False,
         )  # fmt: skip
 
@@ -183,7 +186,7 @@ def test_an_interrupted_download_goes_on(hub: SmallHub, fetch: Run, tmp_path: Pa
         [sys.executable, "-c", FETCH.format(words=(ID,))], cwd=tmp_path,
         env=environment(hub, tmp_path), stderr=subprocess.DEVNULL,
     ) as first:  # fmt: skip
-        assert hub.half_sent.wait(60)
+        assert hub.half_sent.wait(SECONDS)
         first.kill()
     hub.may_end.set()
     sent = hub.asked.copy()
@@ -221,7 +224,7 @@ def test_a_directory_of_that_name_wins(hub: SmallHub, fetch: Run, tmp_path: Path
 def test_a_plan_takes_the_configuration_alone(hub: SmallHub, tmp_path: Path) -> None:
     done = subprocess.run(
         [STRATAKV, "plan", ID, "--revision", "tuned", "--memory", "1GiB", "--no-probe", "--json"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=SECONDS,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -232,7 +235,7 @@ def test_a_plan_takes_the_configuration_alone(hub: SmallHub, tmp_path: Path) -> 
 def test_an_id_is_generated_from(hub: SmallHub, tmp_path: Path) -> None:
     done = subprocess.run(
         [STRATAKV, "generate", ID, "--prompt", "To open", "--max-tokens", "3", "--ignore-eos"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=90,
+        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=SECONDS,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
