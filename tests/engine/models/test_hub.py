@@ -224,8 +224,8 @@ def test_a_directory_of_that_name_wins(hub: SmallHub, fetch: Run, tmp_path: Path
 def test_a_plan_takes_the_configuration_alone(hub: SmallHub, tmp_path: Path) -> None:
     done = subprocess.run(
         [STRATAKV, "plan", ID, "--revision", "tuned", "--memory", "1GiB", "--no-probe", "--json"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=SECONDS,
-        check=False,
+        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True,
+        timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"]["max_model_len"] == 64
@@ -235,8 +235,8 @@ def test_a_plan_takes_the_configuration_alone(hub: SmallHub, tmp_path: Path) -> 
 def test_an_id_is_generated_from(hub: SmallHub, tmp_path: Path) -> None:
     done = subprocess.run(
         [STRATAKV, "generate", ID, "--prompt", "To open", "--max-tokens", "3", "--ignore-eos"],
-        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=SECONDS,
-        check=False,
+        cwd=tmp_path, env=environment(hub, tmp_path), capture_output=True, text=True,
+        timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "[3 tokens in " in done.stderr
