@@ -23,7 +23,7 @@ from .workloads import CONTEXT_TOKENS
 
 def make_work(model_path: Path, threads: int) -> Work:
     """Load the model; the function that runs prompts on it."""
-    options = {"num_threads": threads, "max_model_len": CONTEXT_TOKENS}
+    options = {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
     core = EngineCore(engine_config(model_path, options))
 
     def work(mode: str, prompts: list[list[int]], max_tokens: int) -> PeerRun:

@@ -83,7 +83,7 @@ class MeasuredEngine:
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
     ) -> None:
         with _wrapping(wrap_store):
-            self.core = EngineCore(engine_config(model, options))
+            self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()

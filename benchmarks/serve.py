@@ -168,7 +168,9 @@ def measure_comparison(
 def common_arguments(plan: Plan) -> list[str]:
     """Of both servers."""
     threads, context = str(plan.threads), str(CONTEXT_TOKENS)
-    return [str(plan.model), "--num-threads", threads, "--max-model-len", context]
+    # In the number type of the peers, whatever the checkpoint's.
+    common = ["--num-threads", threads, "--max-model-len", context, "--dtype", "float32"]
+    return [str(plan.model), *common]
 
 
 def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -> dict[str, Peer]:

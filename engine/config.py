@@ -32,7 +32,8 @@ ATTENTION_BACKENDS = ("auto", "gather", "kernels")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
-DEFAULT_POOL_BYTES = 1 * GIB  # on the CPU
+# On the CPU: the pool that every model gets where the memory is there.
+DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
 
@@ -43,9 +44,11 @@ class ModelConfig:
 
     path: Path  # a Hugging Face directory
     served_name: str
-    revision: str = ""  # separates the cached blocks of otherwise equal models
-    dtype: str = "auto"  # on the CPU, auto is float32
-    max_model_len: int | None = None  # None: what the model allows
+    typed_name: str = ""  # the model as it was typed: a path or a Hub id; empty: the embedded one
+    # Of the Hub's repository; also separates the cached blocks of otherwise equal models.
+    revision: str = ""
+    dtype: str = "auto"  # the checkpoint's, where the device is quick in it
+    max_model_len: int | None = None  # None: what the model allows and the pool holds
     device: str = "cpu"  # or cuda, or one of several GPUs: cuda:1
     attention_backend: str = "auto"
     strict_kernels: bool = False  # refuse what is slow on a GPU
@@ -72,7 +75,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV pool. `num_blocks` wins over `memory_bytes` where both are given; with neither it is
-    `DEFAULT_POOL_BYTES` on the CPU, and what the share of its memory leaves on a GPU."""
+    sized from the free memory (`worker/pool_sizing.py`)."""
 
     block_size: int = 16  # tokens
     memory_bytes: int | None = None
@@ -102,11 +105,6 @@ class CacheConfig:
         one_of("--block-hash", self.block_hash, BLOCK_HASHES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
-
-    @property
-    def pool_bytes(self) -> int:
-        """The size of the pool where it is not sized by blocks or by a GPU's memory."""
-        return DEFAULT_POOL_BYTES if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

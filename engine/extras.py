@@ -8,8 +8,8 @@ from __future__ import annotations
 
 _EXTRAS = {
     "engine": (
-        "fastapi", "jinja2", "numpy", "pydantic", "rich", "safetensors", "starlette",
-        "tokenizers", "torch", "uvicorn", "yaml", "zmq",
+        "fastapi", "huggingface_hub", "jinja2", "numpy", "pydantic", "rich", "safetensors",
+        "starlette", "tokenizers", "torch", "uvicorn", "yaml", "zmq",
     ),
     "bench": ("matplotlib",),
     "cuda": ("cupy", "triton"),

@@ -30,6 +30,7 @@ from .config import (
 )
 from .config_values import ConfigError
 from .models.files import check_directory
+from .models.hub import fetch_model, is_hub_id
 from .nearest import did_you_mean
 from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
 from .settings import readers
@@ -65,11 +66,12 @@ def flag_of(name: str) -> str:
 OPTIONS: Mapping[str, Option] = {
     "served_model_name": Option(
         "model", "served_name", readers.text, "the name clients ask for", "NAME",
-        "the directory's name",
+        "the directory's name, or the id",
     ),
     "revision": Option(
         "model", "revision", readers.text,
-        "text that separates the blocks of otherwise equal models", "TEXT",
+        "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
+        "models", "TEXT",
     ),
     "dtype": Option("model", "dtype", one_of(*DTYPES), f"{', '.join(DTYPES)}", "TYPE"),
     "device": Option(
@@ -97,14 +99,15 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "max_model_len": Option(
         "model", "max_model_len", readers.integer, "longest prompt and output, in tokens", "N",
-        "what the model allows",
+        "what the model allows and the pool holds",
     ),
     "block_size": Option("cache", "block_size", readers.integer, "tokens in a block", "N"),
     "num_blocks": Option(
-        "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the memory"
+        "cache", "num_blocks", readers.integer, "blocks in the KV pool", "N", "from the free memory"
     ),
     "kv_cache_memory_bytes": Option(
-        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE", "1GiB"
+        "cache", "memory_bytes", readers.size, "size of the KV pool instead", "SIZE",
+        "from the free memory",
     ),
     "gpu_memory_utilization": Option(
         "cache", "gpu_memory_utilization", readers.number,
@@ -239,8 +242,12 @@ OPTIONS: Mapping[str, Option] = {
 }  # fmt: skip
 
 
-def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineConfig:
-    """The settings of an engine from the options given; None means the embedded model.
+def engine_config(
+    model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
+) -> EngineConfig:
+    """The settings of an engine from the options given; None means the embedded model. A model of
+    the Hub is downloaded where it is not in the local cache and `is_fetched`; otherwise the path is
+    its id.
 
     Raises ConfigError for an unknown option, a value that cannot be, or a contradiction.
     """
@@ -256,11 +263,12 @@ def engine_config(model: str | Path | None, given: Mapping[str, Any]) -> EngineC
     offload = sections["offload"]
     if "ssd" in offload.get("tiers", ()):
         offload.setdefault("ssd_path", default_ssd_path())
-    path = model_directory(model)
+    path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
+    typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
-        sections["model"]["served_name"] = _served_name(model, path)
+        sections["model"]["served_name"] = _served_name(typed, path)
     return EngineConfig(
-        model=ModelConfig(path, **sections["model"]),
+        model=ModelConfig(path, typed_name=typed, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         offload=OffloadConfig(**offload),
@@ -277,27 +285,44 @@ def default_ssd_path() -> Path:
     return readers.path("XDG_CACHE_HOME", cache) / "stratakv" / "ssd"
 
 
-def model_directory(model: str | Path | None) -> Path:
-    """The directory of a model; raises ConfigError where it is none."""
+def model_directory(
+    model: str | Path | None,
+    revision: str = "",
+    *,
+    is_fetched: bool = True,
+    needs_weights: bool = True,
+) -> Path:
+    """The directory of a model: a directory of that name or, for an id such as org/model, where the
+    Hub's cache keeps it, downloaded if need be and `is_fetched`. Raises ConfigError where there is
+    none."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
+    if is_hub_id(str(model)) and not os.path.lexists(path):
+        if not is_fetched:
+            return path
+        return fetch_model(str(model), revision, needs_weights=needs_weights)
     check_directory(path)
     return path
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
     """What else clients may call a model: the path that it was started with, as it was given and in
-    full. Nothing where `given` names the model, or where it is the embedded one."""
+    full. Nothing where `given` names the model, where it is the embedded one, and for an id of the
+    Hub, which is its name already."""
     if model is None or "served_model_name" in given:
+        return ()
+    if is_hub_id(str(model)) and not os.path.lexists(model):
         return ()
     return tuple(dict.fromkeys((str(model), os.path.abspath(model))))
 
 
-def _served_name(model: str | Path | None, path: Path) -> str:
+def _served_name(typed: str, path: Path) -> str:
     """What clients call a model that was given no name."""
-    if model is None:
+    if not typed:
         return EMBEDDED_NAME
+    if is_hub_id(typed) and not os.path.lexists(typed):
+        return typed
     return readers.text(flag_of("served_model_name"), path.resolve().name)
 
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..tiers.block import DTYPE_BYTES, BlockLayout
+from ..tiers.sizes import rough_size
 from .config import SchedulerConfig
-from .config_values import ConfigError
+from .config_values import MIB, ConfigError
 from .models.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -127,10 +128,11 @@ def check_memory(memory: Memory, layout: BlockLayout) -> None:
     needed = memory.weight_bytes + memory.reserve_bytes + MIN_POOL_BLOCKS * layout.page_bytes
     if memory.total_bytes < needed:
         raise ConfigError(
-            f"{memory.total_bytes} bytes of memory cannot hold the weights "
-            f"({memory.weight_bytes} bytes), the reserve ({memory.reserve_bytes}) and "
-            f"{MIN_POOL_BLOCKS} blocks of {layout.page_bytes}; give --memory {needed} or more, a "
-            "smaller --dtype, or a larger --tensor-parallel-size"
+            f"{rough_size(memory.total_bytes)} of memory cannot hold the weights "
+            f"({rough_size(memory.weight_bytes)}), the reserve "
+            f"({rough_size(memory.reserve_bytes)}) and {MIN_POOL_BLOCKS} blocks of "
+            f"{rough_size(layout.page_bytes)}; give --memory {-(-needed // MIB)}MiB or more, a "
+            "--dtype of fewer bytes, or a larger --tensor-parallel-size"
         )
 
 

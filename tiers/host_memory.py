@@ -6,23 +6,43 @@ Knows nothing of who asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-# Limit and use as a container sees its own: control groups version 2, then version 1.
 CGROUPS = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
+OWN_CGROUP = Path("/proc/self/cgroup")
+# Limit, use and details in a control group of version 2, and in one of version 1.
+_FILES_V2 = ("memory.max", "memory.current", "memory.stat")
+_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 # Cached pages of files, which are given back when memory is needed.
 _RECLAIMABLE = frozenset({"inactive_file", "active_file"})
 
 
-def available_memory_bytes(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS) -> int | None:
+def available_memory_bytes(
+    meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
+) -> int | None:
     """What can be had without swapping and without being killed for it; None if nobody says."""
-    answers = [_host_bytes(meminfo), *(_left_bytes(cgroups, *files) for files in _CGROUP_FILES)]
+    places = _groups_above(cgroups, own)
+    answers = [_host_bytes(meminfo), *(_left_bytes(place, *files) for place, files in places)]
     return min((answer for answer in answers if answer is not None), default=None)
+
+
+def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control groups that this process is in, up to the root: each may have a limit. A
+    container sees its own as the root."""
+    paths = {"": "/", "memory": "/"}
+    try:
+        rows = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeError):
+        rows = []
+    for _, controllers, path in (row for row in rows if len(row) == 3):
+        paths.update({name: path for name in controllers.split(",") if name in paths})
+    for name, path in paths.items():
+        files = _FILES_V1 if name else _FILES_V2
+        inner = Path(path.lstrip("/"))
+        for group in (inner, *inner.parents) if inner.name else (inner,):
+            yield cgroups / name / group, files
 
 
 def _host_bytes(meminfo: Path) -> int | None:
@@ -37,11 +57,11 @@ def _host_bytes(meminfo: Path) -> int | None:
     return None
 
 
-def _left_bytes(cgroups: Path, limit: str, used: str, details: str) -> int | None:
+def _left_bytes(group: Path, limit: str, used: str, details: str) -> int | None:
     """What a control group leaves; None where there is none or it has no limit."""
     try:
-        most, now = [int((cgroups / name).read_text(encoding="ascii")) for name in (limit, used)]
-        rows = (cgroups / details).read_text(encoding="ascii").split("\n")
+        most, now = [int((group / name).read_text(encoding="ascii")) for name in (limit, used)]
+        rows = (group / details).read_text(encoding="ascii").split("\n")
         pairs = [row.split() for row in rows if row]
         cached = sum(int(number) for name, number in pairs if name in _RECLAIMABLE)
     except (OSError, ValueError):  # not there, or the word "max"

@@ -17,6 +17,7 @@ from typing import Any
 from ...engine.models.spec import ModelSpec
 from ...engine.models.weights import EMBEDDING, expected_tensors
 from ...engine.plan import num_elements
+from ...engine.worker.placement import with_index
 from .place import Place
 
 LLAMA_3_1_8B: dict[str, Any] = {
@@ -66,7 +67,7 @@ def engine_options(place: Place) -> dict[str, Any]:
     common: dict[str, Any] = {"load_format": "dummy", "attention_backend": "kernels"}
     if place.is_rehearsal:
         return common | {"device": "cpu", "dtype": "float64"}
-    return common | {"device": str(place.device), "strict_kernels": True}
+    return common | {"device": str(with_index(place.device)), "strict_kernels": True}
 
 
 def read_weight_bytes(spec: ModelSpec, element_bytes: int) -> int:

@@ -88,7 +88,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, --config and every option of the engine; and that all layers count."""
     parser.set_defaults(**{_SETTINGS: None})
     parser.add_argument(
-        MODEL, metavar="MODEL", nargs="?", help="a model directory (default: the embedded model)"
+        MODEL,
+        metavar="MODEL",
+        nargs="?",
+        help="a model directory, or org/model on the Hub (default: the embedded model)",
     )
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS,

@@ -92,7 +92,7 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {"show": _show, "check": _che
 def effective(settings: Settings) -> dict[str, Any]:
     """Every option with what holds for it, as a file takes it. Secrets are masked, and None is
     what has no value or no effect."""
-    engine = engine_config(settings.model, settings.engine_options)
+    engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: shown(name, value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:

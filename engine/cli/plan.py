@@ -17,10 +17,11 @@ from typing import Any
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.errors import TierConfigError
 from ...tiers.host_memory import available_memory_bytes
+from ...tiers.sizes import rough_size
 from ...tiers.ssd.space import plan_space
 from .. import plan
 from ..config import CacheConfig, ModelConfig
-from ..config_values import ConfigError
+from ..config_values import MIB, ConfigError
 from ..models.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..options import flag_of, model_directory
@@ -64,8 +65,9 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
     "memory": (_size, "SIZE", "memory of one device (default: what this machine has left)"),
     "cpu": (_size, "SIZE", "size of the cpu tier (default: none)"),
     "ssd": (_size, "SIZE", "size of the ssd tier (default: none)"),
+    "revision": (readers.text, "TEXT", "branch, tag or commit of a model on the Hub"),
     "block_size": (readers.integer, "N", "tokens in a block (default: 16)"),
-    "dtype": (readers.text, "TYPE", "number type of the weights (default: auto, float32)"),
+    "dtype": (readers.text, "TYPE", "number type of the weights (default: auto, the checkpoint's)"),
     "kv_dtype": (
         readers.one_of("auto", *DTYPE_BYTES), "TYPE",
         "number type of K and V (default: auto, as the weights)",
@@ -115,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, sizes and rates."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="a directory with config.json (default: the embedded model)",
+        help="a directory with config.json, or org/model on the Hub (default: the embedded model)",
     )  # fmt: skip
     for name, (_, metavar, text) in _FLAGS.items():
         parser.add_argument(flag_of(name), metavar=metavar, help=text)
@@ -133,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
         for name, (read, *_) in _FLAGS.items()
         if getattr(args, name) is not None
     }
-    made = make_plan(model_directory(args.model), given, args.probe)
+    path = model_directory(args.model, given.get("revision", ""), needs_weights=False)
+    made = make_plan(path, given, args.probe)
     if args.json:
         print(json.dumps(made, indent=2, allow_nan=False))
     else:
@@ -167,14 +170,14 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
 
 def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     # They need torch, and --help does not.
-    from ..models.dtypes import compute_dtype, dtype_name
+    from ..models.dtypes import planned_dtype
     from ..models.weights import expected_tensors
 
     spec = load_model_spec(path)
     lengths = given.get("max_model_len")
     model = ModelConfig(path, path.name, dtype=given.get("dtype", "auto"), max_model_len=lengths)
     max_model_len = resolve_max_model_len(spec, model.max_model_len)
-    dtype = dtype_name(compute_dtype(model.dtype))
+    dtype = planned_dtype(model.dtype, spec.stored_dtype)
     kv_dtype = given.get("kv_dtype", "auto")
     devices = given.get("tensor_parallel_size", 1)
     block_size = CacheConfig(block_size=given.get("block_size", 16)).block_size
@@ -248,14 +251,17 @@ def _tiers(subject: Subject, given: Mapping[str, Any]) -> dict[str, plan.Capacit
         blocks = given["cpu"] // (devices * layout.slot_bytes)
         if blocks == 0:
             raise ConfigError(
-                f"--cpu {given['cpu']} holds no block; give at least {devices * layout.slot_bytes}"
+                f"--cpu {rough_size(given['cpu'])} holds no block; give at least "
+                f"{-(-devices * layout.slot_bytes // MIB)}MiB"
             )
         tiers["cpu"] = plan.capacity(given["cpu"], blocks, size, **lengths)
     if "ssd" in given:
         try:
             blocks = plan_space(layout, given["ssd"] // devices).num_slots
         except TierConfigError as error:
-            raise ConfigError(f"--ssd {given['ssd']} on {devices} device(s): {error}") from error
+            raise ConfigError(
+                f"--ssd {rough_size(given['ssd'])} on {devices} device(s): {error}"
+            ) from error
         tiers["ssd"] = plan.capacity(given["ssd"], blocks, size, **lengths)
     return tiers
 
@@ -296,11 +302,16 @@ def _notes(
             "several devices are reckoned to share work and matrices evenly; this version "
             "computes on one"
         )
+    if subject.dtype in ("bfloat16", "float16") and "dtype" not in given:
+        notes.append(
+            f"reckoned in {subject.dtype}, the checkpoint's; a CPU without units for it computes "
+            "in float32, in twice the memory"
+        )
     if subject.layout.kv_dtype != subject.dtype:
         notes.append(f"this version keeps K and V in the type of the weights, {subject.dtype}")
     if pool.requests_of_max_model_len == 0:
         notes.append(
-            f"the KV pool cannot hold one request of {subject.max_model_len} tokens; "
-            f"--max-model-len {pool.tokens} is the most"
+            f"the KV pool cannot hold one request of {subject.max_model_len:,} tokens; serve would "
+            f"take requests of up to {pool.tokens:,}"
         )
     return notes

@@ -19,7 +19,7 @@ from ...tiers.block import BlockLayout, Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
-from ..models.dtypes import compute_dtype, kv_dtype_name
+from ..models.dtypes import dtype_name, kv_dtype_name
 from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..request import BlockHasher
@@ -28,10 +28,11 @@ from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
 from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
+from ..worker.pool_sizing import context_that_fits
 from .figures import Figures
 from .intake import Intake
 from .offload import open_tiers
-from .placing import blocks_asked_for, placement_of
+from .placing import blocks_of_pool, dtype_for, placement_of
 from .trial import Room, run_trial
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,13 @@ class EngineCore:
             torch.set_num_threads(config.num_threads)
         self._placement = placement_of(config)
         device = self._placement.device
-        compute = compute_dtype(config.model.dtype, device.type)
-        kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, compute)
+        self._dtype = dtype_for(config, self.spec, device)
+        kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
-        num_blocks = blocks_asked_for(config, layout)
+        num_blocks = blocks_of_pool(config, self.spec, layout)
         if num_blocks is not None:
+            if config.model.max_model_len is None:
+                self.max_model_len = context_that_fits(layout, num_blocks, self.max_model_len)
             check_pool_size(layout, num_blocks, self.max_model_len, device)
         identity = Identity(
             fingerprint(
@@ -78,12 +81,6 @@ class EngineCore:
             config.model.revision,
             kv_dtype,
             config.cache.block_size,
-        )
-        self._intake = Intake(
-            self.spec.vocab_size,
-            self.max_model_len,
-            self._make_hasher(identity.root()),
-            config.tenant_secret,
         )
         self._connector: KVConnectorScheduler | None = None
         self._connector_worker: KVConnectorWorker | None = None
@@ -98,6 +95,12 @@ class EngineCore:
                     device=config.model.device,
                 )
             self._build_engine(layout, num_blocks)
+            self._intake = Intake(
+                self.spec.vocab_size,
+                self.max_model_len,
+                self._make_hasher(identity.root()),
+                config.tenant_secret,
+            )
             self._try_offload()
         except BaseException:
             self._close_connector(0.0)
@@ -204,6 +207,7 @@ class EngineCore:
         if num_blocks is None:
             runner = self._load_model(None)
             num_blocks = runner.pool.num_blocks
+            self.max_model_len = runner.max_model_len
         self.num_blocks = num_blocks
         self._figures = Figures(config, layout, num_blocks)
         # Before the weights are loaded where that can be, since it may refuse the settings.
@@ -231,12 +235,13 @@ class EngineCore:
         return ModelRunner(
             self.spec,
             config.model.path,
-            dtype=config.model.dtype,
+            dtype=dtype_name(self._dtype),
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            is_length_asked=config.model.max_model_len is not None,
             connector=self._connector_worker,
             placement=self._placement,
             progress=self._progress,

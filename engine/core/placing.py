@@ -11,10 +11,17 @@ import logging
 import torch
 
 from ...tiers.block import BlockLayout
-from ..config import DEFAULT_GPU_SHARE, EngineConfig
+from ...tiers.host_memory import available_memory_bytes
+from ..config import DEFAULT_GPU_SHARE, DEFAULT_POOL_BYTES, EngineConfig
+from ..models.dtypes import choose_dtype
+from ..models.spec import ModelSpec, resolve_max_model_len
+from ..models.weights import expected_tensors
+from ..offload_config import has_tier
+from ..plan import activation_bytes, weight_bytes
 from ..worker.cuda_probe import choose_gpu, probe_cuda
 from ..worker.kv_pool import num_blocks_in
-from ..worker.placement import Placement
+from ..worker.placement import Placement, with_index
+from ..worker.pool_sizing import HostMemory, host_pool_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +30,7 @@ def placement_of(config: EngineConfig) -> Placement:
     """Raises ConfigError where the device cannot be computed on."""
     model, cache = config.model, config.cache
     placement = Placement(
-        device=torch.device(model.device),
+        device=with_index(torch.device(model.device)),
         kv_cache_dtype=cache.kv_cache_dtype,
         attention_backend=model.attention_backend,
         strict_kernels=model.strict_kernels,
@@ -40,14 +47,42 @@ def placement_of(config: EngineConfig) -> Placement:
     return placement
 
 
-def blocks_asked_for(config: EngineConfig, layout: BlockLayout) -> int | None:
-    """The size of the pool where the settings say it; None: what a GPU's memory has left."""
-    cache = config.cache
+def dtype_for(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """What the model is computed in; the log hears why."""
+    chosen = choose_dtype(config.model.dtype, device.type, spec.stored_dtype)
+    logger.info("computing in %s: %s", chosen.name, chosen.reason)
+    return chosen.dtype
+
+
+def blocks_of_pool(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -> int | None:
+    """The size of the pool: what the settings say, or what the host's free memory has room for.
+    None: what a GPU's memory has left, which is known after the weights are loaded. Raises
+    ConfigError where there is no room."""
+    cache, model, offload = config.cache, config.model, config.offload
     if cache.num_blocks is not None:
         return cache.num_blocks
-    if cache.memory_bytes is None and config.model.device != "cpu":
+    if cache.memory_bytes is not None:
+        return num_blocks_in(layout, cache.memory_bytes)
+    if model.device != "cpu":
         return None
-    return num_blocks_in(layout, cache.pool_bytes)
+    available = available_memory_bytes()
+    if available is None:
+        return num_blocks_in(layout, DEFAULT_POOL_BYTES)
+    dtype = choose_dtype(model.dtype, stored=spec.stored_dtype).name
+    memory = HostMemory(
+        available_bytes=available,
+        weight_bytes=weight_bytes(expected_tensors(spec), dtype),
+        step_bytes=activation_bytes(spec, dtype),
+        tier_bytes=offload.cpu_bytes if has_tier(offload.tiers, "cpu") else 0,
+    )
+    context = resolve_max_model_len(spec, model.max_model_len)
+    return host_pool_blocks(
+        memory,
+        layout,
+        context,
+        config.scheduler.max_num_seqs,
+        is_asked=model.max_model_len is not None,
+    )
 
 
 def _say_what_is_for_gpus(config: EngineConfig) -> None:

@@ -21,8 +21,8 @@ def check_directory(path: Path) -> None:
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
         raise ConfigError(
-            f"{path} is not a directory; give a model directory as Hugging Face saves it (nothing "
-            "is downloaded), or leave MODEL out for the embedded one"
+            f"{path} is not a directory; give a model directory as Hugging Face saves it, the id "
+            "of a model on the Hub as org/model, or leave MODEL out for the embedded one"
         )
     if not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"the directory {path} may not be read by this user; change its mode")

@@ -36,15 +36,7 @@ def find_shards(path: Path) -> Shards:
             f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the weights "
             "in safetensors form"
         )
-    index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
-    names = index.inner("weight_map").values
-    if not names:
-        raise index.fault("weight_map", "an object of tensor names and files", names)
-    weight_map: dict[str, Path] = {}
-    for tensor, name in names.items():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise index.fault(f"weight_map[{shown(tensor)}]", "the name of a file beside it", name)
-        weight_map[tensor] = path / name
+    weight_map = {tensor: path / name for tensor, name in read_weight_map(path).items()}
     files = tuple(sorted(set(weight_map.values())))
     missing = [file.name for file in files if not is_there(file)]
     if missing:
@@ -53,3 +45,18 @@ def find_shards(path: Path) -> Shards:
             f"{shown_name(missing[0])}, which {INDEX_FILE} names; download the model again"
         )
     return Shards(files, weight_map)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor → name of its file, as the index under `path` has it; raises ConfigError for an index
+    without files, and for a name that leads elsewhere."""
+    index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
+    names = index.inner("weight_map").values
+    if not names:
+        raise index.fault("weight_map", "an object of tensor names and files", names)
+    weight_map: dict[str, str] = {}
+    for tensor, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise index.fault(f"weight_map[{shown(tensor)}]", "the name of a file beside it", name)
+        weight_map[tensor] = name
+    return weight_map

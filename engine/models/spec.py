@@ -21,6 +21,8 @@ from .sliding_window import parse_sliding_window
 from .unsupported import refuse_unsupported
 
 MAX_EOS_IDS = 64
+# The number types of checkpoints that models can be computed in.
+STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sliding_window: int | None = None  # the last positions that some layers see; None: all
+    stored_dtype: str | None = None  # the checkpoint's number type; None: it names none of ours
 
     @property
     def family(self) -> Family:
@@ -106,6 +109,7 @@ def load_model_spec(path: Path) -> ModelSpec:
         eos_token_ids=eos,
         bos_token_id=bos,
         sliding_window=parse_sliding_window(config, family, num_layers),
+        stored_dtype=_stored_dtype(config),
     )
 
 
@@ -146,6 +150,12 @@ def _architecture(config: JsonFields) -> str:
     if config.text("model_type", expected) != expected:
         raise config.fault("model_type", f"{expected} for this architecture", kind)
     return str(names[0])
+
+
+def _stored_dtype(config: JsonFields) -> str | None:
+    value = next((config.values[n] for n in ("dtype", "torch_dtype") if config.has(n)), None)
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    return name if name in STORED_DTYPES else None
 
 
 def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:

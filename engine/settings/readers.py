@@ -117,6 +117,12 @@ def path(called: str, value: Any) -> Path:
         raise ConfigError(f"{called} takes a path, not {shown(place)} ({error})") from error
 
 
+def model(called: str, value: Any) -> str:
+    """A path or an id as it was typed, since `./org/model` is a path alone."""
+    path(called, value)
+    return str(value)
+
+
 def one_of(*known: str) -> Callable[[str, Any], str]:
     """A reader of one word out of several."""
 

@@ -51,7 +51,7 @@ class Settings:
         return ", ".join(f"{counts[kind]} by {places[kind]}" for kind in places if counts[kind])
 
     @property
-    def model(self) -> Path | None:
+    def model(self) -> str | None:
         """None: the embedded model."""
         return self.given[MODEL].value if MODEL in self.given else None
 

@@ -20,7 +20,12 @@ from .server import SERVER_OPTIONS, ServerConfig
 # The only option that is an argument and no flag.
 MODEL = "model"
 MODEL_OPTION = Option(
-    "model", "path", readers.path, "a model directory", "MODEL", "the embedded model"
+    "model",
+    "path",
+    readers.model,
+    "a model directory, or the id of a model on the Hub",
+    "MODEL",
+    "the embedded model",
 )
 SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device_runtime import Mark, Work
+from .placement import with_index
 
 # Kernels are compiled and libraries choose their algorithms in the first runs, which a graph must
 # not hold.
@@ -24,8 +25,8 @@ class CudaRuntime:
     """One GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # Triton launches on the current one
-        self.device = device
+        self.device = with_index(device)
+        torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.can_record = True
         self._stream: torch.cuda.Stream | None = None
         self._memory: Any = None  # shared by all graphs: one runs at a time

@@ -11,7 +11,8 @@ import torch
 
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
-from ..config_values import MAX_BLOCKS, ConfigError
+from ...tiers.sizes import rough_size
+from ..config_values import MAX_BLOCKS, MIB, ConfigError
 from ..models.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 
@@ -49,8 +50,8 @@ class KvPool:
             if device.type != "cpu":
                 flags += f", --num-blocks or {SHARE_FLAG}"
             raise ConfigError(
-                f"a KV pool of {num_blocks} blocks ({num_blocks * layout.page_bytes} bytes) does "
-                f"not fit into {_memory_of(device)}; lower {flags}"
+                f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) "
+                f"does not fit into {_memory_of(device)}; lower {flags}"
             ) from error
 
 
@@ -75,10 +76,12 @@ def check_pool_size(
         return
     fits = max(num_blocks - 1, 0) * layout.block_size
     lower = f", or lower --max-model-len to {fits}" if fits else ""
+    size = needed * layout.page_bytes
     raise ConfigError(
-        f"a KV pool of {num_blocks} blocks cannot hold one request of {max_model_len} tokens; "
-        f"it takes {needed} blocks (--num-blocks {needed} or --kv-cache-memory-bytes "
-        f"{needed * layout.page_bytes}){lower}"
+        f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) cannot "
+        f"hold one request of {max_model_len} tokens, which takes {needed} blocks "
+        f"({rough_size(size)}); give --num-blocks {needed} or --kv-cache-memory-bytes "
+        f"{-(-size // MIB)}MiB{lower}"
     )
 
 
@@ -87,8 +90,9 @@ def _check_memory(layout: BlockLayout, num_blocks: int) -> None:
     most = MAX_BLOCKS if available is None else min(MAX_BLOCKS, available // layout.page_bytes)
     if num_blocks > most:
         raise ConfigError(
-            f"a KV pool of {num_blocks} blocks takes {size} bytes, and this machine can hold one "
-            f"of {most} blocks; lower --num-blocks or --kv-cache-memory-bytes"
+            f"a KV pool of {num_blocks} blocks takes {rough_size(size)}, and this machine can hold "
+            f"one of {most} blocks ({rough_size(most * layout.page_bytes)}); lower --num-blocks or "
+            "--kv-cache-memory-bytes"
         )
 
 

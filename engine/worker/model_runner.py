@@ -29,6 +29,7 @@ from .device_runtime import DeviceRuntime
 from .input_batch import InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
 from .placement import Placement
+from .pool_sizing import MIN_CONTEXT, context_that_fits
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtimes import check_room, make_forward, open_runtime, open_sizer
 from .step_inputs import StepInputs, step_order
@@ -52,20 +53,23 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        is_length_asked: bool = True,
         connector: KVConnectorWorker | None = None,
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
-        the pool takes what a GPU's memory has left; `runtime` is that of the placement's device.
+        the pool takes what a GPU's memory has left, and where that holds less than a request of
+        `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. `runtime`
+        is that of the placement's device.
 
         Raises ConfigError where the weights do not fit `spec`, or the pool cannot hold one request
-        of `max_model_len` tokens.
+        of the length asked for.
         """
         device = placement.device
         runtime = runtime or open_runtime(placement)
-        compute = compute_dtype(dtype, device.type)
+        compute = compute_dtype(dtype, device.type, spec.stored_dtype)
         layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
         elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
         load = partial(
@@ -79,14 +83,17 @@ class ModelRunner:
             num_blocks = sizer.blocks(
                 self.model,
                 layout,
-                max_model_len=max_model_len,
+                max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
                 max_tokens=max_num_batched_tokens,
                 max_requests=max_num_seqs,
             )
+            if not is_length_asked:
+                max_model_len = context_that_fits(layout, num_blocks, max_model_len)
         else:
             check_pool_size(layout, num_blocks, max_model_len, device)
             self.model = load()
         self.pool = KvPool(layout, num_blocks, device)
+        self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks_per_row = -(-max_model_len // block_size)
         table = BlockTable(max_num_seqs, blocks_per_row, block_size)

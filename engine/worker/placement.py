@@ -17,6 +17,11 @@ from ..models.dtypes import FP8_KV
 AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device by number: `cuda` is `cuda:0`, since much of torch wants to be told which."""
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """The defaults are the CPU's."""

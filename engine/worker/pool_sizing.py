@@ -1,24 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks a GPU's memory holds beside weights and steps. Arithmetic; measures nothing.
+"""How many blocks a machine's memory holds beside the model. Arithmetic; measures nothing.
+
+On a GPU:
 
 total * share                                       the engine's budget
     - libraries of this process                     outside torch's allocator
     - the most that torch held in the largest step  weights among it
     - the reserve                                   records of decode steps, kernels' scratch
 = the KV pool
+
+On the CPU others use the same memory, and a pool is filled with zeros at the start, so it takes
+half of what weights, steps and the cpu tier leave, and no more than is of use: `DEFAULT_POOL_BYTES`
+for small models, `WEIGHTS_IN_POOL` times the weights for large ones where so many requests may run,
+and always one request of the whole context.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from ...tiers.block import BlockLayout
+from ...tiers.sizes import rough_size
+from ..config import DEFAULT_POOL_BYTES
 from ..config_values import MAX_BLOCKS, MIB, ConfigError
 from .kv_pool import SHARE_FLAG, blocks_for_one_request
 
 # Kernels that split a context keep partial sums, libraries load code when first called, and every
 # recorded batch size holds its outputs: together some hundreds of MiB for models of 8 billion.
 RESERVE_BYTES = 768 * MIB
+HOST_SHARE = 0.5  # of what is left; others live there too
+# Of what is left, for one request of a length that the user asked for.
+HOST_SHARE_AT_MOST = 0.9
+WEIGHTS_IN_POOL = 4
+MIN_CONTEXT = 2  # one token to read and one to answer with
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What a host has left, and what the engine takes of it beside the pool, in bytes."""
+
+    available_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    tier_bytes: int  # of the cpu tier
+
+    @property
+    def left_bytes(self) -> int:
+        return self.available_bytes - self.weight_bytes - self.step_bytes - self.tier_bytes
+
+
+def host_pool_blocks(
+    memory: HostMemory, layout: BlockLayout, context: int, max_requests: int, *, is_asked: bool
+) -> int:
+    """The blocks of a pool on the host, the null block included. `context` is the longest request
+    in tokens; where the user asked for it, the pool takes what one needs. Raises ConfigError where
+    the memory holds no pool at all."""
+    request = blocks_for_one_request(layout, context) * layout.page_bytes
+    useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
+    size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))
+    if is_asked and size < request:
+        size = min(request, int(HOST_SHARE_AT_MOST * memory.left_bytes))
+    blocks = min(max(0, size) // layout.page_bytes, MAX_BLOCKS)
+    if blocks * layout.block_size < MIN_CONTEXT + layout.block_size:
+        raise ConfigError(
+            f"{rough_size(memory.available_bytes)} of memory are free, and the weights take "
+            f"{rough_size(memory.weight_bytes)}, steps {rough_size(memory.step_bytes)}"
+            + (f", the cpu tier {rough_size(memory.tier_bytes)}" if memory.tier_bytes else "")
+            + ", which leaves no room for a KV pool; free memory, take a smaller model, a --dtype "
+            "of fewer bytes, or give --kv-cache-memory-bytes"
+        )
+    return blocks
+
+
+def context_that_fits(layout: BlockLayout, num_blocks: int, context: int) -> int:
+    """The longest request, in tokens, of a pool whose owner asked for no length: `context`, or what
+    the pool holds, which is said then."""
+    fits = (num_blocks - 1) * layout.block_size
+    if fits >= context or fits < MIN_CONTEXT:  # the latter is for `check_pool_size` to refuse
+        return context
+    logger.warning(
+        "the context is %d tokens instead of the model's %d, since the KV pool holds no more in "
+        "%s; %s would hold all (--kv-cache-memory-bytes), and --max-model-len asks for a length",
+        fits,
+        context,
+        rough_size(num_blocks * layout.page_bytes),
+        rough_size(blocks_for_one_request(layout, context) * layout.page_bytes),
+    )
+    return fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

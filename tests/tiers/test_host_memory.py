@@ -62,6 +62,27 @@ def test_a_container_without_a_limit(meminfo: Path, tmp_path: Path) -> None:
     assert available_memory_bytes(meminfo, groups) == 8 * GIB
 
 
+@pytest.mark.parametrize(
+    ("row", "prefix", "limit", "used"),
+    [
+        ("0::", ".", "memory.max", "memory.current"),
+        ("4:cpu,memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_u01_a_group_inside_others(
+    row: str, prefix: str, limit: str, used: str, meminfo: Path, tmp_path: Path
+) -> None:
+    """A service of systemd: the smallest of the limits on the way up counts."""
+    groups, own = tmp_path / "groups", tmp_path / "own"
+    group(groups, f"{prefix}/system.slice", limit, used, str(3 * GIB), GIB)
+    group(groups, f"{prefix}/system.slice/a.service", limit, used, str(7 * GIB), GIB)
+    own.write_text(f"1:pids:/elsewhere\n{row}/system.slice/a.service\n")
+    assert available_memory_bytes(meminfo, groups, own) == 3 * GIB
+    own.write_text(f"{row}/\n")
+    assert available_memory_bytes(meminfo, groups, own) == 8 * GIB
+
+
 def test_nobody_says(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path / "none", tmp_path / "none") is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the headers of the CUDA runtime say, as read from those of 12.8.90 and of 13.5.37.
+"""What the headers of the CUDA runtime say, as read from those of 12.8.90, 13.0.96 and 13.5.37.
 
 A mistake in a signature crashes, or worse does not, only where there is a device; so ctypes is
 compared with this table, and this table with the headers by `source_of_check`, where a
@@ -8,9 +8,9 @@ compiler and the headers are at hand (STRATAKV_CUDA_INCLUDE names their folder).
 
 from __future__ import annotations
 
-VERSIONS = (12080, 13050)
+VERSIONS = (12080, 13000, 13050)
 
-# Name → parameters, in both versions. All return cudaError_t.
+# Name → parameters, in all versions. All return cudaError_t.
 PROTOTYPES = {
     "cudaSetDevice": "int",
     "cudaThreadExchangeStreamCaptureMode": "enum cudaStreamCaptureMode *",
@@ -31,11 +31,15 @@ PROTOTYPES = {
     "cudaHostUnregister": "void *",
     "cudaGetLastError": "void",
 }
+_BATCH_13 = (
+    "void *const *, const void *const *, const size_t *, size_t, cudaMemcpyAttributes *, "
+    "size_t *, size_t, cudaStream_t"
+)
 BATCH_PROTOTYPE = {
     12080: "void **, void **, size_t *, size_t, cudaMemcpyAttributes *, size_t *, size_t, "
     "size_t *, cudaStream_t",
-    13050: "void *const *, const void *const *, const size_t *, size_t, cudaMemcpyAttributes *, "
-    "size_t *, size_t, cudaStream_t",
+    13000: _BATCH_13,
+    13050: _BATCH_13,
 }
 VALUES = {
     "cudaStreamNonBlocking": 1,

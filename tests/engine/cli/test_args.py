@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --block 16", ["no option --block", "did you mean --block-size or --block-hash"]),
     ("serve --host=", ["--host takes a text that is not empty"]),
     ("serve ~nobody-of-this-name/m", ["MODEL takes a path", "~nobody-of-this-name"]),
-    ("serve meta-llama/Llama-3.1-8B", ["is not a directory", "nothing is downloaded"]),
+    ("serve ./meta-llama/Llama-3.1-8B", ["is not a directory", "on the Hub as org/model"]),
     ("serve --max-num-seqs 0", ["--max-num-seqs must be at least 1"]),
     ("serve --max-num-seqs -3", ["--max-num-seqs must be at least 1, not -3"]),
     (

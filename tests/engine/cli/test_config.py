@@ -159,12 +159,14 @@ def test_generate_takes_the_same_layers(
 ) -> None:
     """And leaves the server's options alone."""
     path = tmp_path / "a.yaml"
-    path.write_text("num_blocks: 16\ndtype: float64\nport: 8001\nseed: 0\nlog-level: error")
+    path.write_text(
+        "num_blocks: 16\nmax_model_len: 256\ndtype: float64\nport: 8001\nseed: 0\nlog-level: error"
+    )
     monkeypatch.setenv("STRATAKV_MODEL", str(tiny_model))
     words = ["generate", "--config", str(path), "--prompt", "x", "--max-tokens", "2"]
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert "it takes 17 blocks (--num-blocks 17" in err
-    assert f"(--num-blocks comes from num_blocks of {path})" in err.splitlines()[-1]
+    assert "which takes 17 blocks" in err and "give --num-blocks 17" in err
+    assert f"--num-blocks comes from num_blocks of {path}" in err.splitlines()[-1]
     assert main([*words, "--num-blocks", "60", "--num-threads", "1"]) == 0
     assert "[2 tokens in " in capsys.readouterr().err

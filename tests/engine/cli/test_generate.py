@@ -128,8 +128,10 @@ def test_a_prompt_that_does_not_fit(tiny_model: Path, capsys: pytest.CaptureFixt
 def test_a_pool_too_small_for_one_request(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", str(tiny_model), "--prompt", "x", "--num-blocks", "16"]) == 2
-    assert "it takes 17 blocks (--num-blocks 17" in capsys.readouterr().err
+    words = ["generate", str(tiny_model), "--prompt", "x", "--num-blocks", "16"]
+    assert main([*words, "--max-model-len", "256"]) == 2
+    assert "which takes 17 blocks" in capsys.readouterr().err
+    assert main([*words, "--max-tokens", "2"]) == 0, "of a length that nobody asked for"
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

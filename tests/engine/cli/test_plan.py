@@ -15,6 +15,7 @@ from stratakv.engine.cli import plan as command
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
 from stratakv.engine.cli.plan_table import show_bytes, show_rate, show_seconds
+from stratakv.engine.config_values import rough_size
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"],
@@ -152,7 +153,7 @@ def test_a_pool_too_small_for_the_longest_request(large: Path, planned: Any) -> 
         "--memory", WEIGHTS + 101 * 5_242_880,
     )  # fmt: skip
     assert made["tiers"]["pool"]["tokens"] == 1600
-    assert any("--max-model-len 1600 is the most" in note for note in made["notes"])
+    assert any("serve would take requests of up to 1,600" in note for note in made["notes"])
 
 
 def test_another_type_for_the_cache(large: Path, planned: Any) -> None:
@@ -166,12 +167,12 @@ def test_another_type_for_the_cache(large: Path, planned: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--memory", "80GiB"], f"cannot hold the weights ({WEIGHTS} bytes)"),
+        (["--memory", "80GiB"], f"cannot hold the weights ({rough_size(WEIGHTS)})"),
         (["--memory", "0"], "--memory must be at least 1 byte"),
         (["--memory", "9999999TiB"], "--memory must be at most"),
         (["--memory", "much"], "--memory takes a number of bytes"),
-        (["--cpu", "5MB"], "--cpu 5000000 holds no block; give at least 5242880"),
-        (["--ssd", "5MB"], "--ssd 5000000 on 1 device(s): the SSD tier needs at least"),
+        (["--cpu", "5MB"], "--cpu 4.77 MiB holds no block; give at least 5MiB"),
+        (["--ssd", "5MB"], "--ssd 4.77 MiB on 1 device(s): the SSD tier needs at least"),
         (["--cpu-bandwidth", "0"], "--cpu-bandwidth must be at least 1 byte"),
         (["--flops", "0"], "--flops takes a number from 0.001 to 1e+24"),
         (["--flops", "1e-320"], "--flops takes a number from 0.001 to 1e+24, not '1e-320'"),

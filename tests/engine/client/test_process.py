@@ -272,7 +272,7 @@ def test_an_orderly_end(
 def test_a_setting_that_cannot_work_comes_back_as_one(
     loop: EventLoopThread, long_model: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="it takes 257 blocks"):
+    with pytest.raises(ConfigError, match="which takes 257 blocks"):
         loop.run(ProcessClient.start(config_of(long_model, num_blocks=9), timeout_seconds=60))
 
 

@@ -212,7 +212,10 @@ def test_a_wake_up_announces_the_blocks_from_below(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_blocks": 8}, "cannot hold one request of 256 tokens; it takes 33 blocks"),
+        (
+            {"num_blocks": 8, "max_model_len": 256},
+            "cannot hold one request of 256 tokens, which takes 33 blocks",
+        ),
         ({"max_model_len": 512}, "--max-model-len 512 is too long"),
         ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill"),
         (

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from stratakv.engine.config_values import GIB, ConfigError
-from stratakv.engine.core import engine_core
+from stratakv.engine.core import engine_core, placing
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.placing import blocks_asked_for, placement_of
-from stratakv.engine.options import engine_config
+from stratakv.engine.core.placing import blocks_of_pool, placement_of
+from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.worker import model_runner
 from stratakv.tiers.block import BlockLayout
 
@@ -47,11 +48,16 @@ def test_a_gpu_that_is_not_there_is_said():
         placed(device="cuda:77")
 
 
-def test_a_pools_size_by_settings():
-    def asked(**given: Any) -> int | None:
-        return blocks_asked_for(engine_config(None, given), LAYOUT)
+def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
+    spec = load_model_spec(EMBEDDED_MODEL)
 
-    assert asked() == GIB // LAYOUT.page_bytes
+    def asked(**given: Any) -> int | None:
+        return blocks_of_pool(engine_config(None, given), spec, LAYOUT)
+
+    monkeypatch.setattr(placing, "available_memory_bytes", lambda: 16 * GIB)
+    assert asked() == GIB // LAYOUT.page_bytes, "a small model needs no more"
+    monkeypatch.setattr(placing, "available_memory_bytes", lambda: None)
+    assert asked() == GIB // LAYOUT.page_bytes, "a machine that does not say what it has left"
     assert asked(device="cuda") is None
     assert asked(device="cuda", num_blocks=7) == asked(num_blocks=7) == 7
     two = asked(device="cuda", kv_cache_memory_bytes="2GiB")
@@ -64,7 +70,7 @@ def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatc
             assert limits == {"max_model_len": 64, "max_tokens": 128, "max_requests": 4}
             return 37
 
-    monkeypatch.setattr(engine_core, "blocks_asked_for", lambda config, layout: None)
+    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, layout: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     given = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 4}
     core = EngineCore(engine_config(None, given))

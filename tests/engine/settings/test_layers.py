@@ -18,7 +18,7 @@ from stratakv.engine.settings.server import ServerConfig, server_config
 
 # For each option three values as text, and what each of them is read as.
 VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] = {
-    "model": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
+    "model": (("/a", "/a"), ("./b/", "./b/"), ("org/c", "org/c")),
     "served_model_name": (("a", "a"), ("b", "b"), ("c", "c")),
     "revision": (("a", "a"), ("b", "b"), ("c", "c")),
     "dtype": (("float64", "float64"), ("float32", "float32"), ("auto", "auto")),

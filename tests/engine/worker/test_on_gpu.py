@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runner on a CUDA device: the CPU's numbers within rounding, recorded steps, one wait a step.
 
-Matrix units round float32 to 10 bits behind the point, which is what the tolerance allows.
+The GPU computes in float16, with 10 bits behind the point, which is what the tolerance allows: the
+kernels refuse float32.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from stratakv.engine.core.placing import placement_of
+from stratakv.engine.options import engine_config
 from stratakv.engine.worker.cuda_probe import choose_gpu, probe_cuda
 from stratakv.engine.worker.memory_profile import PoolSizer
 from stratakv.engine.worker.placement import Placement
@@ -42,11 +45,19 @@ def test_the_machine_can_be_computed_on():
     assert choose_gpu(Placement(device=GPU, strict_kernels=True), state).name
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_by_either_of_its_names(name):
+    from stratakv.engine.worker.cuda_runtime import CudaRuntime
+
+    assert placement_of(engine_config(None, {"device": name})).device == GPU
+    assert CudaRuntime(torch.device(name)).device == GPU
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_logits_are_those_of_the_cpu(is_recorded, checkpoint, driver, prompt_of):
     there = Placement(device=GPU, record_decodes=is_recorded, strict_kernels=True)
     path, prompt = checkpoint(head_dim=16), prompt_of(70)
-    mine, theirs = driver(path, dtype="float32", placement=there), driver(path, dtype="float32")
+    mine, theirs = driver(path, dtype="float16", placement=there), driver(path, dtype="float32")
     for drive in (mine, theirs):
         drive.add("a", prompt)
         for _ in range(3):
