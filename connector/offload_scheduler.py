@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
+FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
 _GROUP_BYTES = 2
 _NO_MATCH = Match(0, MatchKind.NONE)
 _RETRY = Match(0, MatchKind.RETRY)
@@ -249,6 +250,9 @@ class OffloadScheduler(KVConnectorScheduler):
     def reset(self) -> None:
         self._lookups.clear()
         self._hierarchy.clear()
+        for store in self._hierarchy.stores:
+            if not store.wait_forgotten(FORGET_SECONDS):
+                log.warning("what was forgotten may come back from the %s tier", store.name)
 
     def stats(self) -> dict[str, object]:
         """`tiers`: counters of each tier by name, the fastest first; `traffic`: those of what moved

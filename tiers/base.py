@@ -110,8 +110,8 @@ class StoreTier(ABC):
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         """For an estimate before the first load: read a little of what is here and throw it away.
-        The only call that waits, at most about so long. Nothing is counted, no block counts as
-        used. Optional; None: not known."""
+        Waits, at most about so long, as else only `wait_forgotten` does. Nothing is counted, no
+        block counts as used. Optional; None: not known."""
         return None
 
     @abstractmethod
@@ -121,6 +121,12 @@ class StoreTier(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget everything. Blocks under way may be forgotten when they arrive."""
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        """Wait until what `drop` and `clear` have forgotten stays so though the process be killed.
+        False where that took longer or failed. A tier that keeps nothing beyond its process has
+        nothing to wait for."""
+        return True
 
     @abstractmethod
     def stats(self) -> TierStats:

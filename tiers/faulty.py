@@ -115,6 +115,9 @@ class FaultyStore(StoreTier):
     def clear(self) -> None:
         self._inner.clear()
 
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        return self._inner.wait_forgotten(timeout_seconds)
+
     def stats(self) -> TierStats:
         stats = self._inner.stats()
         with self._lock:

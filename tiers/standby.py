@@ -98,6 +98,11 @@ class StandbyStore(StoreTier):
         if store is not None:
             store.clear()
 
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        """As promised by StoreTier. While it is down what it was told to forget is still there."""
+        store = self._store
+        return not self._is_cleared if store is None else store.wait_forgotten(timeout_seconds)
+
     def stats(self) -> TierStats:
         store = self._store
         stats = TierStats() if store is None else store.stats()

@@ -87,7 +87,8 @@ class Transfers:
         is_fresh = self._connection is None
         try:
             return self._try(keys, buffers, deadline)
-        except ConnectionLost:
+        except ConnectionLost as first:
+            error = first
             if not is_fresh and time.monotonic() < deadline:
                 try:
                     return self._try(keys, buffers, deadline)

@@ -22,6 +22,7 @@ from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
 from .opening import open_store
 from .reader import Part, Reader
+from .slot_index import LAST_GENERATION
 from .state import Job
 from .trial_read import TRIAL_BYTES, trial_read
 from .writer import Writer
@@ -101,6 +102,8 @@ class SsdStore(StoreTier):
             io_threads=io_threads,
             durable=durability == "sync",
             codec=codec,
+            cleared_up_to=self._opened.cleared_up_to,
+            note_cleared=self._opened.note_cleared,
         )
         self._closed = False
 
@@ -167,9 +170,11 @@ class SsdStore(StoreTier):
 
     def clear(self) -> None:
         with self._state.lock:
-            for key in [*self._state.index.keys(), *self._writer.queue.keys()]:
-                self._drop(key)
-            self._writer.wake()
+            self._state.index.forget_up_to(LAST_GENERATION)
+            self._writer.clear()
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        return self._writer.wait_forgotten(timeout_seconds)
 
     def stats(self) -> TierStats:
         with self._state.lock:
