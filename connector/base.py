@@ -180,6 +180,10 @@ class KVConnectorScheduler(ABC):
         person; empty where nothing is estimated."""
         return ""
 
+    def tiers_down(self) -> list[str]:
+        """The names of tiers that cannot be asked at present."""
+        return []
+
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()

@@ -204,7 +204,10 @@ class OffloadScheduler(KVConnectorScheduler):
         return self._trial.build_meta(block_ids, seconds)
 
     def describe_estimates(self) -> str:
-        return in_words(self._economics)
+        return in_words(self._economics, self.tiers_down())
+
+    def tiers_down(self) -> list[str]:
+        return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()

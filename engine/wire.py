@@ -85,6 +85,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
+    tiers_down: list[str] = []
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -84,6 +84,12 @@ class StoreTier(ABC):
     # Whether other engines read it too. Blocks are then written as soon as the slab has them.
     is_shared: bool = False
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be asked at present, as far as is known. One that cannot answers with
+        misses and keeps nothing."""
+        return True
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""

@@ -64,6 +64,10 @@ class StandbyStore(StoreTier):
         )
         self._thread.start()
 
+    @property
+    def is_up(self) -> bool:
+        return self._store is not None and self._store.is_up
+
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         store = self._store
         return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)

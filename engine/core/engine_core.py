@@ -112,6 +112,7 @@ class EngineCore:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             eos_token_ids=list(self.spec.eos_token_ids),
+            tiers_down=[] if self._connector is None else self._connector.tiers_down(),
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:

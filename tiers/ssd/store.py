@@ -45,8 +45,8 @@ class SsdStore(StoreTier):
 
     `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
-    "async" once it is written, and then a power cut may take what came in the last seconds.
-    Neither ever serves a wrong byte.
+    "async" once it is written, and then a power cut or a kill may take what came in the last two
+    seconds. Neither ever serves a wrong byte.
 
     With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
     move, no more blocks fit. A store of a lossless codec may be opened without it and the other

@@ -29,8 +29,11 @@ Why the order holds although batches overlap:
 
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
 offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
-many batches at once. Steps 1 to 3 keep their order, so a power cut may lose what was acknowledged
-in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
+many batches at once. Steps 1 to 3 keep their order, so a power cut or a kill may lose what was
+acknowledged in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
+
+What is forgotten is out of sight at once and durable later. Who waits for that (`wait_forgotten`)
+is answered when rows and records of what was dropped are gone and a clear is noted.
 
 Knows nothing of how blocks are read.
 """
