@@ -30,6 +30,8 @@ from .space import SpacePlan
 # An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
 # until the child has become another program.
 LEFT_BEHIND_SECONDS = 2.0
+# Who lists stores (`inventory.py`) holds the lock of each for less.
+GLANCE_SECONDS = 0.1
 _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
@@ -141,17 +143,20 @@ class StoreDirectory:
             )
 
     def _take_lock(self) -> None:
-        deadline = time.monotonic() + LEFT_BEHIND_SECONDS
+        began = time.monotonic()
         try:
             while not self._has_lock():
                 owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-                if time.monotonic() > deadline or not _is_gone(owner):
+                waited = time.monotonic() - began
+                if waited > (LEFT_BEHIND_SECONDS if _is_gone(owner) else GLANCE_SECONDS):
                     os.close(self._lock)
                     raise TierConfigError(
                         f"the SSD tier in {self.path} is in use by process {owner}; stop that "
                         "process or use another path"
                     )
                 time.sleep(_RETRY_SECONDS)
+            if not os.fstat(self._lock).st_nlink:
+                raise OSError(errno.ENOENT, "the store was just removed")
             owner_line = f"{os.getpid()}\n".encode()
             # Over the last one, since a full disk may not give back what it is given.
             os.pwrite(self._lock, owner_line, 0)
