@@ -97,16 +97,15 @@ class IoLane:
         self._finish()
         self._prepare()
 
-    def give_up(self) -> list[tuple[Work, range]]:
-        """Close it and take everything that it had in hand out of it. Waits for what the disk has,
-        which may still move bytes until then."""
+    def in_hand(self) -> list[tuple[Work, range]]:
+        """Every run that it was given and has not handed back, for whoever closes it early. Until
+        then their bytes may still move."""
         held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
         held += ((work, run) for _, work, run in self._ready)
-        held += [*self._flying.values(), *self._waiting]
-        self._disk.close()
-        return held
+        return [*held, *self._flying.values(), *self._waiting]
 
     def close(self) -> None:
+        """Waits for what is with the disk."""
         self._disk.close()
 
     def _prepare(self) -> None:

@@ -89,7 +89,9 @@ class IoPool:
                 break
             if self._try(partial(self._drain, lane)):
                 return lane
-            self._give_up(self._try(lane.give_up) or [])
+            held = lane.in_hand()
+            self._try(lane.close)
+            self._give_up(held)
             lane = None
         while (share := self._next_share()) is not None:  # for the other threads may sleep
             self._give_up([(share[0], run) for run in share[1]])
