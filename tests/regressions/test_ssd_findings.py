@@ -289,6 +289,20 @@ def test_t05_a_store_opens_again_on_a_full_disk(disk: Disk) -> None:
     assert check_store(disk.path / "ssd").is_clean
 
 
+def test_t05_a_damaged_index_on_a_full_disk_makes_room_for_another(disk: Disk) -> None:
+    store = SsdStore(disk.path / "ssd", SMALL, CAPACITY)
+    store.close(SECONDS)
+    data = disk.path / "ssd" / "index" / "data.mdb"
+    with data.open("r+b") as file:
+        file.write(b"not an index" * 1000)
+    disk.fill()
+    store = SsdStore(disk.path / "ssd", SMALL, CAPACITY)
+    assert store.stats().errors == {"index_set_aside": 1}
+    assert all(put(store, make_keys(5)))
+    store.close(SECONDS)
+    assert not list((disk.path / "ssd").glob("index.bad-*"))
+
+
 def test_t05_no_room_for_the_files_is_down_and_not_refused_for_good(disk: Disk) -> None:
     disk.fill()
     with pytest.raises(TierDown):

@@ -26,6 +26,7 @@ from .directory import StoreDirectory
 from .identity_file import Note, make_note, read_note, write_note
 from .index_file import (
     DATA_FILE,
+    EPOCH_SHIFT,
     FORMAT_VERSION,
     Identity,
     IndexDamaged,
@@ -112,7 +113,7 @@ def open_store(
                 )
                 stats.errors[SET_ASIDE] = 1
                 index = None
-            directory.check_free_space(plan)
+            _check_free_space(directory, plan)
             cleared_up_to = 0
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
@@ -128,6 +129,8 @@ def open_store(
             slot_file = SlotFile(directory.slot_file, layout, plan.num_slots)
             undo.callback(slot_file.close)
             epoch = index_file.next_epoch(note.epoch if note else None)
+            # Should epochs begin anew, what is written now must not count as cleared.
+            cleared_up_to = min(cleared_up_to, (epoch << EPOCH_SHIFT) - 1)
 
             def note_cleared(generation: int) -> None:
                 note = make_note(wanted, layout.page_bytes, epoch, generation)
@@ -144,6 +147,21 @@ def open_store(
         state = StoreState(layout, slot_file, index, stats, seal)
         close = undo.pop_all().close
         return OpenedStore(state, index_file, epoch, cleared_up_to, note_cleared, close)
+
+
+def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
+    """Raises TierDown or TierConfigError where there is too little. A damaged index is kept for
+    inspection where there is room for it, and not instead of a tier."""
+    try:
+        directory.check_free_space(plan)
+    except TierDown:
+        aside = guard.set_aside(directory.index)
+        if not aside:
+            raise
+        log.warning("the disk has no room for %s, which is removed", aside[0])
+        for each in aside:
+            shutil.rmtree(each)
+        directory.check_free_space(plan)
 
 
 def _read_index(

@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ..codecs.base import Codec
-from .index_file import IndexFile
+from .index_file import EPOCH_SHIFT, IndexFile
 from .io_pool import GRACE_SECONDS
 from .offered import OfferedBlocks
 from .record_writer import Batch, Placed, RecordWriter
@@ -65,7 +65,6 @@ BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
 
-_EPOCH_SHIFT = 32
 _PAUSE_SECONDS = 1.0  # after something that nobody foresaw
 
 
@@ -99,7 +98,7 @@ class Writer:
         self._offered = OfferedBlocks()  # always empty where the store is durable
         self._rows = RowWriter(state, index_file, self._offered.slots_left)
         # Generations are unique over all openings: the epoch above, a count of writes below.
-        self._generation = epoch << _EPOCH_SHIFT
+        self._generation = epoch << EPOCH_SHIFT
         self._cleared_up_to = self._noted = cleared_up_to  # by order; on the disk
         self._note_cleared = note_cleared
         self._promises: list[_Promise] = []
