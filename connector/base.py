@@ -265,7 +265,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what all tiers hold (a prefix-cache reset)."""
+        """Forget what all tiers hold (a prefix-cache reset). Waits a while for disks, so that it
+        stays forgotten."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
@@ -283,3 +284,18 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
     note = opening.read_note(next(tmp_path.glob("*/identity")).parent)
     assert note.cleared_up_to >= max(row.generation for row in rows)
     assert rooms.close(SECONDS)
+
+
+def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> None:
+    """What `/reset_prefix_cache?tiers=all` calls."""
+    ssd = SsdSettings(path=path, capacity_bytes=16 * 1024**2)
+    settings = OffloadSettings(cpu_bytes=64 * SMALL.slot_bytes, ssd=ssd, populate_threads=1)
+    scheduler, worker = build_offload(SMALL, settings, namespace=b"test")
+    [store] = scheduler._hierarchy.stores
+    assert isinstance(store, SsdStore)
+    assert all(put(store, make_keys(20)))
+    last = max(row.generation for row in store._opened.index_file.rows())
+    scheduler.reset()
+    assert opening.read_note(path).cleared_up_to >= last
+    scheduler.shutdown(SECONDS)
+    worker.shutdown()
