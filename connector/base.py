@@ -180,6 +180,10 @@ class KVConnectorScheduler(ABC):
         person; empty where nothing is estimated."""
         return ""
 
+    def tiers_down(self) -> list[str]:
+        """The names of tiers that cannot be asked at present."""
+        return []
+
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
@@ -261,7 +265,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what all tiers hold (a prefix-cache reset)."""
+        """Forget what all tiers hold (a prefix-cache reset). Waits a while for disks, so that it
+        stays forgotten."""
 
     @abstractmethod
     def stats(self) -> dict[str, object]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..tiers.hierarchy import Hierarchy
 from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
@@ -106,18 +106,23 @@ class StartTrial:
             self._slab_link.believe(num_bytes, seconds)
 
 
-def in_words(economics: Economics) -> str:
-    """The estimates and what follows from them, for a person: one line."""
+def in_words(economics: Economics, down: Collection[str] = ()) -> str:
+    """The estimates and what follows from them, for a person: one line. Of tiers that are `down`
+    nobody knows anything."""
     compute = economics.prefill.seconds(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]
     if compute:
         parts = [f"prefill {_TYPICAL_PROMPT / compute:,.0f} tokens/s"]
     for name, link in economics.links.items():
+        if name in down:
+            parts.append(f"{name} is down")
+            continue
         rate = f"{1e-9 / link.seconds_per_byte:.2g} GB/s"
         parts.append(f"{name} loads {rate}{'' if link.is_measured else ' (not measured)'}")
     if not compute:
         return ", ".join(parts)
-    from_on = {name: economics.break_even_tokens(name) for name in economics.links}
+    up = [name for name in economics.links if name not in down]
+    from_on = {name: economics.break_even_tokens(name) for name in up}
     pays = [
         f"never from {name}" if tokens is None else f"from {tokens} tokens ({name})"
         for name, tokens in from_on.items()

@@ -16,6 +16,7 @@ from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.codecs.choice import DEFAULT_CODEC, make_codec
 from ..tiers.cpu import CpuSlab
+from ..tiers.errors import TierDown
 from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.mac_key import MacKey
 from ..tiers.policies.choice import DEFAULT_POLICY, policy_factory
@@ -37,6 +38,7 @@ MIB = 1024**2
 # Blocks waiting to be read or written; more are refused, and stores are dropped before loads.
 QUEUE_BYTES = 256 * MIB
 CLOSE_SECONDS = 5.0
+REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class OffloadSettings:
     remote: RemoteTier | None = None
     others: Sequence[str] = ()
     other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    require: bool = False  # refuse to start without one of the stores below the slab
     populate_threads: int = 2
     watermark: float = WATERMARK
     read_seconds: float = READ_SECONDS
@@ -98,19 +101,21 @@ def build_offload(
     again, from another thread, while it is page-locked. `wrap_store`
     may put something around each store below the slab, such as `tiers/faulty.py` for a drill.
     Raises TierConfigError for sizes, paths and names that cannot work, and for a device that is not
-    there; nothing stays open then. A store that is down is waited for behind the scenes.
+    there; nothing stays open then. A store that is down is waited for behind the scenes, unless the
+    settings require it: then TierDown says which.
     """
     # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores: list[StoreTier] = []
     try:
         if settings.ssd is not None:
-            opener = partial(_open_ssd, layout, settings.ssd, namespace)
-            stores.append(open_or_wait("ssd", layout, opener))
+            opener: Callable[[], StoreTier] = partial(_open_ssd, layout, settings.ssd, namespace)
+            stores.append(_open("ssd", layout, opener, settings.require))
         for name in settings.others:
             request = TierRequest(name, layout, namespace, settings.other_options.get(name, {}))
-            stores.append(open_or_wait(name, layout, partial(open_tier, request)))
+            opener = partial(open_tier, request)
+            stores.append(_open(name, layout, opener, settings.require))
         if settings.remote is not None:
-            stores.append(_open_remote(layout, settings.remote))
+            stores.append(_open_remote(layout, settings.remote, settings.require))
         if wrap_store is not None:
             stores = [wrap_store(store) for store in stores]
         slab = CpuSlab(
@@ -132,6 +137,12 @@ def build_offload(
         raise
 
 
+def _open(
+    name: str, layout: BlockLayout, opener: Callable[[], StoreTier], require: bool
+) -> StoreTier:
+    return opener() if require else open_or_wait(name, layout, opener)
+
+
 def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdStore:
     return SsdStore(
         ssd.path,
@@ -146,14 +157,22 @@ def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdSto
     )
 
 
-def _open_remote(layout: BlockLayout, remote: RemoteTier) -> StoreTier:
+def _open_remote(layout: BlockLayout, remote: RemoteTier, require: bool) -> StoreTier:
     # Here, so that engines without cache servers do not load grpc.
     from ..tiers.remote.remote_settings import RemoteSettings
     from ..tiers.remote.remote_store import open_remote
 
     tag_key = None if remote.tag_key is None else remote.tag_key.tag_key
     settings = RemoteSettings(credentials=remote.credentials, tag_key=tag_key)
-    return open_remote(remote.addresses, layout, settings)
+    store = open_remote(remote.addresses, layout, settings)
+    if require and not store.wait_up(REQUIRED_SECONDS):
+        store.close(CLOSE_SECONDS)
+        servers = ", ".join(map(str, remote.addresses))
+        raise TierDown(
+            f"not every cache server of {servers} could be attached within {REQUIRED_SECONDS:g} s; "
+            "start them, or start without them"
+        )
+    return store
 
 
 def _connect(

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
+FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
 _GROUP_BYTES = 2
 _NO_MATCH = Match(0, MatchKind.NONE)
 _RETRY = Match(0, MatchKind.RETRY)
@@ -203,7 +204,10 @@ class OffloadScheduler(KVConnectorScheduler):
         return self._trial.build_meta(block_ids, seconds)
 
     def describe_estimates(self) -> str:
-        return in_words(self._economics)
+        return in_words(self._economics, self.tiers_down())
+
+    def tiers_down(self) -> list[str]:
+        return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
@@ -249,6 +253,9 @@ class OffloadScheduler(KVConnectorScheduler):
     def reset(self) -> None:
         self._lookups.clear()
         self._hierarchy.clear()
+        for store in self._hierarchy.stores:
+            if not store.wait_forgotten(FORGET_SECONDS):
+                log.warning("what was forgotten may come back from the %s tier", store.name)
 
     def stats(self) -> dict[str, object]:
         """`tiers`: counters of each tier by name, the fastest first; `traffic`: those of what moved

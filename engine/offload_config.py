@@ -58,6 +58,7 @@ class OffloadConfig:
     remote_tag_key_file: Path | None = None
     # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    require_tiers: bool = False  # refuse to start while one is down
     io_threads: int = 4
     shutdown_seconds: float = 30.0
 

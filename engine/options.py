@@ -181,7 +181,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "kv_offload_ssd_durability": Option(
         "offload", "ssd_durability", one_of(*DURABILITIES),
-        "sync: what was stored outlives a power cut; async: but for the last seconds", "NAME",
+        "sync: what was stored outlives a kill and a power cut; async: but for the last 2 seconds",
+        "NAME",
     ),
     "kv_offload_ssd_codec": Option(
         "offload", "ssd_codec", one_of(*SSD_CODECS),
@@ -230,6 +231,10 @@ OPTIONS: Mapping[str, Option] = {
     "kv_offload_tier_options": Option(
         "offload", "tier_options", readers.tier_options,
         "options of tiers that other packages bring: tier.option=value,…", "LIST",
+    ),
+    "require_tiers": Option(
+        "offload", "require_tiers", readers.switch,
+        "refuse to start while a tier below cpu is down, instead of going on without it",
     ),
     "num_threads": Option(
         "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"

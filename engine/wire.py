@@ -87,6 +87,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     eos_token_ids: list[int]
     # What prompt tokens can come from without being computed.
     tiers: tuple[str, ...] = ("pool",)
+    tiers_down: list[str] = []
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -95,6 +95,12 @@ class StoreTier(ABC):
     # Whether other engines read it too. Blocks are then written as soon as the slab has them.
     is_shared: bool = False
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be asked at present, as far as is known. One that cannot answers with
+        misses and keeps nothing."""
+        return True
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""
@@ -129,8 +135,8 @@ class StoreTier(ABC):
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         """For an estimate before the first load: read a little of what is here and throw it away.
-        The only call that waits, at most about so long. Nothing is counted, no block counts as
-        used. Optional; None: not known."""
+        Waits, at most about so long, as else only `wait_forgotten` does. Nothing is counted, no
+        block counts as used. Optional; None: not known."""
         return None
 
     @abstractmethod
@@ -140,6 +146,12 @@ class StoreTier(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget everything. Blocks under way may be forgotten when they arrive."""
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        """Wait until what `drop` and `clear` have forgotten stays so though the process be killed.
+        False where that took longer or failed. A tier that keeps nothing beyond its process has
+        nothing to wait for."""
+        return True
 
     @abstractmethod
     def stats(self) -> TierStats:

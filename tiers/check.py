@@ -5,10 +5,11 @@ Every row must name a slot of its own that holds the whole record it speaks of. 
 no row names is an *orphan*: what an evicted block leaves behind until its slot is used again. With
 `fix`, rows that are wrong are removed, and an index that is lost is made again from the records,
 whose headers say key, layout and generation; of two records for one key the higher generation, the
-later write, is taken. A block that was dropped comes back by that, which is right as far as the
-identity file says whose records these are; without that file nothing is made. No payload is ever
-changed. Records that are sealed are verified with their key only; without it their headers are
-looked at, and no index is made of what nobody verified.
+later write, is taken. A block that was evicted comes back by that, which is right as far as the
+identity file says whose records these are; without that file nothing is made. One that was cleared
+does not: the file says up to which generation. Nor does one dropped by name, whose record is
+erased. No payload is ever changed. Records that are sealed are verified with their key only;
+without it their headers are looked at, and no index is made of what nobody verified.
 
 Knows nothing of how the result is shown. Takes memory for each row, as the store does, and none
 for payloads.
@@ -103,7 +104,12 @@ class _Check:
         self._note_leftovers()
         batches = self._read_index()
         layout_id = self._identity.layout_id if self._identity else None
-        self._reconciler = Reconciler(self.result, layout_id, has_index=batches is not None)
+        self._reconciler = Reconciler(
+            self.result,
+            layout_id,
+            has_index=batches is not None,
+            cleared_up_to=self._note.cleared_up_to if self._note else 0,
+        )
         slot_file = self._directory.slot_file
         seal = self._seal()
         if slot_file.exists():

@@ -175,6 +175,7 @@ def _drops_and_clears(store: StoreTier) -> None:
     _expect("a dropped block to be stored again", [True] * 3, put(store, keys[:3]))
     _expect("no miss", 0, fetch(store, keys).count(None))
     store.clear()
+    _expect("what was forgotten to stay so", True, store.wait_forgotten(SECONDS))
     _expect("a cleared store", [Answer.MISS] * BLOCKS, store.lookup(keys))
     _expect("a cleared store", BLOCKS, fetch(store, keys).count(None))
     _expect("a cleared store to go on", [True] * BLOCKS, put(store, keys))

@@ -134,6 +134,13 @@ class FaultyStore(StoreTier):
     def clear(self) -> None:
         self._inner.clear()
 
+    @property
+    def is_up(self) -> bool:
+        return self._inner.is_up
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        return self._inner.wait_forgotten(timeout_seconds)
+
     def stats(self) -> TierStats:
         stats = self._inner.stats()
         with self._lock:

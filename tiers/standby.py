@@ -65,6 +65,10 @@ class StandbyStore(StoreTier):
         )
         self._thread.start()
 
+    @property
+    def is_up(self) -> bool:
+        return self._store is not None and self._store.is_up
+
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         store = self._store
         return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)
@@ -110,6 +114,11 @@ class StandbyStore(StoreTier):
             store = self._store
         if store is not None:
             store.clear()
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        """As promised by StoreTier. While it is down what it was told to forget is still there."""
+        store = self._store
+        return not self._is_cleared if store is None else store.wait_forgotten(timeout_seconds)
 
     def stats(self) -> TierStats:
         store = self._store

@@ -35,6 +35,7 @@ COMMANDS = {
     "generate": "continue one prompt",
     "bench": "run a benchmark",
     "check": "check an SSD tier, and mend it",
+    "cache": "list SSD tiers, and remove them",
     "config": "show the settings that hold, or check a file",
     "plan": "say what a model takes and what fits",
 }

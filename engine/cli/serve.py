@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...tiers.remote.address import is_address
 from ...tiers.sizes import rough_size
 from .. import logs
 from ..client.base import EngineDead
@@ -219,10 +220,12 @@ def _tell_start(
     logger.info("KV pool of %s tokens, for requests of up to %s", tokens, ready.max_model_len)
     if offload.enabled:
         sizes = {"cpu": offload.cpu_bytes, "ssd": offload.ssd_bytes}
-        tiers = ", ".join(
-            f"{tier} {show_size(sizes[tier])}" if tier in sizes else tier for tier in offload.tiers
-        )
-        logger.info("tiers below the pool: %s", tiers)
+        words = []
+        for tier in offload.tiers:
+            size = f" {show_size(sizes[tier])}" if tier in sizes else ""
+            is_down = (REMOTE if is_address(tier) else tier) in ready.tiers_down
+            words.append(f"{tier}{size}{' (down, used once it can be)' if is_down else ''}")
+        logger.info("tiers below the pool: %s", ", ".join(words))
     else:
         logger.info("no tiers below the pool; --kv-offload cpu,ssd adds them")
     host, port = sock.getsockname()[:2]

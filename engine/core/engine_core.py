@@ -116,6 +116,7 @@ class EngineCore:
             block_size=self.config.cache.block_size,
             eos_token_ids=list(self.spec.eos_token_ids),
             tiers=("pool", *self.config.offload.tier_names),
+            tiers_down=[] if self._connector is None else self._connector.tiers_down(),
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:

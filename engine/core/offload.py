@@ -10,7 +10,7 @@ from ...connector.base import KVConnectorScheduler, KVConnectorWorker
 from ...connector.build import OffloadSettings, RemoteTier, SsdSettings, build_offload
 from ...connector.economics import Choice
 from ...tiers.block import BlockLayout
-from ...tiers.errors import TierConfigError
+from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import read_mac_key
 from ...tiers.remote.credentials import Credentials
 from ..config_values import ConfigError, show_size
@@ -49,6 +49,9 @@ def open_tiers(
             progress=_steps_of(progress, "memory of the cpu tier"),
             wrap_store=None if drill is None else drill.wrap,
         )
+    except TierDown as error:
+        required = "; --require-tiers was given" if offload.require_tiers else ""
+        raise ConfigError(f"{error}{required}") from error
     except TierConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -93,6 +96,7 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
         load=Choice(offload.load),
         ssd=ssd,
         remote=remote,
+        require=offload.require_tiers,
         others=offload.other_tiers,
         other_options=offload.tier_options,
         device=device,

@@ -104,9 +104,14 @@ class RemoteStore(StoreTier):
         self._stats = TierStats()
         self._closed = False
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any server is attached."""
+        return any(server.link.is_up for server in self._servers)
+
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until every server is attached; whether they are. For tools and tests: an engine
-        has no reason to wait."""
+        """Wait until every server is attached; whether they are. For tools and tests, and for an
+        engine that is not to start without: others have no reason to wait."""
         deadline = time.monotonic() + timeout_seconds
         links = [server.link for server in self._servers]
         return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)

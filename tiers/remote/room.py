@@ -15,6 +15,7 @@ goes out with it, and is never made here.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +30,12 @@ from ..tag import NO_TAG, Proof, Proofs, payload_digest
 from .holdings import Intake, Listener, Loan
 from .key_salt import KeySalt
 from .wire import State
+
+log = logging.getLogger(__name__)
+
+FORGET_SECONDS = 5.0  # for a disk to write down that blocks were deleted
+KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
+_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
@@ -55,6 +62,7 @@ class Room:
         self._leases = Leases(slab)
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
+        self._keeper_failures = 0
         self._closed = False
         self._keeper = threading.Thread(target=self._keep, name="stratakv-room", daemon=True)
         self._keeper.start()
@@ -258,7 +266,8 @@ class Room:
                 store.touch(stored)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that are pinned; the number that was known."""
+        """Forget blocks, except those that are pinned; the number that was known. Waits for the
+        disk, so that they stay forgotten."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
@@ -274,15 +283,17 @@ class Room:
             ]
             for listener in self._listeners:
                 listener.removed(gone)
+        self._wait_forgotten()
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block. Waits for the disk, so that they stay forgotten."""
         with self._changed:
             self._check_open()
             self._hierarchy.clear()
             for listener in self._listeners:
                 listener.cleared()
+        self._wait_forgotten()
 
     def subscribe(self, listener: Listener) -> None:
         """Tell `listener` of what happens from now on."""
@@ -297,7 +308,10 @@ class Room:
     def stats(self) -> dict[str, TierStats]:
         """By tier, the slab first."""
         with self._changed:
-            return self._hierarchy.stats()
+            stats = self._hierarchy.stats()
+        if self._keeper_failures:
+            stats[self._slab.name].errors[KEEPER_FAILED] = self._keeper_failures
+        return stats
 
     def close(self, timeout_seconds: float) -> bool:
         """Write down what the stores lack and close everything, within the time. False if a store
@@ -313,20 +327,37 @@ class Room:
         self._keeper.join(max(0.0, deadline - time.monotonic()))
         return self._hierarchy.close(max(0.0, deadline - time.monotonic()))
 
+    def _wait_forgotten(self) -> None:
+        for store in self._stores:
+            if not store.wait_forgotten(FORGET_SECONDS):
+                log.warning("what was deleted may come back from the %s tier", store.name)
+
     def _check_open(self) -> None:
         if self._closed:
             raise TierClosed("the room was closed")
 
     def _keep(self) -> None:
         """The keeper: takes in what stores have finished and ends leases whose time is over."""
-        while True:
-            next_deadline = self._leases.next_deadline()
-            wait = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
-            self._woken.wait(wait)
-            self._woken.clear()
-            with self._changed:
-                if self._closed:
-                    return
-                self._leases.expire()
-                self._hierarchy.poll()
-                self._changed.notify_all()
+        failures = 0  # one after the other
+        while not self._closed:
+            try:
+                self._keep_once()
+                failures = 0
+            except Exception:  # without a keeper no load would ever end
+                log.exception("the keeper of a tenant's blocks failed and goes on")
+                self._keeper_failures += 1
+                self._woken.set()  # what it was woken for is still to be done
+                time.sleep(_KEEPER_PAUSES[min(failures, len(_KEEPER_PAUSES) - 1)])
+                failures += 1
+
+    def _keep_once(self) -> None:
+        next_deadline = self._leases.next_deadline()
+        wait = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
+        self._woken.wait(wait)
+        self._woken.clear()
+        with self._changed:
+            if self._closed:
+                return
+            self._leases.expire()
+            self._hierarchy.poll()
+            self._changed.notify_all()

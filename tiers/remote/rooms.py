@@ -6,8 +6,9 @@
        └── no layout is known ──┘
 
 Making a room takes as long as its memory takes to be there, so it happens on a thread of its own.
-A room with a store on the disk is made as soon as the server starts. Thread-safe; nothing here
-waits but `close`. Knows nothing of calls or credentials.
+A room with a store on the disk is made as soon as the server starts, without the store where the
+disk is full or not there; that is taken in once it can be opened. Thread-safe; nothing here waits
+but `close`. Knows nothing of calls or credentials.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..base import StoreTier
 from ..block import BlockLayout
 from ..cpu import CpuSlab
-from ..errors import TierClosed, TierConfigError
+from ..errors import TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
 from ..sizes import show_size
 from ..ssd.store import SsdStore
+from ..standby import open_or_wait
 from .key_salt import KeySalt
 from .layout_notes import read_layout_note, store_folder, write_layout_note
 from .room import Room
@@ -36,6 +39,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0  # until making a room is tried again that could not be made
 _POPULATE_THREADS = 2
+SSD = "ssd"  # the name of the tier on the disk
 
 
 @dataclass(slots=True, eq=False)
@@ -206,24 +210,31 @@ class Rooms:
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if self._ssd_path is None or not quota.ssd_bytes:
             return []
-        # With another secret nothing in the store could be found, so it is another namespace.
-        (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
+        opener = partial(self._open_store, self._ssd_path, name, quota, layout)
         try:
-            store = SsdStore(
-                store_folder(self._ssd_path, name),
-                layout,
-                quota.ssd_bytes,
-                namespace=namespace,
-                mac_key=self._mac_key,
-            )
+            return [open_or_wait(SSD, layout, opener)]
         except TierConfigError as error:
             raise NoDisk(str(error)) from error
+
+    def _open_store(
+        self, ssd_path: Path, name: str, quota: Quota, layout: BlockLayout
+    ) -> StoreTier:
+        # With another secret nothing in the store could be found, so it is another namespace.
+        (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
+        store = SsdStore(
+            store_folder(ssd_path, name),
+            layout,
+            quota.ssd_bytes,
+            namespace=namespace,
+            mac_key=self._mac_key,
+        )
         try:
-            write_layout_note(self._ssd_path, name, layout)
+            if read_layout_note(ssd_path, name) != layout:
+                write_layout_note(ssd_path, name, layout)
         except OSError as error:
             store.close(0.0)
-            raise NoDisk(f"{self._ssd_path} cannot be written to ({error})") from error
-        return [store]
+            raise TierDown(f"{ssd_path} cannot be written to ({error}); make room there") from error
+        return store
 
     def _is_on_disk(self, name: str) -> bool:
         return self._ssd_path is not None and read_layout_note(self._ssd_path, name) is not None

@@ -110,7 +110,8 @@ class Transfers(Generic[_T]):
         is_fresh = self._connection is None
         try:
             return self._try(keys, buffers, proofs, deadline)
-        except ConnectionLost:
+        except ConnectionLost as first:
+            error = first
             if not is_fresh and time.monotonic() < deadline:
                 try:
                     return self._try(keys, buffers, proofs, deadline)

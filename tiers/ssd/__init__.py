@@ -7,6 +7,7 @@ opening   directory, guard (with scan in a child process), made_for, identity_fi
 reader    slots → buffers, verified          writer   buffers → slots → rows, in safe order
 slot_index in memory (slot_list, free_slots)   index_file in LMDB   slot_file the records
 reconcile, record_walk, check_result: parts of `tiers/check.py`
+inventory: which stores there are, without opening one
 """
 
 from .store import SsdStore

@@ -15,6 +15,7 @@ in these files.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -24,14 +25,20 @@ from pathlib import Path
 
 from ..errors import TierConfigError, TierDown
 from ..sizes import MIB, rough_size
+from .index_file import DATA_FILE as INDEX_DATA
 from .space import SpacePlan
 
 # An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
 # until the child has become another program.
 LEFT_BEHIND_SECONDS = 2.0
+# Who lists stores (`inventory.py`) holds the lock of each for less.
+GLANCE_SECONDS = 0.1
 _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
+
+# What a file system says that will never have locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class StoreDirectory:
@@ -76,19 +83,25 @@ class StoreDirectory:
             raise
         except OSError as error:
             self.close()
-            raise TierConfigError(
+            kind = TierConfigError if isinstance(error, PermissionError) else TierDown
+            raise kind(
                 f"the SSD tier cannot make all of {self.path} private ({error}); use another "
                 "path or remove what is there"
             ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
-        """Refuse a plan that the file system has no room for, counting what is already ours."""
+        """Refuse a plan that the file system has no room for, counting what is already ours: for
+        good where it would be too small empty, else until there is room. A store that has all its
+        files needs no more, though the disk is full: what else the plan counts may never be."""
         stat = os.statvfs(self.path)
-        free = stat.f_bavail * stat.f_frsize
-        ours = self.used_bytes()
-        missing = plan.total_bytes - ours - free
+        free, largest = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+        if _allocated(self.slot_file) >= plan.slot_file_bytes:
+            missing = plan.index_bytes - _allocated(self.index / INDEX_DATA) - free
+        else:
+            missing = plan.total_bytes - self.used_bytes() - free
         if missing > 0:
-            raise TierConfigError(
+            kind = TierConfigError if plan.total_bytes > largest else TierDown
+            raise kind(
                 f"the SSD tier takes {rough_size(plan.total_bytes)} in {self.path}, where "
                 f"{rough_size(free)} are free; lower its size by {-(-missing // MIB)}MiB or more, "
                 "or use another path"
@@ -123,7 +136,7 @@ class StoreDirectory:
         if not os.path.lexists(path):
             return
         mode = path.lstat().st_mode
-        is_folder = any(path.match(f"{self.path}/{name}") for name in _FOLDERS)
+        is_folder = any(path.parent == self.path and path.match(name) for name in _FOLDERS)
         if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
             what = "a symbolic link" if stat.S_ISLNK(mode) else "something else"
             raise TierConfigError(
@@ -132,22 +145,28 @@ class StoreDirectory:
             )
 
     def _take_lock(self) -> None:
-        deadline = time.monotonic() + LEFT_BEHIND_SECONDS
+        began = time.monotonic()
         try:
             while not self._has_lock():
                 owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-                if time.monotonic() > deadline or not _is_gone(owner):
+                waited = time.monotonic() - began
+                if waited > (LEFT_BEHIND_SECONDS if _is_gone(owner) else GLANCE_SECONDS):
                     os.close(self._lock)
                     raise TierConfigError(
                         f"the SSD tier in {self.path} is in use by process {owner}; stop that "
                         "process or use another path"
                     )
                 time.sleep(_RETRY_SECONDS)
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            if not os.fstat(self._lock).st_nlink:
+                raise OSError(errno.ENOENT, "the store was just removed")
+            owner_line = f"{os.getpid()}\n".encode()
+            # Over the last one, since a full disk may not give back what it is given.
+            os.pwrite(self._lock, owner_line, 0)
+            os.ftruncate(self._lock, len(owner_line))
         except OSError as error:
             os.close(self._lock)
-            raise TierConfigError(
+            kind = TierConfigError if error.errno in _NO_LOCKS else TierDown
+            raise kind(
                 f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
                 "local disk with room"
             ) from error
@@ -169,6 +188,14 @@ def _is_gone(owner: str) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def _allocated(path: Path) -> int:
+    """What the file system has given to a file; 0 where there is none."""
+    try:
+        return path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def _make_private(path: Path) -> None:

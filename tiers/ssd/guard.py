@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -26,15 +27,18 @@ from .scan import UNABLE
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
 _MOST_ROWS_IN_BATCH = 65536
+_SLOWEST_ROWS_PER_SECOND = 20_000  # of a scan that works; a fast one does 30 times as much
 _PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     """All rows of the index in `folder`. Raises IndexDamaged, perhaps after some of them: only
     when the iteration has ended is any of them good. Raises OSError where it could not be looked
-    at, which says nothing about it: a cache is not thrown away because memory was short."""
+    at, which says nothing about it: a cache is not thrown away because memory was short, or because
+    the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
+    after the last one some is added for each row, which are all looked at once more."""
     command = [sys.executable, "-P", "-S", str(_SCAN), str(folder), *filter(None, sys.path)]
-    late = threading.Event()
+    watch = _Watch(timeout_seconds)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
@@ -42,17 +46,26 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         # A host may forbid it; then opening takes a little longer.
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        timer = threading.Timer(timeout_seconds, _end, (child, late))
-        timer.start()
+        thread = threading.Thread(
+            target=watch.run, args=(child,), name="stratakv-ssd-scan", daemon=True
+        )
+        thread.start()
         try:
-            yield from _batches(child.stdout)
+            for batch in _batches(child.stdout):
+                watch.saw(len(batch.slots) // SLOT_BYTES)
+                yield batch
+                watch.saw(0)
             text = child.stderr.read(65536).decode(errors="replace")
             status = child.wait()
         finally:
-            timer.cancel()
+            watch.over.set()
+            thread.join()
             child.kill()
-    if late.is_set():
-        raise IndexDamaged(f"looking at it took longer than {timeout_seconds:g} seconds")
+    if watch.is_late:
+        raise OSError(
+            f"the scan of its index stood still for {watch.patience_seconds():g} seconds; give it "
+            "a quicker disk, or remove the index to begin empty"
+        )
     if status < 0:
         name = signal.Signals(-status).name
         if name not in _DEADLY_READS:
@@ -65,9 +78,35 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         raise IndexDamaged(lines[-1] if lines else f"the scan ended with status {status}")
 
 
-def _end(child: subprocess.Popen[bytes], late: threading.Event) -> None:
-    late.set()
-    child.kill()
+class _Watch:
+    """Ends a child that stands still. Belongs to the thread that reads from it but for `run`."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.over = threading.Event()
+        self.is_late = False
+        self._timeout_seconds = timeout_seconds
+        self._rows = 0
+        self._seen_at = time.monotonic()
+
+    def saw(self, num_rows: int) -> None:
+        """More rows have come, or were taken in."""
+        self._rows += num_rows
+        self._seen_at = time.monotonic()
+
+    def patience_seconds(self) -> float:
+        """How long nothing may come."""
+        return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
+
+    def run(self, child: subprocess.Popen[bytes]) -> None:
+        """Until `over`, or until the child has stood still for too long."""
+        while True:
+            left = self._seen_at + self.patience_seconds() - time.monotonic()
+            if left <= 0:
+                self.is_late = True
+                child.kill()
+                return
+            if self.over.wait(left):
+                return
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:

@@ -33,7 +33,7 @@ import lmdb
 from ..block import KEY_BYTES
 
 DATA_FILE = "data.mdb"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2 had records without tags
 SLOT_BYTES = 4
 VALUE_BYTES = 64
 
@@ -41,6 +41,7 @@ _SLOT = struct.Struct(">I")
 _VALUE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _ZEROS = bytes(1024**2)
 _NUMBER = struct.Struct("<Q")
+EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
 _LARGEST_EPOCH = 2**32 - 2  # the upper half of a generation has to hold the next one
 _ROWS_PER_COMMIT = 65536  # of a rebuilt index
 

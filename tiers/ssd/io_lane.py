@@ -24,8 +24,12 @@ from .slot_file import RUN_BYTES, Scratch, SlotFile
 # Runs in hand: with the disk, and as many before or behind it.
 _HELD = 2 * DEPTH
 
-# One run that has ended: its positions, its pages, and what it brought.
+# One run that has ended: its positions, its pages, and what it brought. The pages of a run that
+# failed say nothing.
 Done = tuple[range, Scratch, Result]
+
+# Stands for the pages of a run that could get none.
+NO_PAGES = Scratch(1, 0)
 
 
 class Work(Protocol):
@@ -57,6 +61,7 @@ class IoLane:
         self._flying: dict[int, tuple[Work, range]] = {}
         self._flying_bytes = 0
         self._failed: list[tuple[Work, Done, int]] = []  # that did not get to the disk
+        self._done: list[tuple[Work, Done, int]] = []  # that have ended and are not handed back yet
 
     @property
     def is_blocking(self) -> bool:
@@ -82,27 +87,37 @@ class IoLane:
         ended: list[tuple[int, Result]] = []
         if self._flying and not self._failed:
             ended = self._disk.finished()
-        done, self._failed = self._failed, []
+        self._done += self._failed
+        self._failed = []
         for number, result in ended:
             work, run = self._flying.pop(number)
             self._flying_bytes -= self._bytes_of(run)
-            done.append((work, (run, self._scratches[number], result), number))
+            self._done.append((work, (run, self._scratches[number], result), number))
         self._launch()
-        self._finish(done)
+        self._finish()
         self._prepare()
 
+    def in_hand(self) -> list[tuple[Work, range]]:
+        """Every run that it was given and has not handed back, for whoever closes it early. Until
+        then their bytes may still move."""
+        held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
+        held += ((work, run) for _, work, run in self._ready)
+        return [*held, *self._flying.values(), *self._waiting]
+
     def close(self) -> None:
+        """Waits for what is with the disk."""
         self._disk.close()
 
     def _prepare(self) -> None:
         """Prepare what there is room for; each goes to the disk at once where that has room."""
         while self._waiting and self._has_room():
             work, run = self._waiting.popleft()
-            number = self._free.pop()
+            number, scratch = self._free.pop(), NO_PAGES
             try:
-                work.prepare(run, self._scratch(number))
+                scratch = self._scratch(number)
+                work.prepare(run, scratch)
             except Exception as error:  # noqa: BLE001 - the batch must end whatever happens
-                self._failed.append((work, (run, self._scratches[number], error), number))
+                self._failed.append((work, (run, scratch, error), number))
                 continue
             self._ready.append((number, work, run))
             self._ready_bytes += self._bytes_of(run)
@@ -129,17 +144,18 @@ class IoLane:
                 unsent = 0
         self._disk.submit()
 
-    def _finish(self, done: Sequence[tuple[Work, Done, int]]) -> None:
+    def _finish(self) -> None:
         """Hand what has ended to those whose it is, and give its room back."""
         by_work: defaultdict[int, list[Done]] = defaultdict(list)
         works: dict[int, Work] = {}
-        for work, each, _ in done:
+        for work, each, _ in self._done:
             works[id(work)] = work
             by_work[id(work)].append(each)
         for name, work in works.items():
             again = work.finish(by_work[name])
             self._waiting.extendleft((work, run) for run in again)
-        self._free += (number for _, _, number in done)
+            self._free += (number for other, _, number in self._done if other is work)
+            self._done = [each for each in self._done if each[0] is not work]
 
     def _has_room(self) -> bool:
         has_space = not self._ready or self._ready_bytes < self._most_bytes

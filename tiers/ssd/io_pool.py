@@ -15,16 +15,24 @@ for each request. Knows nothing of what is done with a run.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
-from .io_lane import IoLane, Work
+from .io_lane import NO_PAGES, IoLane, Work
 from .slot_file import SlotFile, runs
 
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
 GRACE_SECONDS = 1.0  # for what has begun when the time to close is over
+_MOST_LANES = 2  # that may fail before what waits for one fails too
 
 
 class IoPool:
@@ -37,6 +45,7 @@ class IoPool:
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
         self._is_blocking = False  # as lanes found it, which are opened by their threads
+        self._error = Exception("no I/O thread of the SSD tier has failed")  # the last one
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(threads)
@@ -66,25 +75,64 @@ class IoPool:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        lane = IoLane(self._slot_file, self._lane_bytes)
-        self._is_blocking |= lane.is_blocking
-        try:
-            while self._tokens.get():
-                self._drain(lane)
-        finally:
+        lane = self._try(self._open_lane)
+        while self._tokens.get():
+            lane = self._serve(lane)
+        if lane is not None:
             lane.close()
 
-    def _drain(self, lane: IoLane) -> None:
+    def _serve(self, lane: IoLane | None) -> IoLane | None:
+        """Work until there is nothing to do, whatever happens; the lane to go on with."""
+        for _ in range(_MOST_LANES):
+            lane = lane or self._try(self._open_lane)
+            if lane is None:
+                break
+            if self._try(partial(self._drain, lane)):
+                return lane
+            held = lane.in_hand()
+            self._try(lane.close)
+            self._give_up(held)
+            lane = None
+        while (share := self._next_share()) is not None:  # for the other threads may sleep
+            self._give_up([(share[0], run) for run in share[1]])
+        return None
+
+    def _open_lane(self) -> IoLane:
+        lane = IoLane(self._slot_file, self._lane_bytes)
+        self._is_blocking |= lane.is_blocking
+        return lane
+
+    def _drain(self, lane: IoLane) -> bool:
         """Work until there is no share to take and nothing in hand."""
         while True:
-            while lane.has_room and self._shares:
-                try:
-                    lane.take(*self._shares.popleft())
-                except IndexError:  # somebody was quicker
-                    break
+            while lane.has_room and (share := self._next_share()) is not None:
+                lane.take(*share)
             if not lane.is_busy:
-                return
+                return True
             lane.turn()
+
+    def _next_share(self) -> tuple[Work, list[range]] | None:
+        try:
+            return self._shares.popleft()
+        except IndexError:  # there is none, or somebody was quicker
+            return None
+
+    def _try(self, call: Callable[[], _T]) -> _T | None:
+        """The last resort of a thread: what it returns, None for whatever it raises."""
+        try:
+            return call()
+        except Exception as error:
+            self._error = error
+            log.exception("an I/O thread of the SSD tier failed; what it had in hand fails with it")
+            return None
+
+    def _give_up(self, held: list[tuple[Work, range]]) -> None:
+        """End these with the last error. A run that its work wants to try anew fails again."""
+        while held:
+            work, run = held.pop()
+            done = [(run, NO_PAGES, self._error)]
+            again = self._try(partial(work.finish, done)) or ()
+            held += ((work, each) for each in again)
 
 
 def shares(found: Sequence[range], longest: int) -> list[list[range]]:

@@ -77,8 +77,6 @@ def refuse(path: Path, found: Identity, wanted: Identity) -> NoReturn:
 
 
 def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
-    if found.format_version != wanted.format_version:
-        return f"format {found.format_version}", f"format {wanted.format_version}"
     if found.layout_id != wanted.layout_id:
         return found.layout_text, wanted.layout_text
     theirs, ours = unpack(found.namespace), unpack(wanted.namespace)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from .row_writer import ROWS_PER_COMMIT
 from .slot_index import Entry
 
-SYNC_SECONDS = 2.0  # the most that a power cut takes
+SYNC_SECONDS = 2.0  # the most that a power cut or a kill takes
 
 
 class OfferedBlocks:

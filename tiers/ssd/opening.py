@@ -26,6 +26,7 @@ from .directory import StoreDirectory
 from .identity_file import Note, make_note, read_note, write_note
 from .index_file import (
     DATA_FILE,
+    EPOCH_SHIFT,
     FORMAT_VERSION,
     Identity,
     IndexDamaged,
@@ -42,7 +43,9 @@ from .state import StoreState
 
 log = logging.getLogger(__name__)
 
-SET_ASIDE = "index_set_aside"  # the key in `TierStats.errors`
+# Keys in `TierStats.errors`.
+SET_ASIDE = "index_set_aside"
+OTHER_FORMAT = "other_format"
 
 # What LMDB says of a file rather than of the machine.
 _DAMAGE = (
@@ -61,6 +64,8 @@ class OpenedStore:
     state: StoreState
     index_file: IndexFile
     epoch: int  # of this opening; no earlier one had it
+    cleared_up_to: int  # the generation up to which everything is forgotten
+    note_cleared: Callable[[int], None]  # has another one on the disk when it returns; OSError
     close: Callable[[], None]
 
 
@@ -84,11 +89,21 @@ def open_store(
         undo.callback(directory.close)
         try:
             note = read_note(directory.path)
-            if note is not None and note.format_version != FORMAT_VERSION:
-                # Its index is not looked at: what it may hold is for that format to say.
-                refuse(directory.path, note.identity, wanted)
             try:
+                if note is not None:
+                    _check_format(directory.path, note.identity, wanted)
                 index = _read_index(directory, plan, wanted, note, scan_timeout_seconds)
+            except _OtherFormat as other:
+                log.warning(
+                    "the SSD tier in %s has %s and this version has format %d; what it held is "
+                    "removed and the tier starts empty",
+                    directory.path,
+                    other,
+                    FORMAT_VERSION,
+                )
+                shutil.rmtree(directory.index, ignore_errors=True)
+                stats.errors[OTHER_FORMAT] = 1
+                index = None
             except IndexDamaged as damage:
                 log.warning(
                     "the index of the SSD tier is damaged (%s); it was moved to %s and the tier "
@@ -98,25 +113,55 @@ def open_store(
                 )
                 stats.errors[SET_ASIDE] = 1
                 index = None
-            directory.check_free_space(plan)
+            _check_free_space(directory, plan)
+            cleared_up_to = 0
+            if note is not None and note.identity.is_same(wanted):
+                cleared_up_to = note.cleared_up_to
+            elif index is None:
+                # Nobody says that the records are ours, and a later repair would take them all.
+                directory.slot_file.unlink(missing_ok=True)
             if index is None:
-                _leave_only_records_of(directory, wanted, note)
                 index = SlotIndex(plan.num_slots)
+            if cleared_up_to:
+                index.forget_up_to(cleared_up_to)
             index_file = _fit_index(directory, plan, wanted, index)
             undo.callback(index_file.close)
             slot_file = SlotFile(directory.slot_file, layout, plan.num_slots)
             undo.callback(slot_file.close)
             epoch = index_file.next_epoch(note.epoch if note else None)
-            write_note(directory.path, make_note(wanted, layout.page_bytes, epoch))
+            # Should epochs begin anew, what is written now must not count as cleared.
+            cleared_up_to = min(cleared_up_to, (epoch << EPOCH_SHIFT) - 1)
+
+            def note_cleared(generation: int) -> None:
+                note = make_note(wanted, layout.page_bytes, epoch, generation)
+                write_note(directory.path, note)
+
+            note_cleared(cleared_up_to)
         except (OSError, lmdb.Error, IndexDamaged) as error:
-            kind = TierDown if isinstance(error, OSError | lmdb.DiskError) else TierConfigError
+            kind = TierConfigError if isinstance(error, IndexDamaged) else TierDown
             raise kind(
                 f"the SSD tier cannot use {directory.path} ({error}); use another path or make "
                 "room there"
             ) from error
         seal = None if mac_key is None else made_for.seal(mac_key)
         state = StoreState(layout, slot_file, index, stats, seal)
-        return OpenedStore(state, index_file, epoch, undo.pop_all().close)
+        close = undo.pop_all().close
+        return OpenedStore(state, index_file, epoch, cleared_up_to, note_cleared, close)
+
+
+def _check_free_space(directory: StoreDirectory, plan: SpacePlan) -> None:
+    """Raises TierDown or TierConfigError where there is too little. A damaged index is kept for
+    inspection where there is room for it, and not instead of a tier."""
+    try:
+        directory.check_free_space(plan)
+    except TierDown:
+        aside = guard.set_aside(directory.index)
+        if not aside:
+            raise
+        log.warning("the disk has no room for %s, which is removed", aside[0])
+        for each in aside:
+            shutil.rmtree(each)
+        directory.check_free_space(plan)
 
 
 def _read_index(
@@ -142,6 +187,7 @@ def _read_index(
     if not found.is_same(wanted):
         if note is not None and note.identity.is_same(wanted):
             raise IndexDamaged("it does not say that it is for what the store is for")
+        _check_format(directory.path, found, wanted)
         refuse(directory.path, found, wanted)
     return index
 
@@ -158,11 +204,18 @@ def read_identity(folder: Path) -> Identity | None:
         index.close()
 
 
-def _leave_only_records_of(directory: StoreDirectory, wanted: Identity, note: Note | None) -> None:
-    """Without an index the identity file alone says whose the records are. Those of another model
-    must not lie where a later repair takes all records there are into a new index."""
-    if note is None or not note.identity.is_same(wanted):
-        directory.slot_file.unlink(missing_ok=True)
+class _OtherFormat(Exception):
+    """The store is ours and of another version, which this one cannot read."""
+
+
+def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
+    """Raises _OtherFormat, TierConfigError where it is another's store as well. What an index of
+    another format holds is for that format to say, so nobody looks."""
+    if found.format_version == wanted.format_version:
+        return
+    if not found._replace(format_version=wanted.format_version).is_same(wanted):
+        refuse(path, found, wanted)
+    raise _OtherFormat(f"format {found.format_version}")
 
 
 def _fit_index(

@@ -2,11 +2,13 @@
 """Reads records into the callers' buffers, many at a time, and verifies each one.
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
-forgotten. A record that cannot be read is a miss too. Knows nothing of how blocks get to the disk.
+forgotten. One that cannot be read is a miss and forgotten too, unless the machine was only short of
+something, such as memory. Knows nothing of how blocks get to the disk.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +31,9 @@ FLIGHT_BYTES = 32 * 1024**2
 
 # What became of one record.
 Outcome = Proof | Defect | Exception
+
+# What the machine lacks for a moment; the record is as good as before.
+_SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EMFILE})
 
 
 class Part(NamedTuple):
@@ -114,13 +119,15 @@ class Reader:
             stats.loaded_bytes_saved += state.slot_file.saved_bytes(part.entry.encoded_bytes)
             part.job.settle(part.position, outcome)
         else:
+            stats.misses += 1
+            part.job.settle(part.position, None)
+            if _is_shortage(outcome):
+                return
             # Whatever it was, the block is not to be offered again.
             state.index.forget(part.entry)
-            stats.misses += 1
             stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
                 stats.rejected[outcome.value] = stats.rejected.get(outcome.value, 0) + 1
-            part.job.settle(part.position, None)
 
 
 class _Reading:
@@ -182,3 +189,9 @@ class _Reading:
             verify_record(header, part.payload, state.header_of(part.entry))
             for part, header in zip(parts[:whole], scratch.headers, strict=False)
         ]
+
+
+def _is_shortage(outcome: Outcome) -> bool:
+    if isinstance(outcome, OSError):
+        return outcome.errno in _SHORTAGES
+    return isinstance(outcome, MemoryError)

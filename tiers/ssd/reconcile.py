@@ -20,8 +20,17 @@ class Reconciler:
     """Fills a result. Without an index every whole record counts as an orphan and is remembered,
     so that an index can be made of them."""
 
-    def __init__(self, result: CheckResult, layout_id: bytes | None, *, has_index: bool) -> None:
+    def __init__(
+        self,
+        result: CheckResult,
+        layout_id: bytes | None,
+        *,
+        has_index: bool,
+        cleared_up_to: int = 0,
+    ) -> None:
         self._result = result
+        self._cleared_up_to = cleared_up_to  # what has such a generation is forgotten
+        self._num_cleared = 0
         self._layout_id = layout_id  # None where nobody knows it: then any is right
         self._has_index = has_index
         self.bad_slots: list[int] = []  # whose rows should go
@@ -42,6 +51,10 @@ class Reconciler:
                 unreadable += 1
             elif found.header is not None and found.defect is None:
                 self._note_orphan(found)
+        if self._num_cleared:
+            self._result.notes.append(
+                f"{self._num_cleared} rows are of cleared blocks; the next start removes them"
+            )
         while row is not None:
             self._result.rows += 1
             self._refuse(row.slot, RANGE, f"there are {self._result.slots} slots")
@@ -56,6 +69,9 @@ class Reconciler:
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
 
     def _judge(self, row: Row, found: Found) -> None:
+        if row.generation <= self._cleared_up_to:
+            self._num_cleared += 1
+            return
         self._result.rows += 1
         if found.error is not None:
             self._refuse(row.slot, UNREADABLE, str(found.error))
@@ -86,6 +102,8 @@ class Reconciler:
     def _note_orphan(self, found: Found) -> None:
         header = found.header
         if header is None or self._layout_id not in (None, header.layout_id):
+            return
+        if header.generation <= self._cleared_up_to:
             return
         self._result.orphans += 1
         if not self._has_index:

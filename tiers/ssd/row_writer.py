@@ -11,8 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import lmdb
-
 from .index_file import IndexFile
 from .slot_index import Entry
 from .state import StoreState
@@ -36,20 +34,22 @@ class RowWriter:
         self._released = released
         self._ahead = state.index.num_slots // _AHEAD_SHARE
 
-    def remove_leaving(self) -> None:
-        """Remove the rows of all blocks that left; their slots are free then."""
+    def remove_leaving(self) -> bool:
+        """Remove the rows of all blocks that left; their slots are free then. False where the disk
+        kept some; they are removed another time."""
         with self._state.lock:
             leaving = self._state.index.take_leaving()
         for start in range(0, len(leaving), ROWS_PER_COMMIT):
             chunk = leaving[start : start + ROWS_PER_COMMIT]
             try:
                 self._index_file.delete([entry.slot for entry in chunk])
-            except lmdb.Error as error:
+            except Exception as error:  # noqa: BLE001 - or their slots were lost
                 self._state.count_fault(error)
                 with self._state.lock:
                     self._state.index.keep_leaving(leaving[start:])
-                return
+                return False
             self._release(chunk)
+        return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
         """Commit the rows of new entries, with them last uses and removals for later batches;
@@ -64,7 +64,7 @@ class RowWriter:
             return True
         try:
             self._index_file.put(rows, [entry.slot for entry in leaving])
-        except lmdb.Error as error:
+        except Exception as error:  # noqa: BLE001 - or their slots were lost
             self._state.count_fault(error)
             with self._state.lock:
                 index.keep_leaving(leaving)
@@ -81,7 +81,7 @@ class RowWriter:
                 return
             try:
                 self._index_file.put(rows)
-            except lmdb.Error as error:
+            except Exception as error:  # noqa: BLE001 - the order of use is worth no more
                 self._state.count_fault(error)
                 return
 

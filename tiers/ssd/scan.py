@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _PAGE = struct.Struct("<QHHHH")
 _NODE = struct.Struct("<HHHH")
@@ -50,6 +50,7 @@ _SLOT_BYTES, _VALUE_BYTES = 4, 64
 _ROW = struct.Struct(f"{_NODE.size}s{_SLOT_BYTES}s{_VALUE_BYTES}s")  # a leaf's node
 _ROW_HEAD = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
 _BATCH = 16384
+_LARGEST_PAGE = 65536
 
 UNABLE = 2
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
@@ -266,7 +267,7 @@ class PageScan:
         return int(number)
 
 
-def _page_size(data: mmap.mmap) -> int:
+def _page_size(data: mmap.mmap | bytes) -> int:
     if len(data) < 512:
         raise Damage(f"the file has {len(data)} bytes")
     size = Tree(*_TREE.unpack_from(data, _PAGE.size + _META.size)).page_size
@@ -275,7 +276,7 @@ def _page_size(data: mmap.mmap) -> int:
     return size
 
 
-def newest_meta(data: mmap.mmap, page_size: int) -> Meta:
+def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
     """The meta page of the last commit; LMDB wants both of them valid."""
     metas = []
     for page in (0, 1):
@@ -289,6 +290,26 @@ def newest_meta(data: mmap.mmap, page_size: int) -> Meta:
         last, transaction = _TAIL.unpack_from(data, start + 2 * _TREE.size)
         metas.append(Meta(trees[0], trees[1], last, transaction))
     return max(metas, key=lambda meta: meta.transaction)
+
+
+def count_rows(read: Callable[[int, int], bytes]) -> int:
+    """The number of rows of the newest snapshot, by `read(size, offset)` of a few pages: fewer than
+    a check takes, so it may be wrong of a damaged file. Raises Damage, ValueError, struct.error."""
+    head = read(2 * _LARGEST_PAGE, 0)
+    size = _page_size(head)
+    root = newest_meta(head, size).main.root
+    if root == _EMPTY:
+        return 0
+    page = read(size, root * size)
+    _number, _pad, flags, lower, _upper = _PAGE.unpack_from(page)
+    if flags != _LEAF or not _PAGE.size <= lower <= size:
+        raise Damage(f"the root page {root} is no leaf")
+    for offset in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
+        _low, _high, flags, key_size = _NODE.unpack_from(page, offset)
+        start = offset + _NODE.size
+        if flags & _SUBTREE and page[start : start + key_size] == _ROWS:
+            return Tree(*_TREE.unpack_from(page, start + key_size)).entries
+    return 0
 
 
 def read_with_lmdb(folder: Path, num_rows: int) -> None:

@@ -148,6 +148,12 @@ class SlotFile:
         codec, which has 0, nothing."""
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
+    def erase(self, slots: Sequence[int]) -> None:
+        """Have no record in these slots, of which nobody writes one; on the disk only after `sync`.
+        May raise OSError."""
+        for slot in slots:
+            os.pwrite(self._buffered, bytes(HEADER_PAGE_BYTES), slot * self.record_bytes)
+
     def sync(self) -> None:
         """Return when everything written is on the disk. May raise OSError."""
         os.fdatasync(self._buffered)

@@ -37,6 +37,9 @@ _T = TypeVar("_T")
 # Counting sort of the uses at the start takes four bytes for each number between the oldest and
 # the newest one; beyond this many numbers a block, an ordinary sort does.
 _MOST_NUMBERS_PER_BLOCK = 16
+# Blocks forgotten by name whose records are erased for those who wait for that.
+_MOST_DROPPED = 16384
+LAST_GENERATION = 2**64 - 1  # that a row can say
 # A last use beyond it was never written by us; counting on from it would overflow the row.
 _LARGEST_USE = 2**62
 
@@ -64,6 +67,7 @@ class SlotIndex:
         self._row_gone = bytearray(num_slots)  # 1: free as soon as nobody reads it
         self._free = FreeSlots(num_slots)
         self._leaving = array("I")
+        self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
         self._recency = SlotList(num_slots)  # in use, the coldest first
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
         self._next_use = 0
@@ -111,21 +115,45 @@ class SlotIndex:
         self._pins[entry.slot] -= 1
         self._free_if_left(entry.slot)
 
-    def forget(self, entry: Entry) -> bool:
-        """Take an entry out of sight; False if it already was."""
+    def forget(self, entry: Entry, *, by_name: bool = False) -> bool:
+        """Take an entry out of sight; False if it already was. `by_name`: as by `forget_key`."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
             return False
+        if by_name:
+            self._dropped.append((slot, entry.generation))
         self._leave(slot)
         return True
 
     def forget_key(self, key: bytes) -> bool:
-        """`forget` by name; False for an unknown key."""
+        """`forget` by name; False for an unknown key. See `take_dropped`."""
         slot = self._slots.get(key)
         if slot is None:
             return False
+        self._dropped.append((slot, self._generations[slot]))
         self._leave(slot)
         return True
+
+    def forget_up_to(self, generation: int) -> None:
+        """Take out of sight what was written up to this generation."""
+        generations = self._generations
+        for slot in [slot for slot in self._slots.values() if generations[slot] <= generation]:
+            self._leave(slot)
+
+    def has_leaving_after(self, generation: int) -> bool:
+        """True while rows of a later generation wait to be removed from the disk."""
+        return any(self._generations[slot] > generation for slot in self._leaving)
+
+    def take_dropped(self, after: int) -> list[int]:
+        """Free slots that still hold the record of a block forgotten by name, if it was written
+        after that generation; of the latest `_MOST_DROPPED`."""
+        dropped, generations = list(self._dropped), self._generations
+        self._dropped.clear()
+        return [
+            slot
+            for slot, generation in dropped
+            if slot in self._free and after < generation == generations[slot]
+        ]
 
     def make_room(self, count: int) -> int:
         """Evict so that `count` slots become free once what is leaving has left; how many."""

@@ -23,6 +23,7 @@ from ..mac_key import MacKey
 from ..tag import Proof, Proofs
 from .opening import open_store
 from .reader import Part, Reader
+from .slot_index import LAST_GENERATION
 from .state import Job
 from .trial_read import TRIAL_BYTES, trial_read
 from .writer import Writer
@@ -45,8 +46,8 @@ class SsdStore(StoreTier):
 
     `io_threads` read and as many hash and write, each up to 16 runs of neighbours at a time.
     `durability` says when a block is acknowledged: "sync" once record and row are on the disk,
-    "async" once it is written, and then a power cut may take what came in the last seconds.
-    Neither ever serves a wrong byte.
+    "async" once it is written, and then a power cut or a kill may take what came in the last two
+    seconds. Neither ever serves a wrong byte.
 
     With a `codec` blocks are encoded before they are written, where that saves a page: fewer bytes
     move, no more blocks fit. A store of a lossless codec may be opened without it and the other
@@ -102,6 +103,8 @@ class SsdStore(StoreTier):
             io_threads=io_threads,
             durable=durability == "sync",
             codec=codec,
+            cleared_up_to=self._opened.cleared_up_to,
+            note_cleared=self._opened.note_cleared,
         )
         self._closed = False
 
@@ -176,9 +179,11 @@ class SsdStore(StoreTier):
 
     def clear(self) -> None:
         with self._state.lock:
-            for key in [*self._state.index.keys(), *self._writer.queue.keys()]:
-                self._drop(key)
-            self._writer.wake()
+            self._state.index.forget_up_to(LAST_GENERATION)
+            self._writer.clear()
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        return self._writer.wait_forgotten(timeout_seconds)
 
     def stats(self) -> TierStats:
         with self._state.lock:

@@ -43,10 +43,6 @@ class WriteQueue:
         write = self._pending.get(key)  # type: ignore[call-overload]
         return write is not None and not write.dropped
 
-    def keys(self) -> list[bytes]:
-        """What is on its way."""
-        return list(self._pending)
-
     def add(
         self,
         key: bytes,
@@ -69,6 +65,11 @@ class WriteQueue:
             return False
         self._pending[key].dropped = True
         return True
+
+    def cancel_all(self) -> None:
+        """Forget every block on its way."""
+        for write in self._pending.values():
+            write.dropped = True
 
     def take(self, count: int) -> list[Write]:
         """Up to `count` blocks, to be written now; each ends with `settle` or `abandon`."""

@@ -29,24 +29,29 @@ Why the order holds although batches overlap:
 
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
 offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
-many batches at once. Steps 1 to 3 keep their order, so a power cut may lose what was acknowledged
-in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
+many batches at once. Steps 1 to 3 keep their order, so a power cut or a kill may lose what was
+acknowledged in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
+
+What is forgotten is out of sight at once and durable later. Who waits for that (`wait_forgotten`)
+is answered when rows and records of what was dropped are gone and a clear is noted.
 
 Knows nothing of how blocks are read.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ..base import Stored
 from ..codecs.base import Codec
 from ..tag import Proof
-from .index_file import IndexFile
+from .index_file import EPOCH_SHIFT, IndexFile
 from .io_pool import GRACE_SECONDS
 from .offered import OfferedBlocks
 from .record_writer import Batch, Placed, RecordWriter
@@ -55,12 +60,23 @@ from .slot_index import Entry
 from .state import Job, StoreState
 from .write_queue import Write, WriteQueue
 
+log = logging.getLogger(__name__)
+
 BATCH_BYTES = 64 * 1024**2  # a sync for each costs nothing measurable beside writing it
 BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
 BATCHES_IN_FLIGHT = 3  # written, synced and committed, or about to be
 IDLE_SECONDS = 10.0  # after which the last uses are written although nothing else is
 
-_EPOCH_SHIFT = 32
+_PAUSE_SECONDS = 1.0  # after something that nobody foresaw
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    """Somebody waits for what was forgotten to stay forgotten."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    batches: list[Batch] | None = None  # that were under way; what was dropped may be among them
+    is_kept: bool = False
 
 
 class Writer:
@@ -75,6 +91,8 @@ class Writer:
         io_threads: int,
         durable: bool = True,
         codec: Codec | None = None,
+        cleared_up_to: int = 0,
+        note_cleared: Callable[[int], None] = lambda _generation: None,
     ) -> None:
         self.queue = WriteQueue()
         self._state = state
@@ -82,7 +100,11 @@ class Writer:
         self._offered = OfferedBlocks()  # always empty where the store is durable
         self._rows = RowWriter(state, index_file, self._offered.slots_left)
         # Generations are unique over all openings: the epoch above, a count of writes below.
-        self._generation = epoch << _EPOCH_SHIFT
+        self._generation = epoch << EPOCH_SHIFT
+        self._cleared_up_to = self._noted = cleared_up_to  # by order; on the disk
+        self._note_cleared = note_cleared
+        self._promises: list[_Promise] = []
+        self._is_over = False
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
         self._flying: deque[Batch] = deque()  # begun and not settled, the oldest first
         self._failed_syncs = 0
@@ -108,6 +130,23 @@ class Writer:
         self._woken = True
         self._work.notify()
 
+    def clear(self) -> None:
+        """Under the lock, once the index has forgotten everything: what was given a generation by
+        now is not to come back."""
+        self.queue.cancel_all()
+        self._cleared_up_to = self._generation
+        self.wake()
+
+    def wait_forgotten(self, timeout_seconds: float) -> bool:
+        """As promised by StoreTier."""
+        promise = _Promise()
+        with self._state.lock:
+            if self._is_over:
+                return False
+            self._promises.append(promise)
+            self.wake()
+        return promise.ended.wait(timeout_seconds) and promise.is_kept
+
     def close(self, deadline: float) -> bool:
         """Write what is queued until `deadline` (monotonic) and abandon the rest. False if a
         thread is still in the kernel; then the files must stay open."""
@@ -119,16 +158,38 @@ class Writer:
         return self._records.close(end) and not self._thread.is_alive()
 
     def _run(self) -> None:
-        while self._step():
+        while self._goes_on():
             pass
-        self._abandon_queue()
-        self._commit_offered()
-        self._rows.write_last_uses(self._stop_at or 0.0)
+        for last in (
+            self._abandon_queue,
+            self._commit_offered,
+            lambda: self._rows.write_last_uses(self._stop_at or 0.0),
+        ):
+            try:
+                last()
+            except Exception as error:  # noqa: BLE001 - the others are still owed
+                self._state.count_fault(error)
+        with self._state.lock:
+            self._is_over = True
+            self._end_promises(self._promises, is_kept=False)
+
+    def _goes_on(self) -> bool:
+        """`_step`, whatever it meets: a thread that ended would leave every later store waiting."""
+        try:
+            return self._step()
+        except Exception as error:  # noqa: BLE001 - what is in hand is ended by the next steps
+            self._state.count_fault(error)
+        with self._state.lock:
+            if self._stop_at is not None and time.monotonic() >= self._stop_at:
+                return False
+            self._work.wait(_PAUSE_SECONDS)
+        return True
 
     def _step(self) -> bool:
         """Begin the next batch or end the oldest ones, whichever can be done first; False after the
         last one. Keeps no view of a buffer when it returns, but those of batches under way."""
         writes, is_closing = self._next_writes()
+        self._keep_promises()
         if writes:
             self._flying.append(self._begin(writes))
         elif not self._flying:
@@ -176,8 +237,10 @@ class Writer:
 
     def _place(self, writes: Sequence[Write]) -> list[Placed]:
         """Give each block of a batch a free slot, as far as there are any; evicts for it."""
-        with self._state.lock:
+        with self._state.lock:  # so that a clear comes before or after all of it
             wanted = [write for write in writes if not write.dropped]
+            generations = range(self._generation + 1, self._generation + 1 + len(wanted))
+            self._generation += len(wanted)
         slots = self._take_slots(len(wanted))
         while len(slots) < len(wanted) and self._flying:
             # What could make room may be in the batches under way, which nothing evicts yet.
@@ -187,8 +250,8 @@ class Writer:
             self._end_written()
             slots = self._take_slots(len(wanted))
         return [
-            (write, Entry(write.key, slot, self._next_generation()))
-            for write, slot in zip(wanted, slots, strict=False)
+            (write, Entry(write.key, slot, generation))
+            for write, slot, generation in zip(wanted, slots, generations, strict=False)
         ]
 
     def _take_slots(self, count: int) -> list[int]:
@@ -278,12 +341,65 @@ class Writer:
         elif self._offered.is_due():
             self._commit_offered()
 
+    def _keep_promises(self) -> None:
+        """Bring to the disk what was forgotten, for those who wait for it. A block that is being
+        written at that time gets a row first, which goes when its batch is settled."""
+        with self._state.lock:
+            cleared_up_to, promises = self._cleared_up_to, list(self._promises)
+        if cleared_up_to > self._noted:
+            try:
+                self._note_cleared(cleared_up_to)
+                self._noted = cleared_up_to
+            except OSError as error:
+                self._state.count_fault(error)
+        due = []
+        for promise in promises:
+            if promise.batches is None:
+                promise.batches = list(self._flying)
+            if not any(batch in self._flying for batch in promise.batches):
+                due.append(promise)
+        if due:
+            is_kept = self._noted == cleared_up_to and self._forget_rows_and_records()
+            with self._state.lock:
+                self._end_promises(due, is_kept=is_kept)
+
+    def _forget_rows_and_records(self) -> bool:
+        """Of blocks forgotten by name; False where the disk failed. What was cleared needs neither.
+        Without a record even an index made anew from the records cannot bring a block back."""
+        index = self._state.index
+        with self._state.lock:
+            has_rows = index.has_leaving_after(self._noted)
+        if has_rows and not self._rows.remove_leaving():
+            return False
+        with self._state.lock:
+            slots = index.take_dropped(self._noted)
+        try:
+            self._state.slot_file.erase(slots)
+            if slots:
+                self._state.slot_file.sync()
+        except OSError as error:
+            self._state.count_fault(error)
+            self._failed_syncs += 1
+            return False
+        return True
+
+    def _end_promises(self, promises: Sequence[_Promise], *, is_kept: bool) -> None:
+        """Under the lock."""
+        for promise in list(promises):
+            self._promises.remove(promise)
+            promise.is_kept = is_kept
+            promise.ended.set()
+
     def _settle(self, batch: Batch, kept: Sequence[Placed]) -> None:
         """Offer what is kept and end the calls that waited for the batch."""
         done: list[Job[Stored]] = []
         stats = self._state.stats
         with self._state.lock:
-            self._publish(batch.placed, kept)
+            try:
+                self._publish(batch.placed, kept)
+            except Exception:  # whatever it is, the calls that wait must end
+                log.exception("blocks that were written cannot be offered")
+                kept = []
             ids = {id(write) for write, _ in kept}
             for write in batch.writes:
                 is_kept = id(write) in ids and not write.dropped
@@ -300,7 +416,7 @@ class Writer:
         index.publish([entry for _, entry in kept])
         for write, entry in kept:
             if write.dropped:  # forgotten while it was being written
-                index.forget(entry)
+                index.forget(entry, by_name=True)
                 self._woken = True
         used = {entry.slot for _, entry in kept}
         index.give_back(entry.slot for _, entry in placed if entry.slot not in used)
@@ -319,7 +435,3 @@ class Writer:
                 done += self.queue.abandon(write)
         for job in done:
             job.complete()
-
-    def _next_generation(self) -> int:
-        self._generation += 1
-        return self._generation

@@ -67,6 +67,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("a.b=c,a.d=e=f", {"a": {"b": "c", "d": "e=f"}}),
         ("x.y=1", {"x": {"y": "1"}}),
     ),
+    "require_tiers": (("on", True), ("off", False), ("yes", True)),
     "num_threads": (("1", 1), ("2", 2), ("3", 3)),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),

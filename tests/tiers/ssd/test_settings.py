@@ -183,8 +183,8 @@ def test_a_lock_that_a_killed_owner_left_to_a_child_is_waited_for(tmp_path: Path
             assert LEFT_BEHIND_SECONDS <= time.monotonic() - began < 5.5
 
 
-def test_another_layout_namespace_or_format_is_refused(
-    open_store: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_another_layout_or_namespace_is_refused(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = make_keys(3)
     store = open_store(namespace=b"\x01\x02")
@@ -194,22 +194,44 @@ def test_another_layout_namespace_or_format_is_refused(
         open_store(layout=ODD, namespace=b"\x01\x02")
     with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
         open_store()
-    with monkeypatch.context() as patch:
-        ours = FORMAT_VERSION
-        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", ours + 1)
-        refusal = f"for format {ours}, and this engine has format {ours + 1};"
-        with pytest.raises(TierConfigError, match=refusal):
-            open_store(namespace=b"\x01\x02")
-        # The index alone says it too.
-        (tmp_path / "ssd" / "identity").unlink()
-        with pytest.raises(TierConfigError, match=refusal):
-            open_store(namespace=b"\x01\x02")
+    with monkeypatch.context() as patch:  # in another format as well
+        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
+        with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
+            open_store()
     # Nothing was changed by the refusals.
     assert None not in fetch(open_store(namespace=b"\x01\x02"), keys)
 
 
+@pytest.mark.parametrize("has_note", [True, False])
+def test_a_store_of_another_format_starts_empty(
+    open_store: Open,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_note: bool,
+) -> None:
+    keys = make_keys(3)
+    store = open_store()
+    put(store, keys)
+    store.close(SECONDS)
+    if not has_note:
+        (tmp_path / "ssd" / "identity").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.check.FORMAT_VERSION", FORMAT_VERSION + 1)
+        store = open_store()
+        assert store.lookup(keys) == [Answer.MISS] * 3
+        assert store.stats().errors == {"other_format": 1}
+        assert put(store, keys) == [True] * 3
+        store.close(SECONDS)
+        assert check_store(tmp_path / "ssd").is_clean
+        assert None not in fetch(open_store(), keys)
+    [line] = caplog.messages
+    assert f"has format {FORMAT_VERSION} and this version has format {FORMAT_VERSION + 1}" in line
+
+
 def test_a_store_of_format_1(open_store: Open, tmp_path: Path) -> None:
-    """Its rows were shorter. Its identity file has it refused; without that it is set aside."""
+    """Its rows were shorter. It starts empty, set aside where no identity file says why."""
     path = tmp_path / "ssd"
     open_store().close(SECONDS)
     with lmdb.open(str(path / "index"), max_dbs=2, lock=False) as index:
@@ -220,17 +242,18 @@ def test_a_store_of_format_1(open_store: Open, tmp_path: Path) -> None:
     note = read_note(path)
     assert note is not None
     write_note(path, msgspec.structs.replace(note, format_version=1))
-    refusal = f"was made for format 1, and this engine has format {FORMAT_VERSION}; use"
-    with pytest.raises(TierConfigError, match=refusal):
-        open_store()
     with pytest.raises(TierConfigError, match="has format 1 and this version checks"):
         check_store(path, fix=True)
-    assert not (path / "index.bad-1").exists()
     (path / "identity").unlink()
     store = open_store()
     assert store.stats().errors == {"index_set_aside": 1}
     assert store.stats().blocks == 0
     assert (path / "index.bad-1").exists()
+    store.close(SECONDS)
+    write_note(path, msgspec.structs.replace(note, format_version=1))
+    store = open_store()
+    assert store.stats().errors == {"other_format": 1}
+    assert store.stats().blocks == 0
 
 
 def test_a_path_or_size_that_cannot_work_is_refused(tmp_path: Path) -> None:
