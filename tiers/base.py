@@ -196,6 +196,15 @@ class SlabTier(ABC):
         """Forget committed blocks, except those that are pinned; the number forgotten."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """Forget every committed block, pinned ones too, in a time that does not depend on their
+        number. Their slots are freed when they are needed, by `sweep`, or with the last pin."""
+
+    @abstractmethod
+    def sweep(self, most: int) -> int:
+        """Free up to so many slots of blocks that `clear` made forgotten; how many it was."""
+
+    @abstractmethod
     def stats(self) -> TierStats:
         """A copy of the counters."""
 

@@ -27,6 +27,7 @@ from .holdings import Intake, Listener, Loan
 from .key_salt import KeySalt
 from .wire import NO_TAG, State, Tagger
 
+SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the room is held
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
 
@@ -53,6 +54,7 @@ class Room:
         self._leases = Leases(slab)
         # Of each slot: under which stored key its bytes had which tag.
         self._tags: list[tuple[bytes, bytes] | None] = [None] * slab.num_slots
+        self._listening = threading.Lock()  # for changes of the list, which is a new one each time
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._closed = False
@@ -78,6 +80,14 @@ class Room:
     def memory_fd(self) -> int:
         """The memfd whose slots the tenant's processes on this host may map."""
         return self._slab.fd
+
+    def try_hold(self) -> bool:
+        """Hold the room if nobody else does; then no call of this thread waits until `let_go`."""
+        return self._changed.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """After a `try_hold` that said yes."""
+        self._changed.release()
 
     def buffer(self, slot: int) -> memoryview:
         """The payload bytes of a slot that a loan or an intake names."""
@@ -261,21 +271,29 @@ class Room:
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block. Their slots are freed a few at a time, so that nobody waits long for
+        the room."""
         with self._changed:
             self._check_open()
-            self._hierarchy.clear()
+            self._hierarchy.clear(sweep=False)
             for listener in self._listeners:
                 listener.cleared()
+        while self._sweep():
+            time.sleep(0)  # or whoever waits for the room would not get it
+
+    def _sweep(self) -> bool:
+        """Free some slots of forgotten blocks; whether there may be more."""
+        with self._changed:
+            return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell `listener` of what happens from now on."""
-        with self._changed:
+        """Tell `listener` of what happens from now on. Does not wait for the room."""
+        with self._listening:
             self._listeners = [*self._listeners, listener]
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Tell it no more."""
-        with self._changed:
+        """Tell it no more. Does not wait for the room."""
+        with self._listening:
             self._listeners = [other for other in self._listeners if other is not listener]
 
     def stats(self) -> dict[str, TierStats]:

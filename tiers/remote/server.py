@@ -15,7 +15,6 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ... import __version__
 from ..errors import TierConfigError
 from ..mac_key import MacKey
 from .auth import Authenticator
+from .call_connections import CallConnections
 from .call_guard import CallGuard
 from .data_server import DataServer
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
@@ -34,6 +34,7 @@ from .listen import check_exposure, check_free, host_port
 from .memory_server import MemoryServer
 from .metrics_endpoint import MetricsEndpoint
 from .room import Room
+from .room_calls import RoomCalls
 from .rooms import Rooms
 from .rpc import METHODS, SERVICE_NAME, generic_handler
 from .server_metrics import ServerMetrics
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last words of calls that were cut off
-_THREADS = 16  # for calls that wait for a disk
 # What runs until its client ends it.
 _ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -94,15 +94,17 @@ class CacheServer:
         )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.rooms.open_rooms, self._gauges)
+        self._connections = CallConnections(limits, len(settings.tenants))
         self._guard = CallGuard(
             Authenticator(settings.tenants),
             call_seconds=limits.call_seconds,
             endless=_ENDLESS,
             observe=self._metrics.call_ended,
+            known=self._connections.known,
             max_calls=limits.max_calls,
             num_tenants=len(settings.tenants),
         )
-        self._executor = ThreadPoolExecutor(_THREADS, "stratakv-call")
+        self._calls = RoomCalls(len(settings.tenants))
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
@@ -145,7 +147,8 @@ class CacheServer:
         if self._grpc is not None:
             await self._grpc.stop(_LAST_SECONDS)
             self._grpc = None
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self._connections.close)
+        self._calls.close()
         closed = await asyncio.to_thread(self.rooms.close, max(0.1, end - time.monotonic()))
         await self._endpoint.close()
         return closed
@@ -180,7 +183,7 @@ class CacheServer:
             rooms=self.rooms,
             tickets=self._tickets,
             limits=settings.limits,
-            executor=self._executor,
+            calls=self._calls,
             data_plane=self.data_plane,
             traffic=Traffic(self._metrics.received, self._metrics.sent),
             num_tenants=len(settings.tenants),
@@ -199,6 +202,7 @@ class CacheServer:
         self.port = _bind(server, settings.host, settings.port, credentials)
         self._grpc = server
         await server.start()
+        self._connections.start(self.port)
 
     def _start_data(self) -> int:
         settings = self.settings
