@@ -16,6 +16,8 @@ from .layers import VARIABLE, Given
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
+# Those of `stratakv cache-server`, which reads them itself.
+CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
 # Variables that are no options, and what they are for.
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
@@ -34,7 +36,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     for variable, value in environ.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable in OTHER_VARIABLES:
             continue
-        if _is_service_link(variable, value):
+        if variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
             continue
         name = known.get(variable)
         if name is None:
@@ -43,7 +45,8 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return layer
 
 
-def _is_service_link(variable: str, value: str) -> bool:
+def is_service_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes has set this variable, for a service whose name begins as ours do."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None

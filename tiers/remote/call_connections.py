@@ -23,7 +23,7 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .limits import Limits
@@ -51,9 +51,12 @@ class _Connection:
 class CallConnections:
     """`start` with the port, then `close`. `known` is called for each call that was let in."""
 
-    def __init__(self, limits: Limits, num_tenants: int) -> None:
+    def __init__(
+        self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None
+    ) -> None:
         self._limits = limits
         self._num_tenants = num_tenants
+        self._count = count
         self._port = 0
         self._seen: dict[int, _Connection | None] = {}  # by inode; None for what is no such thing
         self._lock = threading.Lock()
@@ -174,6 +177,7 @@ class CallConnections:
             # Should grpc be slow to close it, it is not shut down and counted twice.
             self._seen[connection.inode] = None
             self.turned_away[why] += 1
+            self._count(why)
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket | None:

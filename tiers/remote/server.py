@@ -30,9 +30,10 @@ from .call_guard import CallGuard
 from .data_server import DataServer
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .limits import Limits
-from .listen import check_exposure, check_free, host_port
+from .listen import check_exposure, check_free, check_metrics_exposure, host_port
 from .memory_server import MemoryServer
 from .metrics_endpoint import MetricsEndpoint
+from .own_token import leave_token, take_away_token
 from .room import Room
 from .room_calls import RoomCalls
 from .rooms import Rooms
@@ -59,12 +60,15 @@ class ServerSettings:
 
     tenants: Tenants
     secret: bytes
+    # A tenant's, to be left in a file of this user's for clients on this machine.
+    own_token: str | None = None
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     data_port: int | None = DEFAULT_PORT + 1
     shares_memory: bool = True  # with clients of the same user on this machine
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    metrics_exposed: bool = False  # to other machines
     ssd_path: Path | None = None
     mac_key: MacKey | None = None  # of what lies there
     tls: TlsFiles | None = None
@@ -84,6 +88,7 @@ class CacheServer:
         self.port = 0
         self.data_plane = DataPlane()
         self.metrics_port = 0
+        self.token_path: Path | None = None  # of `own_token`
         limits = settings.limits
         self.rooms = Rooms(
             settings.tenants.quotas,
@@ -94,7 +99,9 @@ class CacheServer:
         )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.rooms.open_rooms, self._gauges)
-        self._connections = CallConnections(limits, len(settings.tenants))
+        self._connections = CallConnections(
+            limits, len(settings.tenants), self._metrics.turned_away
+        )
         self._guard = CallGuard(
             Authenticator(settings.tenants),
             call_seconds=limits.call_seconds,
@@ -148,6 +155,9 @@ class CacheServer:
             await self._grpc.stop(_LAST_SECONDS)
             self._grpc = None
             await asyncio.to_thread(self._connections.close)
+        path, self.token_path = self.token_path, None
+        if path is not None and self.settings.own_token is not None:
+            take_away_token(path, self.settings.own_token)
         self._calls.close()
         closed = await asyncio.to_thread(self.rooms.close, max(0.1, end - time.monotonic()))
         await self._endpoint.close()
@@ -162,6 +172,8 @@ class CacheServer:
             has_credentials=has_credentials,
             insecure=settings.insecure,
         )
+        if settings.metrics_port is not None:
+            check_metrics_exposure(settings.metrics_host, exposed=settings.metrics_exposed)
         check_free(settings.host, settings.port, "--port")
         if settings.data_port is not None:
             check_free(settings.host, settings.data_port, "--data-port")
@@ -200,6 +212,8 @@ class CacheServer:
         if settings.reflection:
             _add_reflection(server)
         self.port = _bind(server, settings.host, settings.port, credentials)
+        if settings.own_token is not None:
+            self.token_path = leave_token(self.port, settings.own_token)
         self._grpc = server
         await server.start()
         self._connections.start(self.port)

@@ -293,7 +293,7 @@ class ServerLink:
         """Try once; None if the server is attached now, else what to do about it."""
         try:
             if self._channel is None:
-                self._metadata = self._settings.credentials.metadata()
+                self._metadata = self._settings.credentials.metadata(self.address)
                 self._channel = open_channel(self.address, self._settings.credentials)
                 self._stub = Stub(self._channel)
             request = messages.AttachRequest(layout=layout_message(self._layout))

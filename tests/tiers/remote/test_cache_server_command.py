@@ -167,6 +167,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 def test_flags_come_before_the_file(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a token of the only tenant\n".replace(" ", "-"))
+    token.chmod(0o600)
     config = tmp_path / "config.toml"
     config.write_text(f'cpu-bytes = "1MiB"\ntoken_file = "{token}"\nlog-level = "warning"\n')
     with server_process("--config", str(config), "--cpu-bytes", "512KiB") as server:
