@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import selectors
@@ -126,14 +125,15 @@ def test_t04_tenants_share_no_memory_unless_told_to(tmp_path: Path) -> None:
         assert unix_path(server) != ""
 
 
-def without_capabilities() -> None:
-    """In a child: what it starts is held to the rules that hold for ordinary users, root's too."""
-    if os.geteuid() == 0:
-        libc = ctypes.CDLL(None)
-        for capability in range(64):
-            libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
-
-
+# What is started after it is held to the rules that hold for ordinary users, root's processes too.
+WITHOUT_CAPABILITIES = """
+import ctypes, os, sys
+if os.geteuid() == 0:
+    for capability in range(64):
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+AS_ORDINARY_USER = [sys.executable, "-c", WITHOUT_CAPABILITIES]
 LOOK_IN = """
 import os, sys
 for name in ("fd/1", "mem", "environ"):
@@ -149,16 +149,15 @@ for name in ("fd/1", "mem", "environ"):
 def test_t04_other_processes_of_its_user_cannot_look_in(tmp_path: Path) -> None:
     """Its descriptors, the memory of all tenants among them, were there for the taking."""
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", "--data-port", "0", "--cpu-bytes", "1MiB"],
-        cwd="/", env={**os.environ, "TMPDIR": str(tmp_path)}, preexec_fn=without_capabilities,
+        [*AS_ORDINARY_USER, *COMMAND[1:], "--port", "0", "--data-port", "0", "--cpu-bytes", "1MiB"],
+        cwd="/", env={**os.environ, "TMPDIR": str(tmp_path)},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         wait_for_line(process, "StrataKV cache server at")
         done = subprocess.run(
-            [sys.executable, "-c", LOOK_IN, str(process.pid)],
-            cwd="/", preexec_fn=without_capabilities,
-            capture_output=True, text=True, timeout=WAIT_SECONDS, check=False,
+            [*AS_ORDINARY_USER, "-c", LOOK_IN, str(process.pid)],
+            cwd="/", capture_output=True, text=True, timeout=WAIT_SECONDS, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         process.terminate()
