@@ -31,6 +31,10 @@ from .shares import Shares
 
 log = logging.getLogger(__name__)
 
+# Why a connection is ended: no good credentials in time; too many without them of one address, or
+# of all; a tenant's beyond its share.
+SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
+
 LOOK_SECONDS = 0.2  # between two looks
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _OWN_FILES = "/proc/self/fd"
@@ -113,7 +117,7 @@ class CallConnections:
             if connection.peer not in known:
                 strangers.append(connection)
             elif not shares.take(known[connection.peer][1]):
-                self._turn_away([connection], "share")
+                self._turn_away([connection], SHARE)
         self._judge(strangers)
 
     def _judge(self, strangers: list[_Connection]) -> None:
@@ -121,16 +125,16 @@ class CallConnections:
         limits = self._limits
         begun = time.monotonic() - limits.stranger_seconds
         late = [each for each in strangers if each.seen_at <= begun]
-        self._turn_away(late, "silent")
+        self._turn_away(late, SILENT)
         rest: list[_Connection] = []
         of_address: collections.Counter[str] = collections.Counter()
         for each in reversed(strangers[len(late) :]):
             of_address[each.peer[0]] += 1
             if of_address[each.peer[0]] > limits.max_strangers_per_address:
-                self._turn_away([each], "address")
+                self._turn_away([each], ADDRESS)
             else:
                 rest.append(each)
-        self._turn_away(rest[limits.max_strangers :], "strangers")
+        self._turn_away(rest[limits.max_strangers :], STRANGERS)
 
     def _connections(self) -> list[_Connection]:
         """Those that are open."""

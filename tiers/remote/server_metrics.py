@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from ..base import TierStats
 from ..errors import TierClosed
+from .call_connections import REASONS
 from .room import Room
 from .rpc import METHODS
 
@@ -65,6 +66,8 @@ class ServerMetrics:
             "time, or were too many, and of tenants beyond their share.",
             ("reason",), registry=self.registry,
         )  # fmt: skip
+        for reason in REASONS:  # counters that are there before anything has happened
+            self._turned_away.labels(reason)
         self._names = {method.path: method.name for method in METHODS}
         self._calls = Counter(
             PREFIX + "calls", "Calls that ended.", ("method", "code"), registry=self.registry

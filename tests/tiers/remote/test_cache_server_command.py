@@ -110,6 +110,7 @@ def test_settings_that_cannot_work(
     (tmp_path / "tenants.toml").write_text(entry)
     (tmp_path / "large.toml").write_text(f'{entry}"\n')
     (tmp_path / "config.toml").write_text("cpu_byte = 5\n")
+    (tmp_path / "config.toml").chmod(0o600)
     words = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert main(["cache-server", "--port", "0", *words]) == 2
     error = capsys.readouterr().err
