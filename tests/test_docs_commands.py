@@ -30,7 +30,7 @@ from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
 from stratakv.engine.settings import readers
 from stratakv.engine.settings.aliases import ALIASES
-from stratakv.engine.settings.environment import OTHER_VARIABLES
+from stratakv.engine.settings.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.settings.server import SERVER_OPTIONS
@@ -183,7 +183,13 @@ def test_variables() -> None:
     text = FILE.read_text()
     named = set(re.findall(r"STRATAKV_[A-Z_]*[A-Z]", text))
     assert named >= OTHER_VARIABLES.keys()
-    assert named <= {variable_of(name) for name in SCHEMA} | OTHER_VARIABLES.keys()
+    of_cache_server = {name for name in named if f"{name}_".startswith(CACHE_SERVER_PREFIX)}
+    assert of_cache_server - {CACHE_SERVER_PREFIX[:-1], f"{CACHE_SERVER_PREFIX}CONFIG"} <= {
+        CACHE_SERVER_PREFIX + name.upper() for name in cache_server.OPTIONS
+    }
+    assert (
+        named - of_cache_server <= {variable_of(name) for name in SCHEMA} | OTHER_VARIABLES.keys()
+    )
 
 
 def test_the_example_file(tmp_path: Path) -> None:

@@ -191,9 +191,9 @@ class SlabTier(ABC):
     @abstractmethod
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
-    ) -> None:
+    ) -> list[bytes]:
         """End reservations: publish (True) or give the slot back (False). `proofs[i]` came with the
-        i-th block."""
+        i-th block. The keys that were published: not those forgotten meanwhile."""
 
     @abstractmethod
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
@@ -241,6 +241,20 @@ class SlabTier(ABC):
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
         """Forget committed blocks, except those that are pinned; the number forgotten."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """As `drop`, and nobody finds the others from now on: a pinned one is freed with its last
+        pin, and one that is reserved will not be published."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every committed block, pinned ones too, in a time that does not depend on their
+        number. Their slots are freed when they are needed, by `sweep`, or with the last pin."""
+
+    @abstractmethod
+    def sweep(self, most: int) -> int:
+        """Free up to so many slots of blocks that `clear` made forgotten; how many it was."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -30,16 +30,21 @@ from .tag import Proof, Proofs
 log = logging.getLogger(__name__)
 
 
+_FORGOTTEN = -1  # the epoch of a block that was forgotten by name
+
+
 class _Slot:
     """What one known key occupies."""
 
-    __slots__ = ("committed", "index", "pins", "proof")
+    __slots__ = ("committed", "epoch", "index", "is_unwanted", "pins", "proof")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.pins = 0
         self.committed = False
+        self.is_unwanted = False  # forgotten before it was committed
         self.proof: Proof | None = None
+        self.epoch = 0  # when it was committed
 
 
 class CpuSlab(SlabTier):
@@ -82,6 +87,8 @@ class CpuSlab(SlabTier):
         self._policy = LruPolicy() if policy is None else policy  # holds the committed keys
         self.learns = self._policy.learns
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
+        self._epoch = 0  # blocks of earlier ones are forgotten
+        self._num_forgotten = 0  # at the most, of those whose slots are not free yet
         self._closed = False
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -91,6 +98,9 @@ class CpuSlab(SlabTier):
     def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
         """As promised by SlabTier; keys of the call itself are not evicted for one another."""
         with self._lock:
+            if self._num_forgotten:
+                known = [key for key in dict.fromkeys(keys) if key in self._slots]
+                self._free_forgotten([key for key in known if self._is_forgotten(key)])
             unknown = [key for key in dict.fromkeys(keys) if key not in self._slots]
             self._make_room(unknown, frozenset(keys).difference(unknown), optional)
             indices: list[int | None] = []
@@ -106,24 +116,27 @@ class CpuSlab(SlabTier):
 
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
-    ) -> None:
+    ) -> list[bytes]:
         """As promised by SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
         reserved."""
         with self._lock:
             slots = [self._slots.get(key) for key in keys]
             if len(keys) != len(ok) or any(slot is None or slot.committed for slot in slots):
                 raise InvalidBlock("commit takes reserved keys and one verdict for each")
-            published = [key for key, kept in zip(keys, ok, strict=True) if kept]
+            published = []
             given = [None] * len(keys) if proofs is None else proofs
             for key, slot, kept, proof in zip(keys, slots, ok, given, strict=True):
                 assert slot is not None
-                slot.committed, slot.proof = kept, proof
-                if not kept:
+                if not kept or slot.is_unwanted:
                     self._release(key, slot)
+                    continue
+                slot.committed, slot.epoch, slot.proof = True, self._epoch, proof
+                published.append(key)
             self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
             self._stats.stored_blocks += len(published)
             self._stats.stored_bytes += len(published) * self.layout.page_bytes
+            return published
 
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
         """As promised by SlabTier. Raises InvalidBlock for a key that is not reserved."""
@@ -150,7 +163,7 @@ class CpuSlab(SlabTier):
             hits = []
             for key in keys:
                 slot = self._slots.get(key)
-                if slot is None or not slot.committed:
+                if slot is None or not slot.committed or slot.epoch != self._epoch:
                     indices.append(None)
                     continue
                 self._stats.pinned_blocks += not slot.pins
@@ -174,6 +187,8 @@ class CpuSlab(SlabTier):
                     raise InvalidBlock(f"unpin takes pinned keys; {key.hex()} is not pinned")
                 slot.pins -= 1
                 self._stats.pinned_blocks -= not slot.pins
+                if slot.epoch != self._epoch and not slot.pins:
+                    self._free_forgotten([key])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Committed blocks, given head first, are as good as used now. No hit is counted."""
@@ -199,17 +214,47 @@ class CpuSlab(SlabTier):
     def coldest(self, count: int) -> list[bytes]:
         """As promised by SlabTier; changes nothing, and leaves out what is pinned."""
         with self._lock:
-            return self._policy.victims(count, self._is_idle)
+            return self._policy.victims(count, self._is_idle_and_known)
 
     def keys(self) -> list[bytes]:
         with self._lock:
-            return self._policy.victims(len(self._policy), lambda _key: True)
+            return self._policy.victims(len(self._policy), self._is_known)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            idle = [key for key in dict.fromkeys(keys) if key in self._slots and self._is_idle(key)]
+            known = [key for key in dict.fromkeys(keys) if key in self._slots]
+            idle = [key for key in known if self._is_idle_and_known(key)]
             self._forget(idle)
             return len(idle)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                slot = self._slots.get(key)
+                if slot is None:
+                    continue
+                if not slot.committed:
+                    slot.is_unwanted = True
+                elif not slot.pins:
+                    self._num_forgotten -= slot.epoch != self._epoch
+                    self._forget([key])
+                elif slot.epoch == self._epoch:
+                    slot.epoch = _FORGOTTEN
+                    self._num_forgotten += 1
+
+    def clear(self) -> None:
+        with self._lock:
+            self._epoch += 1
+            self._num_forgotten = len(self._policy)
+
+    def sweep(self, most: int) -> int:
+        """As promised by SlabTier; a pinned one is freed with its last pin."""
+        with self._lock:
+            if not self._num_forgotten:
+                return 0
+            keys = self._policy.victims(most, self._is_forgotten)
+            self._free_forgotten(keys)
+            return len(keys)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
@@ -239,11 +284,24 @@ class CpuSlab(SlabTier):
         slot = self._slots.get(key)
         if slot is None:
             return Answer.MISS
-        return Answer.HIT if slot.committed else Answer.PENDING
+        if not slot.committed:
+            return Answer.PENDING
+        return Answer.HIT if slot.epoch == self._epoch else Answer.MISS
 
     def _is_idle(self, key: bytes) -> bool:
         slot = self._slots[key]
         return slot.committed and not slot.pins
+
+    def _is_known(self, key: bytes) -> bool:
+        """Of a committed one: whether it has not been forgotten."""
+        return self._slots[key].epoch == self._epoch
+
+    def _is_idle_and_known(self, key: bytes) -> bool:
+        return self._is_idle(key) and self._is_known(key)
+
+    def _is_forgotten(self, key: bytes) -> bool:
+        """Whether nothing but its slot is left, which may be freed."""
+        return self._is_idle(key) and not self._is_known(key)
 
     def _make_room(self, coming: list[bytes], wanted: frozenset[bytes], optional: bool) -> None:
         count = len(coming) - len(self._free)
@@ -259,13 +317,19 @@ class CpuSlab(SlabTier):
             victims = self._policy.displaced_by(coming, count, may_evict)
         else:
             victims = self._policy.victims(count, may_evict)
+        known = sum(map(self._is_known, victims))
         self._forget(victims)
-        self._stats.evicted_blocks += len(victims)
+        self._stats.evicted_blocks += known
+        self._num_forgotten -= len(victims) - known
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         self._policy.remove(keys)
         for key in keys:
             self._release(key, self._slots[key])
+
+    def _free_forgotten(self, keys: Sequence[bytes]) -> None:
+        self._forget(keys)
+        self._num_forgotten -= len(keys)
 
     def _release(self, key: bytes, slot: _Slot) -> None:
         del self._slots[key]

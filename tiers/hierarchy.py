@@ -121,7 +121,6 @@ class Hierarchy:
             deliver=self._completions.deliver,
             set_alarm=self._alarm.at,
         )
-        self._doomed: set[bytes] = set()  # pinned when everything was forgotten
         self._epoch = 0
         self._version = 0
         self._closed = False
@@ -181,14 +180,14 @@ class Hierarchy:
 
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
-        prefix = self._look_up.find(keys, self._doomed)
+        prefix = self._look_up.find(keys)
         if not all(map(self._faults.allows, self._stores)):
             self._is_due = True  # a store that failed to answer is to be probed
         return prefix
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each key on its own. Changes nothing."""
-        return self._look_up.answers(keys, self._doomed)
+        return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Pin what the slab has and read up the rest. Where the slab has no room for all, the
@@ -225,8 +224,7 @@ class Hierarchy:
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
             verdicts = [False] * len(verdicts)
-        self._slab.commit(ticket.keys, verdicts, proofs)
-        kept = [key for key, verdict in zip(ticket.keys, verdicts, strict=True) if verdict]
+        kept = self._slab.commit(ticket.keys, verdicts, proofs)
         if kept:
             self._write_backs.added(kept)
         self._version += 1
@@ -266,19 +264,25 @@ class Hierarchy:
             self._completions.take()
             self._probes.run()
 
-        return self._write_backs.flush(timeout_seconds, self._doomed, wait)
+        return self._write_backs.flush(timeout_seconds, wait)
 
-    def clear(self) -> None:
-        """Forget every block in every tier. What is pinned now is forgotten when it is given
-        back, what is on its way when it arrives."""
+    def clear(self, *, sweep: bool = True) -> None:
+        """Forget every block in every tier. What is pinned now is forgotten at once and its slot
+        freed when it is given back; what is on its way is forgotten when it arrives. With `sweep`
+        false the slots are left for `sweep` to free, which takes far longer than forgetting."""
         self._epoch += 1
         self._version += 1
-        self._slab.drop(self._slab.keys())
-        self._doomed = set(self._slab.keys())
+        self._slab.clear()
         self._reads.clear()
         self._write_backs.clear()
         for store in self._stores:
             self._faults.attempt(store, store.clear)
+        if sweep:
+            self.sweep(self._slab.num_slots)
+
+    def sweep(self, most: int) -> int:
+        """Free up to so many slots of blocks that `clear` has made forgotten; how many it was."""
+        return self._slab.sweep(most)
 
     def stats(self) -> dict[str, TierStats]:
         """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
@@ -341,15 +345,10 @@ class Hierarchy:
 
     def _unpin(self, keys: list[bytes]) -> None:
         self._slab.unpin(keys)
-        if self._doomed:
-            self._slab.drop(list(self._doomed))
-            self._doomed.intersection_update(self._slab.keys())
 
     def _forget(self, keys: list[bytes]) -> None:
-        """Take blocks out of the slab; those that are pinned when they are given back."""
-        self._slab.drop(keys)
-        answers = self._slab.lookup(keys)
-        self._doomed.update(k for k, a in zip(keys, answers, strict=True) if a is Answer.HIT)
+        """Take blocks out of the slab; nobody finds them from now on."""
+        self._slab.forget(keys)
         self._version += 1
 
     def _is_used(self) -> bool:

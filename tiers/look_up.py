@@ -36,23 +36,21 @@ class LookUp:
         self._faults = faults
         self._asking = asking
 
-    def find(self, keys: Sequence[bytes], doomed: set[bytes]) -> Prefix:
-        """The longest run of leading keys that are in some tier, none of them `doomed`."""
+    def find(self, keys: Sequence[bytes]) -> Prefix:
+        """The longest run of leading keys that are in some tier."""
         tiers: list[str] = []
         size = FIRST_BLOCKS
         while len(tiers) < len(keys):
             batch = keys[len(tiers) : len(tiers) + size]
             size = min(4 * size, FIND_BLOCKS)
             answers = self._slab.lookup(batch)
-            if answers.count(Answer.HIT) == len(batch) and not doomed:
+            if answers.count(Answer.HIT) == len(batch):
                 tiers += [self._slab.name] * len(batch)
                 continue
             misses = [k for k, a in zip(batch, answers, strict=True) if a is Answer.MISS]
             asked: set[bytes] = set()
             places = dict(zip(misses, self.stores_of(misses, asked), strict=True))
             for key, answer in zip(batch, answers, strict=True):
-                if key in doomed:
-                    return Prefix(tiers, False)
                 if answer is Answer.PENDING:
                     read = self._reads.of(key)
                     if read is None:  # its bytes are being copied to the slab
@@ -65,7 +63,7 @@ class LookUp:
                 tiers.append(place.name)
         return Prefix(tiers, False)
 
-    def answers(self, keys: Sequence[bytes], doomed: set[bytes]) -> list[Answer]:
+    def answers(self, keys: Sequence[bytes]) -> list[Answer]:
         """Of each key on its own, wherever it is. PENDING: on its way into the slab."""
         answers = self._slab.lookup(keys)
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
@@ -74,11 +72,6 @@ class LookUp:
             for i, place in zip(missing, places, strict=True):
                 if place is not None:
                     answers[i] = Answer.HIT
-        if doomed:
-            return [
-                Answer.MISS if key in doomed else answer
-                for key, answer in zip(keys, answers, strict=True)
-            ]
         return answers
 
     def stores_of(

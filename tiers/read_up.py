@@ -191,8 +191,7 @@ class ReadUp:
     def _end(self, read: Read, proofs: Proofs, fault: str = MISSED) -> None:
         """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
         ok = [read.wanted and proof is not None for proof in proofs]
-        self._slab.commit(read.keys, ok, proofs)
-        self._promoted(read.store, [key for key, kept in zip(read.keys, ok, strict=True) if kept])
+        self._promoted(read.store, self._slab.commit(read.keys, ok, proofs))
         self._reads.remove(read)
         self._traffic[read.store.name].active_promotions -= 1
         for key in read.keys:

@@ -6,13 +6,16 @@ the first requests. Huge pages, if asked for, come from the pool that the host's
 (`vm.nr_hugepages`). Otherwise, or where that is too small, plain pages are faulted in and the
 kernel is asked to gather them into huge ones, which needs no setting of the host and may be
 refused: the disk of a virtual machine took three times as long for blocks on scattered pages.
-Knows nothing of slots.
+
+Its size is sealed before anybody else gets `fd`: whoever maps a memfd dies of SIGBUS where another
+has cut it short. Knows nothing of slots.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -32,6 +35,7 @@ HUGE_PAGE_BYTES = 2 * 1024**2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; takes place whatever the host's settings say, but "deny"
 _PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 
@@ -74,6 +78,14 @@ class SharedMemory:
             ) from error
 
 
+def has_fixed_size(fd: int) -> bool:
+    """Whether nobody can change the size of this memfd any more; False for any other file."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+    except OSError:
+        return False
+
+
 def _make_huge(
     name: str, size: int, threads: int, progress: Progress | None
 ) -> tuple[int, mmap.mmap]:
@@ -85,9 +97,10 @@ def _make(
     name: str, flags: int, size: int, threads: int, progress: Progress | None
 ) -> tuple[int, mmap.mmap]:
     """Raises OSError, and then leaves nothing."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         memory = _map_aligned(fd, size)
         try:
             _populate(memory, fd, size, threads, progress)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -167,18 +167,16 @@ class WriteBack:
         """After a flush: whether the store took all of it."""
         return not (self.pending or self._writes.has_failed)
 
-    def recheck(self, forgotten: Container[bytes]) -> None:
-        """Before a flush: every block of the slab that the store lacks is to be written, except
-        `forgotten` ones, but no more than the store has room for, so that late batches do not
-        displace earlier ones."""
+    def recheck(self) -> None:
+        """Before a flush: every block of the slab that the store lacks is to be written, but no
+        more than the store has room for, so that late batches do not displace earlier ones."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
         # A store may spend up to one unit of alignment on a header.
         unit = self._store.layout.slot_bytes + ALIGNMENT
         room = self._store.stats().capacity_bytes // unit
-        kept = [key for key in reversed(self._slab.keys()) if key not in forgotten]
-        newest_first = kept[:room]
+        newest_first = self._slab.keys()[::-1][:room]
         answers = self._faults.lookup(self._store, newest_first)
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 

@@ -9,7 +9,7 @@ Knows nothing of loads. Called by one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .admission import AdmissionFilter, AdmitAll
 from .base import SlabTier, StoreTier
@@ -99,14 +99,12 @@ class WriteBacks:
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 
-    def flush(
-        self, timeout_seconds: float, forgotten: Container[bytes], wait: Callable[[float], None]
-    ) -> bool:
-        """Write down every block of the slab that a store lacks, but for `forgotten` ones; see
-        `Hierarchy.flush`. `wait` waits for completions, at most so long, and takes them in."""
+    def flush(self, timeout_seconds: float, wait: Callable[[float], None]) -> bool:
+        """Write down every block of the slab that a store lacks; see `Hierarchy.flush`. `wait`
+        waits for completions, at most so long, and takes them in."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
-            write_back.recheck(forgotten)
+            write_back.recheck()
         while self._flush_some():
             left = deadline - time.monotonic()
             if left <= 0:

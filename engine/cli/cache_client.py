@@ -58,7 +58,7 @@ class CacheClient:
     def __init__(self, args: argparse.Namespace) -> None:
         try:
             self.address, self.credentials = _address(args), _credentials(args)
-            self._metadata = self.credentials.metadata()
+            self._metadata = self.credentials.metadata(self.address)
             self._channel, self._stub, self._health = _open(self.address, self.credentials)
         except TierConfigError as error:
             raise ConfigError(str(error)) from error
@@ -101,6 +101,8 @@ class CacheClient:
         except grpc.RpcError as error:
             reason = verdict_of(error).reason
             said = one_line(error.details() or error.code().name)
+            if reason == "unauthenticated" and self.credentials.token_file is None:
+                said += "; name a token with --token-file"
             raise NoAnswer(f"{self.address}: {reason}: {said}") from error
 
 
@@ -152,7 +154,11 @@ def _check_reachable(address: ServerAddress, credentials: Credentials) -> None:
         raise NoAnswer(f"{address}: no server can be reached ({error.strerror or error})") from None
     with sock:
         try:
-            context.wrap_socket(sock, server_hostname=name).close()
+            with context.wrap_socket(sock, server_hostname=name) as secured:
+                # With TLS 1.3 a client's certificate is judged after the handshake. A server that
+                # lets us in speaks first.
+                if address.tls and not _speaks(secured):
+                    raise NoAnswer(_unwelcome(address, credentials))
         except ssl.SSLCertVerificationError as error:
             raise NoAnswer(
                 f"{address}: its certificate is not trusted ({error.verify_message}); name its "
@@ -167,6 +173,26 @@ def _check_reachable(address: ServerAddress, credentials: Credentials) -> None:
             return
     if not address.tls:
         raise NoAnswer(f"{address}: it speaks TLS; try grpcs://{address.target}")
+
+
+def _speaks(sock: ssl.SSLSocket) -> bool:
+    """Whether a first byte comes; False for an end or an alert, True where it is merely slow."""
+    try:
+        return bool(sock.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def _unwelcome(address: ServerAddress, credentials: Credentials) -> str:
+    what = (
+        "it asks for a client certificate, it seems; name one with --cert-file and --key-file"
+        if credentials.cert_file is None
+        else f"it does not trust the certificate in {credentials.cert_file}, it seems; name one "
+        "that its --tls-client-ca has signed"
+    )
+    return f"{address}: it ended the connection after the handshake; {what}"
 
 
 def _trusting() -> ssl.SSLContext:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv cache-server`: keeps blocks for the engines of a cluster, in a process of its own.
 
-Flags come before the file that --config names. A signal ends it in an orderly way: it says
+Flags come before the environment (STRATAKV_CACHE_SERVER_PORT=9400 is --port 9400), that before the
+file that --config names. Without credentials of any other kind it lets in clients of its own user,
+by a token that it leaves for them. A signal ends it in an orderly way: it says
 NOT_SERVING, running calls may finish, blocks are written down; a second signal ends it at once.
 Runs with the base installation and imports neither torch nor the engine's parts.
 """
@@ -15,6 +17,7 @@ import logging
 import os
 import resource
 import signal
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +29,11 @@ from ..config_values import ConfigError, show_size
 from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, Option, flag_of
 from ..settings import readers
+from ..settings.environment import (
+    CACHE_SERVER_PREFIX,
+    MAX_NAME_CHARACTERS,
+    is_service_link,
+)
 from ..settings.file import called, read_file
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ MAX_PORT = 65535
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
 _MAX_TOKEN_BYTES = 8192
 _EXIT_NOT_WRITTEN = 1
+_PR_SET_DUMPABLE = 4
 
 # M_MMAP_THRESHOLD (the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
 _MALLOC = ((-3, 32 * 1024**2), (-1, 64 * 1024**2), (-2, 8 * 1024**2))
@@ -78,7 +87,7 @@ _TABLE = (
     _option("data_connections", readers.switch, "move blocks without gRPC too", "", True),
     _option(
         "shared_memory", readers.switch,
-        "let clients of this user on this machine map their tenant's memory", "", True,
+        "let clients of this user on this machine map their tenant's memory", "",
     ),
     _option("tenants", readers.path, "TOML file of tenants", "FILE"),
     _option("token_file", readers.path, "file of the token that clients send", "FILE"),
@@ -88,10 +97,15 @@ _TABLE = (
     _option("tls_client_ca", readers.path, "ask clients for certificates of this CA", "FILE"),
     _option(
         "insecure", readers.switch,
-        "listen where others can reach it without TLS and credentials", "", False,
+        "let anybody in who reaches it: no token of its own, and any address without TLS", "",
+        False,
     ),
     _option("metrics_host", readers.text, "address of /metrics", "ADDRESS", "127.0.0.1"),
     _option("metrics_port", _port, "port of /metrics; 0 takes a free one", "N"),
+    _option(
+        "metrics_exposed", readers.switch,
+        "let other machines reach /metrics, which has no TLS and no credentials", "", False,
+    ),
     _option("reflection", readers.switch, "let clients ask for the protocol", "", False),
     _option("drain_seconds", _seconds, "for ending in an orderly way", "SECONDS", 30.0),
     _option("max_calls", _count, "calls at once", "N", 512),
@@ -108,6 +122,8 @@ DEFAULTS: Mapping[str, Any] = {name: default for name, _, default in _TABLE}
 # Defaults in words, where there is no value.
 UNSET: Mapping[str, str] = {
     "data_port": "the one after --port",
+    "shared_memory": "on; off with --tenants, for who runs as this user could read every tenant's",
+    "token_file": "on loopback one that clients of this user find by themselves",
     "secret_file": f"{DEFAULT_SECRET_NAME} in --ssd-path; without one a new secret each time",
 }
 
@@ -124,7 +140,10 @@ def default_text(name: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for each option, and --config and --new-token."""
-    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file of these options")
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help=f"YAML or TOML file of these options; flags and {CACHE_SERVER_PREFIX}* come before it",
+    )  # fmt: skip
     parser.add_argument(
         "--new-token", metavar="NAME", help="make a token for a tenant, print it and end"
     )
@@ -145,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.new_token is not None:
             return _print_new_token(args.new_token)
-        options = _read_options(args)
+        options = _read_options(args, os.environ)
         settings = _server_settings(options)
         logs.set_up(options["log_level"], json=options["log_json"])
         _prepare_process()
@@ -154,22 +173,43 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
 
 
-def _read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Every option: as flags say, else the file, else its default."""
+def _read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Every option: as flags say, else the environment, else the file, else its default."""
     given: dict[str, tuple[str, Any]] = {}
-    if args.config is not None:
-        path = readers.path("--config", args.config)
+    variables = _variables(environ)
+    config = variables.pop("config", None) if args.config is None else ("--config", args.config)
+    if config is not None:
+        path = readers.path(*config)
         for name, value in read_file(path).items():
             if name not in OPTIONS:
                 raise ConfigError(f"{called(path, name)} is no option{did_you_mean(name, OPTIONS)}")
             given[name] = called(path, name), value
     flags = vars(args)
+    given |= {name: each for name, each in variables.items() if name in OPTIONS}
     given |= {name: (flag_of(name), flags[name]) for name in OPTIONS if name in flags}
     options: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         origin, value = given.get(name, (flag_of(name), DEFAULTS[name]))
         options[name] = None if value is None else option.read(origin, value)
     return options
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Options, and `config`, from the environment, each with its variable. Raises ConfigError for
+    a variable that begins as they do and is none."""
+    found = {}
+    for variable, value in environ.items():
+        if not variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
+            continue
+        name = variable.removeprefix(CACHE_SERVER_PREFIX).lower()
+        if (name not in OPTIONS and name != "config") or variable != variable.upper():
+            near = did_you_mean(name, [*OPTIONS, "config"])
+            raise ConfigError(
+                f"{variable[:MAX_NAME_CHARACTERS]} is set and names no option of the cache server"
+                f"{near or '; `stratakv cache-server --help` lists them'}"
+            )
+        found[name] = variable, value
+    return found
 
 
 def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
@@ -183,15 +223,19 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
     secret_file = options["secret_file"]
     if secret_file is None and ssd_path is not None:
         secret_file = ssd_path / DEFAULT_SECRET_NAME
+    tenants, own_token = _tenants(options)
+    shares_memory = options["shared_memory"]
     return ServerSettings(
-        tenants=_tenants(options),
+        tenants=tenants,
+        own_token=own_token,
         secret=os.urandom(32) if secret_file is None else read_secret(secret_file),
         host=options["host"],
         port=options["port"],
         data_port=_data_port(options),
-        shares_memory=options["shared_memory"],
+        shares_memory=options["tenants"] is None if shares_memory is None else shares_memory,
         metrics_host=options["metrics_host"],
         metrics_port=options["metrics_port"],
+        metrics_exposed=options["metrics_exposed"],
         ssd_path=ssd_path,
         mac_key=_mac_key(options),
         tls=_tls(options),
@@ -236,20 +280,41 @@ def _tls(options: Mapping[str, Any]) -> Any:
     return None if cert is None else TlsFiles(cert, key, client_ca)
 
 
-def _tenants(options: Mapping[str, Any]) -> Tenants:
-    from ...tiers.remote.tenants import check_totals, only_tenant, read_tenants
+def _tenants(options: Mapping[str, Any]) -> tuple[Tenants, str | None]:
+    """All tenants, and the token to be left for clients of this user, if there is to be one."""
+    from ...tiers.remote.listen import is_loopback
+    from ...tiers.remote.tenants import check_totals, new_token, only_tenant, read_tenants
 
     path, token_file = options["tenants"], options["token_file"]
     cpu_bytes, ssd_bytes = options["cpu_bytes"], options["ssd_bytes"] or 0
     if path is None:
-        token = None if token_file is None else _text_of(token_file, "--token-file").strip()
+        token = None if token_file is None else _token_of(token_file)
         has_client_ca = options["tls_client_ca"] is not None
-        return only_tenant(cpu_bytes, ssd_bytes, token, has_client_ca=has_client_ca)
+        is_open = token is None and not has_client_ca and not options["insecure"]
+        own_token = new_token() if is_open and is_loopback(options["host"]) else None
+        tenant = only_tenant(cpu_bytes, ssd_bytes, token or own_token, has_client_ca=has_client_ca)
+        return tenant, own_token
     if token_file is not None:
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
     tenants = read_tenants(_text_of(path, "--tenants"), f"the tenants file {path}", readers.size)
     check_totals(tenants, cpu_bytes, ssd_bytes)
-    return tenants
+    if ssd_bytes and not any(tenant.ssd_bytes for tenant in tenants):
+        raise ConfigError(
+            f"--ssd-path would not be used, for no tenant in {path} has ssd_bytes; give them some, "
+            "or leave --ssd-path and --ssd-bytes out"
+        )
+    return tenants, None
+
+
+def _token_of(path: Path) -> str:
+    token = _text_of(path, "--token-file").strip()
+    mode = path.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):
+        raise ConfigError(
+            f"--token-file names {path}, which other users can read or write (mode "
+            f"{stat.S_IMODE(mode):04o}); run: chmod 600 {path}"
+        )
+    return token
 
 
 def _text_of(path: Path, flag: str) -> str:
@@ -278,6 +343,11 @@ def _print_new_token(name: str) -> int:
 def _prepare_process() -> None:
     """Files for this user alone; as many descriptors as the system gives; no memory in dumps."""
     os.umask(0o077)
+    # Other processes of this user, which may be tenants, get at neither its memory nor its files.
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        logger.warning(
+            "other processes of this user can read this one: %s", os.strerror(ctypes.get_errno())
+        )
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -321,6 +391,11 @@ def _announcement(server: CacheServer) -> str:
         for each in settings.tenants
     )
     security = "TLS" if settings.tls is not None else "no TLS"
+    access = ""
+    if server.token_path is not None:
+        access = f", for clients of this user by the token in {server.token_path}"
+    elif any(each.takes_anyone for each in settings.tenants):
+        access = ", for anybody who reaches it"
     data = f"data port {server.data_plane.port}" if server.data_plane.port else "no data port"
     metrics = (
         f"metrics at http://{settings.metrics_host}:{server.metrics_port}/metrics"
@@ -328,6 +403,6 @@ def _announcement(server: CacheServer) -> str:
         else "no metrics"
     )
     return (
-        f"StrataKV cache server at {server.address} ({security}), {data}; tenants {tenants}; "
-        f"{metrics}"
+        f"StrataKV cache server at {server.address} ({security}){access}, {data}; "
+        f"tenants {tenants}; {metrics}"
     )

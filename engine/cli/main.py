@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     _write_any_text()
+    _silence_grpc()
     try:
         code = _run(words)
         _flush()
@@ -70,6 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _complain(f"the system refused something ({error}); mend that", EXIT_REFUSED)
         _drop_output()
         return code
+
+
+def _silence_grpc() -> None:
+    """Its core writes lines of its own to standard error, in the middle of ours, for what clients
+    get wrong; what matters is told by whoever made the call. Who wants them sets the variable."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _write_any_text() -> None:

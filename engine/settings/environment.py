@@ -17,6 +17,8 @@ from .not_built import explain_not_built
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
+# Those of `stratakv cache-server`, which reads them itself.
+CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
 # Variables that are no options, and what they are for.
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
@@ -35,7 +37,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     for variable, value in environ.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable in OTHER_VARIABLES:
             continue
-        if _is_service_link(variable, value):
+        if variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
             continue
         name = known.get(variable)
         if name is None:
@@ -44,7 +46,8 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return layer
 
 
-def _is_service_link(variable: str, value: str) -> bool:
+def is_service_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes has set this variable, for a service whose name begins as ours do."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None

@@ -37,7 +37,8 @@ class _Block:
 
 
 class BlockReceiver:
-    """`take` each piece, `finish` at the end, `close` in any case."""
+    """`begin` and `take` the first piece of a block, `take` each other one, `store_whole` when
+    `is_full`, `finish` at the end, `close` in any case. All but `take` call the room."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -49,9 +50,8 @@ class BlockReceiver:
         self._groups = 0
 
     def take(self, piece: Piece) -> None:
-        """The next piece. Raises WireError for one that does not follow on the last."""
-        if not piece.offset:
-            self._begin(piece)
+        """The bytes of the next piece. Raises WireError for one that does not follow on the
+        last."""
         block = self._current
         if block is None or (piece.index, piece.offset) != (block.index, block.received):
             raise WireError(
@@ -78,7 +78,7 @@ class BlockReceiver:
         """The state of every block, in the order they came."""
         if self._current is not None:
             self._end_current()
-        self._store_whole()
+        self.store_whole()
         if self._groups > 1:
             # Groups were stored head first, which makes the head the first to be evicted.
             self._room.touch(self._kept)
@@ -92,7 +92,13 @@ class BlockReceiver:
                 block.target = None
                 self._room.end_store(block.intake, [None])
 
-    def _begin(self, piece: Piece) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether enough blocks are whole to be stored."""
+        return len(self._whole) * self._room.page_bytes >= GROUP_BYTES
+
+    def begin(self, piece: Piece) -> None:
+        """A place for the block whose first piece this is. Raises WireError."""
         if self._current is not None:
             self._end_current()  # its sender gave it up half-way
         count = len(self._states) + len(self._whole)
@@ -116,11 +122,10 @@ class BlockReceiver:
         self._current.target = None
         self._whole.append(self._current)
         self._current = None
-        if len(self._whole) * self._room.page_bytes >= GROUP_BYTES:
-            self._store_whole()
 
-    def _store_whole(self) -> None:
-        """Tail first, so that of a chain the tail is evicted first."""
+    def store_whole(self) -> None:
+        """Store the blocks that are whole, the last one first: of a chain the tail is evicted
+        first."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()

@@ -9,7 +9,6 @@ Knows nothing of what calls do.
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,17 +19,19 @@ import grpc
 
 from .auth import Authenticator, set_tenant
 from .rpc import wrapped
+from .shares import Shares
 from .status import REASON_KEY, Draining, Ending, TooMuch, ending_of
 
 log = logging.getLogger(__name__)
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
-_MOST_SHARES = 8
 _LOOK_SECONDS = 0.01  # between two looks at whether calls still run, at the end
 
 # Called at the end of each call with its path, its status code by name, and how long it took.
 Observer = Callable[[str, str, float], None]
+# Called for each call that was let in, with its peer as grpc writes it and its tenant's name.
+Known = Callable[[str, str], None]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -43,6 +44,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         call_seconds: float,
         endless: frozenset[str],
         observe: Observer,
+        known: Known,
         max_calls: int,
         num_tenants: int,
     ) -> None:
@@ -50,10 +52,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         self._call_seconds = call_seconds
         self._endless = endless
         self._observe = observe
-        self._max_calls = max_calls
-        # So that one tenant leaves the others something.
-        self._share = max(1, max_calls // min(num_tenants, _MOST_SHARES))
-        self._running_of: collections.Counter[str] = collections.Counter()
+        self._known = known
+        self._shares = Shares(max_calls, num_tenants)
         self._draining = False
         self._running = 0
 
@@ -93,6 +93,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
                 context.invocation_metadata() or (), context.auth_context() or {}
             )
             set_tenant(tenant)
+            self._known(context.peer(), tenant.name)
             if self._draining:
                 raise Draining("the server is going down")
             with self._a_place_of(tenant.name):
@@ -118,15 +119,12 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
     @contextmanager
     def _a_place_of(self, tenant: str) -> Iterator[None]:
-        if self._running > self._max_calls:
-            raise TooMuch(f"{self._max_calls} calls run already")
-        if self._running_of[tenant] >= self._share:
-            raise TooMuch(f"{self._share} calls of {tenant} run already")
-        self._running_of[tenant] += 1
+        if not self._shares.take(tenant):
+            raise TooMuch(f"{self._shares.of(tenant)} calls of {tenant} run already")
         try:
             yield
         finally:
-            self._running_of[tenant] -= 1
+            self._shares.give_back(tenant)
 
     def _seconds(self, path: str, context: Any) -> float | None:
         if path in self._endless:

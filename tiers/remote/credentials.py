@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client shows a cache server: a token, a certificate, and whom it trusts. All from files.
 
-Read anew for each connection, so that renewed files need no restart. Knows nothing of addresses.
+Read anew for each connection, so that renewed files need no restart. To a server on this machine a
+client that was given nothing shows the token that a server of the same user has left there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TierConfigError
+from .address import ServerAddress
+from .listen import is_loopback
+from .own_token import find_token
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +43,28 @@ class Credentials:
                 "a client certificate takes two files, the certificate and its key; one was given"
             )
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call. Raises TierConfigError for a token that cannot be read."""
-        if self.token_file is None:
+    def metadata(self, address: ServerAddress | None = None) -> tuple[tuple[str, str], ...]:
+        """What goes with every call to the server at `address`. Raises TierConfigError for a token
+        that cannot be read."""
+        token = self._own_token(address) if self.token_file is None else self._given_token()
+        if token is None:
             return ()
+        return (("authorization", f"Bearer {token}"),)
+
+    def _given_token(self) -> str:
+        assert self.token_file is not None
         token = _read(self.token_file, "token").decode("ascii", "replace").strip()
         if not token or not token.isprintable() or "\ufffd" in token:
             raise TierConfigError(
                 f"{self.token_file} holds no token: one line of ASCII is expected"
             )
-        return (("authorization", f"Bearer {token}"),)
+        return token
+
+    def _own_token(self, address: ServerAddress | None) -> str | None:
+        """Never for another machine, nor beside a certificate, which says who calls."""
+        if address is None or self.cert_file is not None or not is_loopback(address.host):
+            return None
+        return find_token(address.port)
 
     def grpc(self) -> Any:
         """As a secure channel takes them. Raises TierConfigError."""

@@ -22,6 +22,9 @@ class Limits:
     # gRPC
     max_message_bytes: int = 4 * MIB
     max_connections: int = 1024  # strangers too, until they have shown who they are
+    max_strangers: int = 256  # of those
+    max_strangers_per_address: int = 64
+    stranger_seconds: float = 10.0  # until a call with good credentials must have come
     max_calls: int = 512  # at once, over all connections, watchers too
     max_streams_per_connection: int = 128
     max_bytes_in_flight: int = 256 * MIB  # blocks of gRPC streams, on their way in and out

@@ -43,6 +43,16 @@ def check_exposure(host: str, *, has_tls: bool, has_credentials: bool, insecure:
     )
 
 
+def check_metrics_exposure(host: str, *, exposed: bool) -> None:
+    """Raises TierConfigError for an address of /metrics that others can reach, unless they may."""
+    if not (exposed or is_loopback(host)):
+        raise TierConfigError(
+            f"other machines can reach {host}, and /metrics, which shows the tenants' names and "
+            "loads, has neither TLS nor credentials; use --metrics-host 127.0.0.1, or say "
+            "--metrics-exposed"
+        )
+
+
 def host_port(host: str, port: int) -> str:
     """As grpc and people write it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

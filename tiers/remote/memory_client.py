@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..block import BlockLayout
+from ..shared_memory import has_fixed_size
 from ..tag import TAG_BYTES, Proof, Proofs
 from .socket_connection import SocketConnection, welcomed
 from .sockets import Connection, ConnectionLost
@@ -113,6 +114,10 @@ class MemoryConnection(SocketConnection):
             # A map beyond the end of its file would end this process at the first touch.
             if os.fstat(fd).st_size < size:
                 raise ConnectionLost(f"the server at {path} handed out too little memory")
+            if not has_fixed_size(fd):
+                raise ConnectionLost(
+                    f"the server at {path} handed out memory that could be cut short (no seals)"
+                )
             return cls(connection, layout, welcome, mmap.mmap(fd, size), tag_key)
         except OSError as error:
             sock.close()

@@ -37,6 +37,7 @@ FORGET_SECONDS = 5.0  # for a disk to write down that blocks were deleted
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
+SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the room is held
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
 
@@ -60,6 +61,7 @@ class Room:
         self._woken = threading.Event()
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
         self._leases = Leases(slab)
+        self._listening = threading.Lock()  # for changes of the list, which is a new one each time
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._keeper_failures = 0
@@ -86,6 +88,14 @@ class Room:
     def memory_fd(self) -> int:
         """The memfd whose slots the tenant's processes on this host may map."""
         return self._slab.fd
+
+    def try_hold(self) -> bool:
+        """Hold the room if nobody else does; then no call of this thread waits until `let_go`."""
+        return self._changed.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """After a `try_hold` that said yes."""
+        self._changed.release()
 
     def buffer(self, slot: int) -> memoryview:
         """The payload bytes of a slot that a loan or an intake names."""
@@ -287,22 +297,30 @@ class Room:
         return len(set(gone))
 
     def clear(self) -> None:
-        """Forget every block. Waits for the disk, so that they stay forgotten."""
+        """Forget every block. Their slots are freed a few at a time, so that nobody waits long for
+        the room. Waits for the disk, so that they stay forgotten."""
         with self._changed:
             self._check_open()
-            self._hierarchy.clear()
+            self._hierarchy.clear(sweep=False)
             for listener in self._listeners:
                 listener.cleared()
+        while self._sweep():
+            time.sleep(0)  # or whoever waits for the room would not get it
         self._wait_forgotten()
 
-    def subscribe(self, listener: Listener) -> None:
-        """Tell `listener` of what happens from now on."""
+    def _sweep(self) -> bool:
+        """Free some slots of forgotten blocks; whether there may be more."""
         with self._changed:
+            return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell `listener` of what happens from now on. Does not wait for the room."""
+        with self._listening:
             self._listeners = [*self._listeners, listener]
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Tell it no more."""
-        with self._changed:
+        """Tell it no more. Does not wait for the room."""
+        with self._listening:
             self._listeners = [other for other in self._listeners if other is not listener]
 
     def stats(self) -> dict[str, TierStats]:

@@ -15,7 +15,6 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,17 @@ from ... import __version__
 from ..errors import TierConfigError
 from ..mac_key import MacKey
 from .auth import Authenticator
+from .call_connections import CallConnections
 from .call_guard import CallGuard
 from .data_server import DataServer
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .limits import Limits
-from .listen import check_exposure, check_free, host_port
+from .listen import check_exposure, check_free, check_metrics_exposure, host_port
 from .memory_server import MemoryServer
 from .metrics_endpoint import MetricsEndpoint
+from .own_token import leave_token, take_away_token
 from .room import Room
+from .room_calls import RoomCalls
 from .rooms import Rooms
 from .rpc import METHODS, SERVICE_NAME, generic_handler
 from .server_metrics import ServerMetrics
@@ -47,7 +49,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last words of calls that were cut off
-_THREADS = 16  # for calls that wait for a disk
 # What runs until its client ends it.
 _ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -59,12 +60,15 @@ class ServerSettings:
 
     tenants: Tenants
     secret: bytes
+    # A tenant's, to be left in a file of this user's for clients on this machine.
+    own_token: str | None = None
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     data_port: int | None = DEFAULT_PORT + 1
     shares_memory: bool = True  # with clients of the same user on this machine
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
+    metrics_exposed: bool = False  # to other machines
     ssd_path: Path | None = None
     mac_key: MacKey | None = None  # of what lies there
     tls: TlsFiles | None = None
@@ -84,6 +88,7 @@ class CacheServer:
         self.port = 0
         self.data_plane = DataPlane()
         self.metrics_port = 0
+        self.token_path: Path | None = None  # of `own_token`
         limits = settings.limits
         self.rooms = Rooms(
             settings.tenants.quotas,
@@ -94,15 +99,19 @@ class CacheServer:
         )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.rooms.open_rooms, self._gauges)
+        self._connections = CallConnections(
+            limits, len(settings.tenants), self._metrics.turned_away
+        )
         self._guard = CallGuard(
             Authenticator(settings.tenants),
             call_seconds=limits.call_seconds,
             endless=_ENDLESS,
             observe=self._metrics.call_ended,
+            known=self._connections.known,
             max_calls=limits.max_calls,
             num_tenants=len(settings.tenants),
         )
-        self._executor = ThreadPoolExecutor(_THREADS, "stratakv-call")
+        self._calls = RoomCalls(len(settings.tenants))
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
@@ -145,7 +154,11 @@ class CacheServer:
         if self._grpc is not None:
             await self._grpc.stop(_LAST_SECONDS)
             self._grpc = None
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self._connections.close)
+        path, self.token_path = self.token_path, None
+        if path is not None and self.settings.own_token is not None:
+            take_away_token(path, self.settings.own_token)
+        self._calls.close()
         closed = await asyncio.to_thread(self.rooms.close, max(0.1, end - time.monotonic()))
         await self._endpoint.close()
         return closed
@@ -159,6 +172,8 @@ class CacheServer:
             has_credentials=has_credentials,
             insecure=settings.insecure,
         )
+        if settings.metrics_port is not None:
+            check_metrics_exposure(settings.metrics_host, exposed=settings.metrics_exposed)
         check_free(settings.host, settings.port, "--port")
         if settings.data_port is not None:
             check_free(settings.host, settings.data_port, "--data-port")
@@ -180,7 +195,7 @@ class CacheServer:
             rooms=self.rooms,
             tickets=self._tickets,
             limits=settings.limits,
-            executor=self._executor,
+            calls=self._calls,
             data_plane=self.data_plane,
             traffic=Traffic(self._metrics.received, self._metrics.sent),
             num_tenants=len(settings.tenants),
@@ -197,8 +212,11 @@ class CacheServer:
         if settings.reflection:
             _add_reflection(server)
         self.port = _bind(server, settings.host, settings.port, credentials)
+        if settings.own_token is not None:
+            self.token_path = leave_token(self.port, settings.own_token)
         self._grpc = server
         await server.start()
+        self._connections.start(self.port)
 
     def _start_data(self) -> int:
         settings = self.settings

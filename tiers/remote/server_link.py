@@ -84,6 +84,7 @@ class ServerLink:
         self._is_up = False
         self._closed = False
         self._told = ""  # the last refusal that was logged
+        self._has_told_of_memory = False
         self._boot_id = b""
         self._questions = 0
         self._channel: Any = None
@@ -146,6 +147,7 @@ class ServerLink:
                 why = f"{why}; {error}"
                 continue
             if connection is not None:
+                self._tell_of_memory(why, connection.kind)
                 return self._checked(connection)
         if time.monotonic() >= deadline:
             raise RemoteLate(f"{self.address} did not answer in time{why}")
@@ -300,7 +302,7 @@ class ServerLink:
         """Try once; None if the server is attached now, else what to do about it."""
         try:
             if self._channel is None:
-                self._metadata = self._settings.credentials.metadata()
+                self._metadata = self._settings.credentials.metadata(self.address)
                 self._channel = open_channel(self.address, self._settings.credentials)
                 self._stub = Stub(self._channel)
             request = messages.AttachRequest(layout=layout_message(self._layout))
@@ -338,6 +340,14 @@ class ServerLink:
             self._changed.notify_all()
         log.info("%s is attached", self.address)
         return None
+
+    def _tell_of_memory(self, why: str, kind: str) -> None:
+        """Count a fall-back from shared memory, and say so once."""
+        if why:
+            self.count("no_memory")
+        if why and not self._has_told_of_memory:
+            self._has_told_of_memory = True
+            log.warning("%s: no shared memory%s; blocks go through %s", self.address, why, kind)
 
     def _close_channel(self) -> None:
         channel, self._channel, self._stub = self._channel, None, None

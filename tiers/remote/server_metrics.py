@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from ..base import TierStats
 from ..errors import TierClosed
+from .call_connections import REASONS
 from .room import Room
 from .rpc import METHODS
 
@@ -59,6 +60,14 @@ class ServerMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_State(rooms, gauges))
         ProcessCollector(registry=self.registry)
+        self._turned_away = Counter(
+            PREFIX + "connections_turned_away",
+            "Connections for calls that were ended: of strangers who showed no credentials in "
+            "time, or were too many, and of tenants beyond their share.",
+            ("reason",), registry=self.registry,
+        )  # fmt: skip
+        for reason in REASONS:  # counters that are there before anything has happened
+            self._turned_away.labels(reason)
         self._names = {method.path: method.name for method in METHODS}
         self._calls = Counter(
             PREFIX + "calls", "Calls that ended.", ("method", "code"), registry=self.registry
@@ -83,6 +92,10 @@ class ServerMetrics:
         name = self._names.get(path, _OTHER)
         self._calls.labels(name, code).inc()
         self._seconds[name].observe(seconds)
+
+    def turned_away(self, reason: str) -> None:
+        """A connection was ended, for this reason."""
+        self._turned_away.labels(reason).inc()
 
     def received(self, tenant: str, num_bytes: int) -> None:
         """Bytes of blocks came by a stream."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of the cache service, over rooms: see proto/v1/cache_service.proto for what each says.
 
-Quick calls of a room are made on the event loop, those that may wait or take long on a thread of a
-bounded pool. What goes wrong is raised and becomes a status in `call_guard.py`. Knows nothing of
-sockets, credentials or how a room is made.
+The event loop waits for no room (`room_calls.py`). What goes wrong is raised and becomes a status
+in `call_guard.py`. Knows nothing of sockets, credentials or how a room is made.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
 from ...proto.v1 import cache_service_pb2 as messages
@@ -22,6 +20,7 @@ from .limits import PIECE_BYTES, Limits
 from .messages import layout_message, read_layout
 from .pins import Pins
 from .room import Room
+from .room_calls import RoomCalls
 from .rooms import Rooms
 from .streams import Streams
 from .tickets import Tickets
@@ -58,7 +57,7 @@ class CacheService:
         rooms: Rooms,
         tickets: Tickets,
         limits: Limits,
-        executor: Executor,
+        calls: RoomCalls,
         data_plane: DataPlane,
         traffic: Traffic,
         num_tenants: int,
@@ -68,12 +67,12 @@ class CacheService:
         self._rooms = rooms
         self._tickets = tickets
         self._limits = limits
-        self._executor = executor
+        self._calls = calls
         self._data_plane = data_plane
         self._traffic = traffic
         self._pins = Pins(limits.max_leases)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.streams = Streams(limits, executor, num_tenants)
+        self.streams = Streams(limits, calls, num_tenants)
         self.watches = Watches(limits, num_tenants)
 
     async def describe(self, _request: Any, _context: Any) -> Any:
@@ -88,7 +87,7 @@ class CacheService:
             max_keys=MAX_KEYS,
             max_blocks=MAX_BLOCKS,
             max_piece_bytes=PIECE_BYTES,
-            capacity_bytes=0 if room is None else room.capacity_bytes,
+            capacity_bytes=0 if room is None else await self._capacity_bytes(room),
             tenant=tenant.name,
             max_lease_ms=int(MAX_LEASE_SECONDS * 1000),
         )
@@ -98,7 +97,8 @@ class CacheService:
         if not request.HasField("layout"):
             raise WireError("Attach needs the layout of the caller's blocks")
         room = self._rooms.attach(current_tenant().room, read_layout(request.layout))
-        return messages.AttachResponse(boot_id=self._boot_id, capacity_bytes=room.capacity_bytes)
+        capacity_bytes = await self._capacity_bytes(room)
+        return messages.AttachResponse(boot_id=self._boot_id, capacity_bytes=capacity_bytes)
 
     async def lookup(self, request: Any, _context: Any) -> Any:
         """Which blocks are here. Never counts them as used."""
@@ -140,7 +140,7 @@ class CacheService:
             undo=lambda granted: room.unpin(granted.number),
         )
         if not lease.keys:
-            room.unpin(lease.number)
+            await self._quick(room, lambda: room.unpin(lease.number))
             return messages.PinResponse()
         self._pins.add(tenant.name, lease.number, lease.deadline)
         return messages.PinResponse(lease=lease.number, prefix=len(lease.keys))
@@ -151,7 +151,8 @@ class CacheService:
             raise WireError("Unpin needs the number of a lease, which is never zero")
         room = self._room()
         is_theirs = self._pins.remove(current_tenant().name, request.lease)
-        return messages.UnpinResponse(was_held=is_theirs and room.unpin(request.lease))
+        was_held = is_theirs and await self._quick(room, lambda: room.unpin(request.lease))
+        return messages.UnpinResponse(was_held=was_held)
 
     async def touch(self, request: Any, _context: Any) -> Any:
         """Count blocks as used now."""
@@ -171,8 +172,8 @@ class CacheService:
 
     async def watch(self, _request: Any, context: Any) -> None:
         """Tell of blocks that come and go."""
-        room = self._room()
-        watcher = self.watches.begin(room)
+        room, tenant = self._room(), current_tenant().name
+        watcher = self.watches.begin(room, tenant)
         try:
             await context.write(messages.WatchEvent(boot_id=self._boot_id))
             for sequence in itertools.count(1):
@@ -189,7 +190,7 @@ class CacheService:
                     )
                 )
         finally:
-            self.watches.end(room, watcher)
+            self.watches.end(room, tenant, watcher)
 
     async def stats(self, _request: Any, _context: Any) -> Any:
         """What the tenant holds and what was done for it."""
@@ -227,27 +228,22 @@ class CacheService:
         """Many keys take a millisecond or more, in which the event loop would let nobody in: they
         go to a thread, and one tenant has no more than one of those."""
         if len(keys) <= _QUICK_KEYS:
-            return room.lookup(keys)
+            return await self._quick(room, lambda: room.lookup(keys))
         async with self._turns[current_tenant().name]:
             return await self._run(lambda: room.lookup(keys))
 
+    async def _capacity_bytes(self, room: Room) -> int:
+        return await self._quick(room, lambda: room.capacity_bytes)
+
     def _room(self) -> Room:
         return self._rooms.ready(current_tenant().room)
+
+    async def _quick(self, room: Room, work: Callable[[], _Result]) -> _Result:
+        return await self._calls.quick(current_tenant().name, room, work)
 
     async def _run(
         self,
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """On a thread. `undo` takes the result of work whose call has ended before it."""
-        future = self._executor.submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if undo is not None:
-                future.add_done_callback(
-                    lambda done: (
-                        None if done.cancelled() or done.exception() else undo(done.result())
-                    )
-                )
-            raise
+        return await self._calls.run(current_tenant().name, work, undo)

@@ -8,7 +8,6 @@ says; `DataServer` and `MemoryServer` are its two forms.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import socket
@@ -21,6 +20,7 @@ from ..errors import TierClosed
 from .limits import Limits
 from .room import Room
 from .session import Draining, Session
+from .shares import Shares
 from .sockets import Connection, ConnectionLost
 from .wire import (
     GREETING,
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 Resolve = Callable[[bytes], tuple[Room, str] | None]
 
 _BACKLOG = 128
-_MOST_SHARES = 8
 _TELL_SECONDS = 1.0  # between two lines about what clients did
 _PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
 
@@ -52,9 +51,7 @@ class SessionServer(ABC):
         self._resolve = resolve
         self._boot_id = boot_id
         self._limits = limits
-        # So that one tenant leaves the others something.
-        self._share = max(1, limits.max_data_connections // min(num_tenants, _MOST_SHARES))
-        self._sessions_of: collections.Counter[str] = collections.Counter()
+        self._shares = Shares(limits.max_data_connections, num_tenants)
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -156,7 +153,7 @@ class SessionServer(ABC):
 
     def _make_way(self) -> bool:
         """Whether there is a place, if need be that of the oldest stranger."""
-        most = self._limits.max_data_connections
+        most = self._shares.most
         if len(self._sessions) < most:
             return True
         if not self._strangers or len(self._sessions) >= 2 * most:
@@ -192,8 +189,7 @@ class SessionServer(ABC):
                 session.run()
             finally:
                 session.close()
-                with self._lock:
-                    self._sessions_of[tenant] -= 1
+                self._shares.give_back(tenant)
         except (ConnectionLost, OSError, TierClosed) as error:
             log.debug("a data connection ended: %s", error)
         except WireError as error:
@@ -225,17 +221,13 @@ class SessionServer(ABC):
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
         if opened is not None:
             room, tenant = opened
-            with self._lock:
-                has_place = self._sessions_of[tenant] < self._share
-                self._sessions_of[tenant] += has_place
-            if has_place:
+            if self._shares.take(tenant):
                 self._is_known(threading.current_thread())
                 try:
                     self._greet(connection, room, deadline)
                     return self._session(connection, room), tenant
                 except BaseException:
-                    with self._lock:
-                        self._sessions_of[tenant] -= 1
+                    self._shares.give_back(tenant)
                     raise
             status = Status.BUSY
         refusal = Welcome(status, self._boot_id, 0, 0, 0)

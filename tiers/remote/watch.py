@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from ..errors import TierClosed
 from .limits import Limits
 from .room import Room
+from .shares import Shares
 from .status import TooMuch
 from .wire import MAX_KEYS, State
 
 LOOK_AGAIN_SECONDS = 1.0
-_MOST_SHARES = 8
 _SLICE_KEYS = 8192  # looked up at once
 
 
@@ -154,8 +154,8 @@ class RoomWatch:
 
 
 class Watches:
-    """All watchers of a server, at most `limits.max_watchers`, those of one room a share of it. For
-    one event loop."""
+    """All watchers of a server, at most `limits.max_watchers`, those of one tenant a share of it.
+    For one event loop."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Watches:
         look_again_seconds: float = LOOK_AGAIN_SECONDS,
     ) -> None:
         self._limits = limits
-        self._share = max(1, limits.max_watchers // min(num_tenants, _MOST_SHARES))
+        self._shares = Shares(limits.max_watchers, num_tenants)
         self._look_again_seconds = look_again_seconds
         self._rooms: dict[int, RoomWatch] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -173,13 +173,12 @@ class Watches:
     def __len__(self) -> int:
         return sum(len(watch.watchers) for watch in self._rooms.values())
 
-    def begin(self, room: Room) -> Watcher:
+    def begin(self, room: Room, tenant: str) -> Watcher:
         """A new watcher of a room. Raises TooMuch."""
-        if len(self) >= self._limits.max_watchers:
-            raise TooMuch(f"{self._limits.max_watchers} watchers are here already")
+        if not self._shares.take(tenant):
+            most = self._shares.of(tenant)
+            raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
         watch = self._rooms.get(id(room))
-        if watch is not None and len(watch.watchers) >= self._share:
-            raise TooMuch(f"{self._share} watchers of these blocks are here already")
         watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
         if watch is None:
             watch = self._rooms[id(room)] = RoomWatch(room, self._limits.max_watched_keys)
@@ -191,8 +190,9 @@ class Watches:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         return watcher
 
-    def end(self, room: Room, watcher: Watcher) -> None:
+    def end(self, room: Room, tenant: str, watcher: Watcher) -> None:
         """A watcher has left."""
+        self._shares.give_back(tenant)
         watch = self._rooms[id(room)]
         watch.watchers = [other for other in watch.watchers if other is not watcher]
         if not watch.watchers:

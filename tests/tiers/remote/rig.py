@@ -61,6 +61,10 @@ WAIT_SECONDS = 30.0
 SECRET = b"a server secret of 32 bytes or so"
 
 
+# What a server process is given where it is not to take anyone.
+_CREDENTIALS = ("--tenants", "--token-file", "--tls-client-ca", "--config")
+
+
 def tenant(name: str, *, pool: str = "", cpu_bytes: int = 64 * LAYOUT.slot_bytes) -> Tenant:
     """A tenant whose token is `token_of(name)`."""
     digests = (token_digest(token_of(name)),)
@@ -200,11 +204,13 @@ def running_server(
 
 
 class ServerProcess(Client):
-    """`stratakv cache-server` with these flags, at ports that stay the same over restarts."""
+    """`stratakv cache-server` with these flags, at ports that stay the same over restarts. It takes
+    anyone unless they name credentials, or `own_token` is said."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, own_token: bool = False) -> None:
         self.port, self.data_port = free_ports(2)
-        self.flags = flags
+        has_credentials = own_token or any(flag in flags for flag in _CREDENTIALS)
+        self.flags = flags if has_credentials else (*flags, "--insecure")
         self.process: subprocess.Popen[str] | None = None
         self.output = ""
         # One that is killed leaves the folder of its socket behind.

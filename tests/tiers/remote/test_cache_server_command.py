@@ -110,6 +110,7 @@ def test_settings_that_cannot_work(
     (tmp_path / "tenants.toml").write_text(entry)
     (tmp_path / "large.toml").write_text(f'{entry}"\n')
     (tmp_path / "config.toml").write_text("cpu_byte = 5\n")
+    (tmp_path / "config.toml").chmod(0o600)
     words = [flag.replace("FOLDER", str(tmp_path)) for flag in flags]
     assert main(["cache-server", "--port", "0", *words]) == 2
     error = capsys.readouterr().err
@@ -167,6 +168,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 def test_flags_come_before_the_file(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a token of the only tenant\n".replace(" ", "-"))
+    token.chmod(0o600)
     config = tmp_path / "config.toml"
     config.write_text(f'cpu-bytes = "1MiB"\ntoken_file = "{token}"\nlog-level = "warning"\n')
     with server_process("--config", str(config), "--cpu-bytes", "512KiB") as server:

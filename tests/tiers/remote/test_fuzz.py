@@ -69,7 +69,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
             for each in (tenant("ann"), tenant("eve"))
         )
     )
-    with server_process("--tenants", str(path), "--cpu-bytes", "1MiB") as server:
+    with server_process("--tenants", str(path), "--cpu-bytes", "1MiB", "--shared-memory") as server:
         for name in ("ann", "eve"):
             server.attach(server.stub(token_of(name)))
         ann = server.stub(token_of("ann"))

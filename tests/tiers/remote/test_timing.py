@@ -64,7 +64,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             for digest in tenant(name).token_digests
         )
     )
-    with server_process("--tenants", str(path), "--cpu-bytes", str(2 * room)) as server:
+    with server_process(
+        "--tenants", str(path), "--cpu-bytes", str(2 * room), "--shared-memory"
+    ) as server:
         for name in ("ann", "eve"):
             stub = server.stub(token_of(name))
             server.attach(stub, LAYOUT)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places that tenants take: some are kept for each, the rest is for whoever comes first.
+
+    most    places in all; never fewer than one for each tenant
+    kept    of each tenant, half of an equal share and at least one: nobody else can take them
+    cap     of one tenant: an equal share, with more than eight tenants an eighth of all
+
+So whoever takes all that it can, with as many others as like, leaves everybody's kept places.
+Thread-safe. Knows nothing of what a place is.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+_MOST_SHARES = 8
+
+
+class Shares:
+    """`most` places for `num_tenants`."""
+
+    def __init__(self, most: int, num_tenants: int) -> None:
+        self.most = max(most, num_tenants)
+        self.kept = max(1, self.most // (2 * num_tenants))
+        self.cap = max(self.kept, self.most // min(num_tenants, _MOST_SHARES))
+        self._for_all = self.most - self.kept * num_tenants  # whoever comes first
+        self._lock = threading.Lock()
+        self._taken: collections.Counter[str] = collections.Counter()
+        self._beyond = 0  # places that tenants have beyond what is kept for them
+
+    def take(self, tenant: str) -> bool:
+        """Take a place, if there is one for this tenant."""
+        with self._lock:
+            has = self._taken[tenant]
+            if has >= self.kept:
+                if has >= self.cap or self._beyond >= self._for_all:
+                    return False
+                self._beyond += 1
+            self._taken[tenant] += 1
+            return True
+
+    def give_back(self, tenant: str) -> None:
+        """A place that was taken."""
+        with self._lock:
+            self._taken[tenant] -= 1
+            self._beyond -= self._taken[tenant] >= self.kept
+            if not self._taken[tenant]:
+                del self._taken[tenant]
+
+    def of(self, tenant: str) -> int:
+        """Places that this tenant has."""
+        with self._lock:
+            return self._taken.get(tenant, 0)
