@@ -51,7 +51,7 @@ BLOCK_TOKENS = 16
 PEER_SECONDS = 300.0
 NO_TRANSFORMERS = (
     "transformers is not installed, so nothing is held against it; "
-    "run: pip install 'stratakv[test]'"
+    "run in a clone of StrataKV: pip install '.[test]'"
 )
 # Who does the work → what the peer calls it.
 MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}

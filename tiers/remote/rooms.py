@@ -24,6 +24,7 @@ from ..block import BlockLayout
 from ..cpu import CpuSlab
 from ..errors import TierClosed, TierConfigError
 from ..mac_key import MacKey
+from ..policies.choice import DEFAULT_POLICY, policy_factory
 from ..ssd.store import SsdStore
 from .key_salt import KeySalt
 from .layout_notes import read_layout_note, store_folder, write_layout_note
@@ -191,7 +192,13 @@ class Rooms:
         if cpu_bytes < quota.cpu_bytes:
             log.warning("%s uses %d of its bytes: blocks are so small", name, cpu_bytes)
         try:
-            slab = CpuSlab(layout, cpu_bytes, populate_threads=_POPULATE_THREADS)
+            slab = CpuSlab(
+                layout,
+                cpu_bytes,
+                populate_threads=_POPULATE_THREADS,
+                # A server is told of blocks and never of prompts, so this is LRU in its order.
+                policy=policy_factory(DEFAULT_POLICY)(cpu_bytes // layout.slot_bytes),
+            )
         except TierConfigError as error:
             raise NoMemory(str(error)) from error
         try:

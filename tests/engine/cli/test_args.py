@@ -344,7 +344,7 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", "x"]) == 2
     err = capsys.readouterr().err
     assert "is not installed" in err
-    assert "pip install 'stratakv[engine]'" in err
+    assert "pip install '.[engine]'" in err
 
 
 @pytest.mark.usefixtures("without_engine")
