@@ -61,7 +61,7 @@ def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPo
     if len({point.value for point in found}) > 1:
         where = ", ".join(sorted(point.value for point in found))
         raise TierConfigError(
-            f"several packages bring a {what} {name!r}: {where}; remove all but one"
+            f"several packages bring the {what} {name!r}: {where}; remove all but one"
         )
     return found[0]
 

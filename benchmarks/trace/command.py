@@ -20,6 +20,7 @@ from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
+from ..plots import draw_and_tell
 from ..report import Report
 from .cells import (
     HEADS_FIRST,
@@ -77,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         traces = load(sources)
         report = measure(sources, traces, policy, admission, console)
         path = report.write(arguments.out)
-        plot = plot_traces(report, arguments.out / "trace.png")
     except TraceError as error:
         raise ConfigError(str(error)) from error
     except (CellFailed, OSError) as error:
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     print_traces(report)
     print(f"written: {path}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_traces(report, arguments.out / "trace.png"))
     return 0
 
 

@@ -114,8 +114,8 @@ def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
     """Before the weights are read: what would be refused in the first step."""
     if not state.has_triton:
         raise ConfigError(
-            "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` in a "
-            "clone, or drop the flag to compute with plain kernels, slowly"
+            "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "
+            "in a clone, or drop the flag to compute with plain kernels, slowly"
         )
     needed = FP8_CAPABILITY if placement.kv_cache_dtype == FP8_KV else MIN_CAPABILITY
     if gpu.capability < needed:

@@ -80,7 +80,7 @@ def test_a_tier_is_listed_without_being_imported_and_opened_by_name() -> None:
         ("missing", "the tier missing .* could not be opened: ModuleNotFoundError"),
         ("nonsense", "returned dict; expected a StoreTier"),
         ("elsewhere", "has the layout .*; expected BlockLayout"),
-        ("twice", "several packages bring a tier 'twice'"),
+        ("twice", "several packages bring the tier 'twice'"),
     ],
 )
 def test_what_is_wrong_with_a_tier_is_said(name: str, message: str) -> None:

@@ -351,7 +351,7 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_extra_is_named_by_the_python_api_too() -> None:
     import stratakv.engine
 
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'stratakv\[engine\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[engine\]'"):
         stratakv.engine.LLM  # noqa: B018
 
 
