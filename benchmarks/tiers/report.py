@@ -40,24 +40,35 @@ def print_tiers(report: Report) -> None:
         "A/A: the limit against itself, quartiles"
     )
     print_table(title, columns, rows)
-    _print_besides(report)
+    _print_disk_limits(report)
 
 
-def _print_besides(report: Report) -> None:
-    rows = [
-        [
-            name.replace("_", " "),
-            f"{contest['median'] / 1e9:.2f} / {contest['beside_median'] / 1e9:.2f}",
-            f"{contest['beside_ratio']:.2f}",
-        ]
-        for name, contest in report.figures["contests"].items()
-        if "beside_ratio" in contest
-    ]
-    limit = report.figures["plan"]["disk_limit"]
+def _print_disk_limits(report: Report) -> None:
+    """Every limit of the disk in one table; the one that decides has a mark."""
+    rows = []
+    for name, contest in report.figures["contests"].items():
+        if "beside_ratio" not in contest:
+            continue
+        ours = contest["median"]
+        only = {contest["limit"]: {"median": contest["limit_median"], "ratio": report.ratios[name]}}
+        for limit, cell in contest.get("by_limit", only).items():
+            mark = "decides" if limit == contest["limit"] else ""
+            rows.append(_limit_row(name, limit, ours, cell["median"], cell["ratio"], mark))
+        beside = contest["beside_median"], contest["beside_ratio"]
+        limit = f"{report.figures['plan']['disk_limit']}, eight buffers"
+        rows.append(_limit_row(name, limit, ours, *beside, "in a cache: promises nothing"))
     title = (
-        f"Beside it, promising nothing: against {limit} with eight buffers, which stay in a cache"
+        "Every limit of the disk. But for eight buffers, which stay in a cache, all have as much "
+        "memory as the store; the strictest of them decides"
     )
-    print_table(title, ["what", "GB/s / limit", "ratio"], rows)
+    print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
+
+
+def _limit_row(
+    name: str, limit: str, ours: float, theirs: float, ratio: float, mark: str
+) -> list[str]:
+    rates = f"{ours / 1e9:.2f} / {theirs / 1e9:.2f}"
+    return [name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark]
 
 
 def _spread(report: Report, name: str) -> str:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,11 @@ from typing import Any
 import pytest
 
 from stratakv.benchmarks import offload
-from stratakv.benchmarks.report import Report, environment
+from stratakv.benchmarks.report import Report, environment, median
+from stratakv.benchmarks.tiers import disk_limit
+from stratakv.benchmarks.tiers.contest import Contest, take_rounds
+from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
+from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.tiers.admission import make_filter
@@ -25,6 +31,7 @@ from stratakv.tiers.admission.choice import FILTERS
 from stratakv.tiers.admission.contract import check_filter_contract
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.contract import ContractBroken
+from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.adaptive import AdaptivePolicy
 from stratakv.tiers.policies.base import EvictionPolicy
@@ -35,6 +42,9 @@ from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.rooms import Rooms
 from stratakv.tiers.remote.status import NotReady
 from stratakv.tiers.remote.tenants import Quota
+from stratakv.tiers.ssd.slot_file import SlotFile
+
+from .. import test_fault_sweep
 
 pytestmark = pytest.mark.regression
 
@@ -388,3 +398,85 @@ def test_u10_a_policy_that_is_told_of_no_prompts_is_lru() -> None:
             policy.remove(policy.victims(len(held) - 7, lambda _key: True))
             policy.insert([key])
     assert ours.victims(9, lambda _key: True) == lru.victims(9, lambda _key: True)
+
+
+# The limit of cold reads (T14).
+
+
+def test_t14_the_strictest_of_several_limits_decides() -> None:
+    deep, few, ours = [2.0, 2.0, 2.0], [3.0, 4.0, 4.0], [3.0, 2.0, 2.0]
+    contest = Contest(
+        "read", "bytes/s", "deep",
+        ours.pop, deep.pop,
+        rivals={"few": few.pop},
+    )  # fmt: skip
+    outcome = take_rounds(contest, 2)
+    figures = outcome.figures()
+    assert outcome.ratio == figures["by_limit"]["few"]["ratio"] == median([2 / 4, 3 / 4])
+    assert figures["by_limit"]["deep"]["ratio"] == median([2 / 2, 3 / 2])
+    assert (figures["limit"], figures["limit_median"]) == ("few", 4.0)
+
+
+@pytest.mark.parametrize("requests", [8, 16, 32])
+def test_t14_the_same_buffers_with_few_requests_at_a_time(
+    requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests are under way, all memory of the slab is used in turn."""
+    slab = CpuSlab(layout_of(2**18), 10 * MIB)
+    limit = disk_limit.make_limit("loop", tmp_path / "limit", 2**18, 16 * MIB, slab)
+    slab.memory()[:] = bytes(10 * MIB)
+    under_way, most, lock = 0, 0, threading.Lock()
+    all_there = threading.Barrier(requests)
+    plain = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            all_there.wait(5.0 if most < requests else 0.0)
+        try:
+            return plain(*arguments)
+        finally:
+            with lock:
+                under_way -= 1
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert limit.read_in_turn(40 * MIB, requests) > 0
+    limit.close()
+    assert most == requests
+    assert all(any(slab.memory()[at : at + 4096]) for at in range(0, 10 * MIB, 2**18))
+    slab.close()
+
+
+def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
+    case = StoreCase(tmp_path / "case", 2 * MIB, QUICK, "loop")
+    try:
+        _, reads = case.contests("2MiB")
+        assert set(reads.rivals) == {f"loop, {depth} requests" for depth in (8, 16, 32)}
+        figures = take_rounds(reads, 2).figures()
+    finally:
+        case.close()
+    assert set(figures["by_limit"]) == {"loop", *reads.rivals}
+    assert figures["beside_ratio"] > 0
+    least = min(cell["ratio"] for cell in figures["by_limit"].values())
+    assert figures["by_limit"][figures["limit"]]["ratio"] == least
+
+
+# Tests that raced the machine (U12).
+
+
+@pytest.mark.parametrize("fault", ["load:error=1", "lookup:error=1"])
+def test_u12_the_sweep_reaches_its_call_over_a_slow_disk(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The breaker opened first: reads were late that the sweep had not chosen."""
+    plain = SlotFile.start_read
+
+    def start_read(self: SlotFile, *arguments: Any) -> None:
+        time.sleep(2 * test_fault_sweep.READ_SECONDS)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(SlotFile, "start_read", start_read)
+    test_fault_sweep.sweep_ssd(fault, 33, 1, tmp_path / "store")
