@@ -101,9 +101,11 @@ def plot_tiers(report: Report, path: Path) -> Path:
     axes.margins(x=0.02, y=0.12)
     plan = report.figures["plan"]
     pages = "huge" if plan["huge_pages"] else "plain"
+    several = any("by_limit" in contest for contest in report.figures["contests"].values())
+    disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
     axes.set_title(
         "Slab and SSD store against this machine's memory and disk, in turns\n"
-        f"1.0: memcpy (slab), {plan['disk_limit']} with O_DIRECT at random places, {pages} pages "
+        f"1.0: memcpy (slab), {disk} with O_DIRECT at random places, {pages} pages "
         "(ssd). Orange: promised at least",
         fontsize=8.5,
     )

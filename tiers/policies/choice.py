@@ -57,8 +57,19 @@ def policy_factory(name: str) -> PolicyFactory:
         make: PolicyFactory = point.load()
         check_policy_contract(make)
     except Exception as error:  # code of others, at start: whatever it is, it is named
-        raise TierConfigError(
-            f"the eviction policy {name} ({point.value}) cannot be used: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return make
+        raise _unusable(point, error) from error
+
+    def make_or_say(blocks: int) -> EvictionPolicy:
+        try:
+            return make(blocks)
+        except Exception as error:  # the same, of another capacity
+            raise _unusable(point, error) from error
+
+    return make_or_say
+
+
+def _unusable(point: EntryPoint, error: Exception) -> TierConfigError:
+    return TierConfigError(
+        f"the eviction policy {point.name} ({point.value}) cannot be used: "
+        f"{type(error).__name__}: {error}"
+    )
