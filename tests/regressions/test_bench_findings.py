@@ -467,9 +467,9 @@ def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
 # Tests that raced the machine (U12).
 
 
-@pytest.mark.parametrize("fault", ["load:error=1", "lookup:error=1"])
+@pytest.mark.parametrize(("fault", "number"), [("load:error=1", 9), ("lookup:error=1", 33)])
 def test_u12_the_sweep_reaches_its_call_over_a_slow_disk(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The breaker opened first: reads were late that the sweep had not chosen."""
     plain = SlotFile.start_read
@@ -479,4 +479,4 @@ def test_u12_the_sweep_reaches_its_call_over_a_slow_disk(
         plain(self, *arguments)
 
     monkeypatch.setattr(SlotFile, "start_read", start_read)
-    test_fault_sweep.sweep_ssd(fault, 33, 1, tmp_path / "store")
+    test_fault_sweep.sweep_ssd(fault, number, 1, tmp_path / "store")
