@@ -58,8 +58,8 @@ def _print_disk_limits(report: Report) -> None:
         limit = f"{report.figures['plan']['disk_limit']}, eight buffers"
         rows.append(_limit_row(name, limit, ours, *beside, "in a cache: promises nothing"))
     title = (
-        "Every limit of the disk. But for eight buffers, which stay in a cache, all have as much "
-        "memory as the store; the strictest of them decides"
+        "Every limit of the disk; x8: eight requests at a time. But for eight buffers, which stay "
+        "in a cache, all have as much memory as the store, and the strictest of them decides"
     )
     print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
 

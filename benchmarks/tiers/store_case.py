@@ -87,7 +87,7 @@ class StoreCase:
                 moved,
                 # What the limit itself does with its requests may be its slowest setting.
                 {
-                    f"loop, {requests} requests": partial(self.limit.read_in_turn, moved, requests)
+                    f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
                 },
             ),

@@ -454,7 +454,7 @@ def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", 2 * MIB, QUICK, "loop")
     try:
         _, reads = case.contests("2MiB")
-        assert set(reads.rivals) == {f"loop, {depth} requests" for depth in (8, 16, 32)}
+        assert set(reads.rivals) == {f"loop x{depth}" for depth in (8, 16, 32)}
         figures = take_rounds(reads, 2).figures()
     finally:
         case.close()
