@@ -28,6 +28,7 @@ from .core_cases import (
     step_case,
 )
 from .core_report import Rounds, fill_report, plot_core, print_core
+from .plots import draw_and_tell
 from .report import Report
 
 HASHED_TOKENS = 2**18
@@ -51,14 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = measure(repeats)
         path = report.write(arguments.out)
-        plot = plot_core(report, arguments.out / "core.png")
     except (WrongWork, OSError) as error:
         console = Console(stderr=True)
         console.print(f"bench core: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     print_core(report)
     print(f"written: {path}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_core(report, arguments.out / "core.png"))
     return 0
 
 

@@ -19,6 +19,7 @@ from .core_cases import (
     Case,
     hashed_dtype,
 )
+from .plots import new_figure, save_figure
 from .report import Report, median, print_table
 
 TITLES: Mapping[str, str] = {
@@ -139,14 +140,8 @@ def _short(rate: float) -> str:
 
 def plot_core(report: Report, path: Path) -> Path:
     """Bars of the medians by unit, with a line where a reference is known."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rates = report.figures["rates"]
-    figure, panels = pyplot.subplots(2, 2, figsize=(9.6, 5.2), layout="constrained")
+    figure, panels = new_figure(2, 2, (9.6, 5.4))
     for axes, (unit, title) in zip(panels.flat, _PANELS, strict=True):
         names = [name for name in rates if rates[name]["unit"] == unit]
         medians = [rates[name]["median"] for name in names]
@@ -162,8 +157,5 @@ def plot_core(report: Report, path: Path) -> Path:
             axes.set_yscale("log")
         axes.margins(y=0.2)
         axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Lines: {REFERENCE_SOURCE}", fontsize=8, color="#b7791f")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, report.environment, path)

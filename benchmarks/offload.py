@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from .offload_scale import (
     num_pairs,
 )
 from .offload_scale import PHASES as PHASES_SECTION
-from .plots import plot_phases
+from .plots import draw_and_tell, plot_phases
 from .report import Report
 from .served import Answer, ServedModel, ServerFailed
 from .tiers.contest import WrongWork
@@ -130,17 +130,19 @@ def sections_for(arguments: argparse.Namespace) -> list[str]:
 
 def show(report: Report, path: Path) -> None:
     """Tables and plots of what was measured; the JSON lies at `path`."""
-    plots = []
+    plots: list[Callable[[], Path]] = []
     if PHASES_SECTION in report.figures:
         print_phases(report)
         print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
-        plots.append(plot_phases(report.figures["phases"], path.with_suffix(".png")))
+        phases = report.figures["phases"]
+        plots.append(lambda: plot_phases(phases, report.environment, path.with_suffix(".png")))
     if any(name in report.figures for name in COSTS):
         print_costs(report)
         print("With tiers and without, equal prompts gave equal tokens.")
-        plots.append(plot_costs(report, path.with_name("offload-costs.png")))
-    for each in (path, *plots):
-        print(f"written: {each}")
+        plots.append(lambda: plot_costs(report, path.with_name("offload-costs.png")))
+    print(f"written: {path}")
+    for draw in plots:
+        draw_and_tell(draw)
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:

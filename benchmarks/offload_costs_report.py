@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .offload_scale import CONVOY, GATES, TOLD, WORST_CASE
+from .plots import new_figure, save_figure
 from .report import Report, print_table
 
 _MET, _MISSED = "#2b6cb0", "#c53030"
@@ -62,18 +63,9 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 def plot_costs(report: Report, path: Path) -> Path:
     """Bars of the gated ratios, and the cells of the worst case where they were measured."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = [name for name in GATES if name in report.ratios]
     cells = report.figures.get(WORST_CASE, {})
-    figure, panels = pyplot.subplots(
-        1, 1 + bool(cells), figsize=(6.4 + 5.2 * bool(cells), 4.4), layout="constrained",
-        squeeze=False,
-    )  # fmt: skip
+    figure, panels = new_figure(1, 1 + bool(cells), (6.4 + 5.2 * bool(cells), 4.4))
     axes = panels[0][0]
     ratios = [report.ratios[name] for name in names]
     met = [GATES[name].is_met(report.ratios[name]) for name in names]
@@ -89,10 +81,7 @@ def plot_costs(report: Report, path: Path) -> Path:
         each.invert_yaxis()
         each.tick_params(labelsize=7)
         each.margins(x=0.12)
-        each.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, report.environment, path)
 
 
 def _plot_cells(axes: Any, cells: dict[str, dict[str, Any]]) -> None:

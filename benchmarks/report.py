@@ -36,6 +36,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
         "packages": _package_versions(),
+        "version": metadata.version("stratakv"),
         "commit": _commit(),
     }
 

@@ -30,6 +30,7 @@ from ..engine.text.tokenizer import Tokenizer
 from .documents import Encoder
 from .load_client import LoadRun, Target, run_closed, run_open
 from .peer import Peer, PeerFailed
+from .plots import draw_and_tell
 from .report import Report
 from .serve_plan import Plan, make_plan
 from .serve_plan import add_arguments as add_arguments
@@ -51,7 +52,7 @@ BLOCK_TOKENS = 16
 PEER_SECONDS = 300.0
 NO_TRANSFORMERS = (
     "transformers is not installed, so nothing is held against it; "
-    "run: pip install 'stratakv[test]'"
+    "run in a clone of StrataKV: pip install '.[test]'"
 )
 # Who does the work → what the peer calls it.
 MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}
@@ -87,7 +88,7 @@ class LoadedServer(ServedModel):
 def run(arguments: argparse.Namespace) -> int:
     """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     plan = make_plan(arguments)
-    # No markup: what is said names extras, as in stratakv[test], and quotes servers.
+    # No markup: what is said names extras, as in '.[test]', and quotes servers.
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     report = Report("serve", "stratakv bench serve")
     report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     show(plan, report)
     print(f"written: {path}")
-    print(f"written: {plot_serve(report.figures, arguments.out / 'serve.png')}")
+    draw_and_tell(lambda: plot_serve(report, arguments.out / "serve.png"))
     failed = sum(figures["failed"] for figures in report.figures["workloads"].values())
     if failed:
         console.print(f"bench serve: {failed} requests failed; see errors in {path}", style="red")

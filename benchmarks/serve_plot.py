@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .plots import new_figure, save_figure
+from .report import Report
+
 _LABELS = {
     "transformers_serial": "transformers,\none at a time",
     "transformers_padded": "transformers,\npadded batch",
@@ -16,24 +19,14 @@ _LABELS = {
 _OURS, _OTHER = "#2f7d4f", "#8a8f98"
 
 
-def plot_serve(figures: Mapping[str, Any], path: Path) -> Path:
+def plot_serve(report: Report, path: Path) -> Path:
     """Left: output tokens a second by who made them. Right: hit rates, measured and usual."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    figures = report.figures
     panels = [name for name in ("comparison", "workloads") if name in figures]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.2 * len(panels), 3.8), layout="constrained", squeeze=False
-    )
+    figure, axes = new_figure(1, len(panels), (5.2 * len(panels), 3.8))
     for name, panel in zip(panels, axes[0], strict=True):
         (_plot_comparison if name == "comparison" else _plot_hit_rates)(panel, figures[name])
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, report.environment, path)
 
 
 def _plot_comparison(axes: Any, comparison: Mapping[str, Any]) -> None:

@@ -17,6 +17,11 @@ _EXTRAS = {
 }  # fmt: skip
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs an extra. StrataKV is published nowhere but as its repository."""
+    return f"pip install '.[{extra}]'"
+
+
 def explain_missing_module(error: ModuleNotFoundError) -> str:
     """One sentence for a person: what is missing and what to install."""
     name = (error.name or "").partition(".")[0]
@@ -24,6 +29,6 @@ def explain_missing_module(error: ModuleNotFoundError) -> str:
         if name in packages:
             return (
                 f"the package {name} is not installed and this needs it; "
-                f"run: pip install 'stratakv[{extra}]'"
+                f"run in a clone of StrataKV: {install_extra(extra)}"
             )
     return f"the module {error.name} cannot be found ({error}); install StrataKV again"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..connector.economics import Choice
-from ..tiers.admission import DEFAULT_FILTER, FILTERS
+from ..tiers.admission import DEFAULT_FILTER, FILTERS, known_filters
 from ..tiers.drill import Drill, parse_drill
 from ..tiers.errors import TierConfigError
-from ..tiers.policies.choice import DEFAULT_POLICY, POLICIES
+from ..tiers.policies.choice import DEFAULT_POLICY, POLICIES, known_policies
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
 from .config_values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
@@ -66,13 +66,15 @@ class OffloadConfig:
         self._check_tiers()
         if "ssd" in self.tiers and self.ssd_path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
-        one_of("--kv-offload-policy", self.policy, tuple(POLICIES))
+        if self.policy not in POLICIES:
+            one_of("--kv-offload-policy", self.policy, tuple(known_policies()))
         one_of("--kv-offload-load", self.load, tuple(choice.value for choice in Choice))
         one_of("--kv-offload-load-failure", self.load_failure, LOAD_FAILURES)
         self._check_faults()
         one_of("--kv-offload-ssd-durability", self.ssd_durability, DURABILITIES)
         one_of("--kv-offload-ssd-codec", self.ssd_codec, SSD_CODECS)
-        one_of("--kv-offload-ssd-admission", self.ssd_admission, tuple(FILTERS))
+        if self.ssd_admission not in FILTERS:
+            one_of("--kv-offload-ssd-admission", self.ssd_admission, tuple(known_filters()))
         size_within("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
         size_within("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
         if self.ssd_daily_bytes is not None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..connector.economics import Choice
-from ..tiers.admission import FILTERS
-from ..tiers.policies.choice import POLICIES
+from ..tiers.admission import FILTERS, known_filters
+from ..tiers.policies.choice import POLICIES, known_policies
 from .config import (
     ATTENTION_BACKENDS,
     BLOCK_HASHES,
@@ -149,7 +149,8 @@ OPTIONS: Mapping[str, Option] = {
         "tiers below the KV pool: cpu or cpu,ssd or cpu,ssd,grpc://host:9400", "TIERS",
     ),
     "kv_offload_policy": Option(
-        "offload", "policy", one_of(*POLICIES), f"what the cpu tier evicts: {', '.join(POLICIES)}",
+        "offload", "policy", readers.one_of_these_or(POLICIES, known_policies),
+        f"what the cpu tier evicts: {', '.join(POLICIES)}, or a policy of a package",
         "NAME",
     ),
     "kv_offload_load": Option(
@@ -189,8 +190,9 @@ OPTIONS: Mapping[str, Option] = {
         "how blocks are packed on their way to the disk: none, lossless, fp8", "NAME",
     ),
     "kv_offload_ssd_admission": Option(
-        "offload", "ssd_admission", one_of(*FILTERS),
-        f"which evicted blocks are written: {', '.join(FILTERS)}", "NAME",
+        "offload", "ssd_admission", readers.one_of_these_or(FILTERS, known_filters),
+        f"which evicted blocks are written: {', '.join(FILTERS)}, or a filter of a package",
+        "NAME",
     ),
     "kv_offload_ssd_daily_bytes": Option(
         "offload", "ssd_daily_bytes", readers.size, "most that is written to the ssd in a day",

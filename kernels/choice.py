@@ -82,7 +82,7 @@ def choose_kernel(
 def _reason_against(device: torch.device) -> str | None:
     hardware = probe_hardware()
     if not hardware.has_triton:
-        return "triton is not installed (pip install 'stratakv[cuda]')"
+        return "triton is not installed (pip install '.[cuda]' in a clone)"
     if device.type == "cpu":
         return None if is_interpreting() else "its tensors are on the CPU"
     if device.type != "cuda":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of other projects, found by entry point and opened by name.
+"""What other projects bring, found by entry point and opened by name: tiers, eviction policies,
+admission filters.
 
 A package declares one in its own `pyproject.toml`:
 
@@ -7,13 +8,14 @@ A package declares one in its own `pyproject.toml`:
     mytier = "mypackage.tier:open_tier"
 
 where `open_tier` takes a `TierRequest` and returns an empty or a filled `StoreTier` that keeps the
-promise of `tiers/base.py` (`tiers/contract.py` checks that). Nothing of the package is imported
-before its name is given.
+promise of `tiers/base.py` (`tiers/contract.py` checks that). `policies/choice.py` and
+`admission/choice.py` say what the other groups name. Nothing of a package is imported before its
+name is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 
@@ -39,13 +41,35 @@ OpenTier = Callable[[TierRequest], StoreTier]
 
 def installed_tiers() -> list[str]:
     """The names of tiers that other packages bring, sorted."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+    return installed(ENTRY_POINTS)
+
+
+def installed(group: str) -> list[str]:
+    """The names that other packages bring in a group of entry points, sorted."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPoint:
+    """The entry point of this name; `what` it is and which are `ours` are for the message. Raises
+    TierConfigError where there is none, or several that differ."""
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        raise TierConfigError(
+            f"there is no {what} {name!r}; there are: {', '.join([*ours, *installed(group)])}. A "
+            f"package brings one as an entry point of the group {group}"
+        )
+    if len({point.value for point in found}) > 1:
+        where = ", ".join(sorted(point.value for point in found))
+        raise TierConfigError(
+            f"several packages bring the {what} {name!r}: {where}; remove all but one"
+        )
+    return found[0]
 
 
 def open_tier(request: TierRequest) -> StoreTier:
     """Open a tier by name. Raises TierConfigError with the cause and a cure, TierDown where the
     tier's place may come back."""
-    point = _find(request.name)
+    point = find_entry(ENTRY_POINTS, "tier", request.name, ("cpu", "ssd"))
     try:
         open_it: OpenTier = point.load()
         store = open_it(request)
@@ -69,19 +93,3 @@ def open_tier(request: TierRequest) -> StoreTier:
             f"expected {request.layout}"
         )
     return store
-
-
-def _find(name: str) -> EntryPoint:
-    found = list(entry_points(group=ENTRY_POINTS, name=name))
-    if not found:
-        known = ", ".join(installed_tiers()) or "none"
-        raise TierConfigError(
-            f"there is no tier {name!r}; installed beside cpu and ssd: {known}. A package brings "
-            f"one as an entry point of the group {ENTRY_POINTS}"
-        )
-    if len({point.value for point in found}) > 1:
-        where = ", ".join(sorted(point.value for point in found))
-        raise TierConfigError(
-            f"several packages bring a tier {name!r}: {where}; remove all but one"
-        )
-    return found[0]

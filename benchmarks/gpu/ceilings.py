@@ -154,7 +154,12 @@ def _run_and_check(
 
 def plot(results: Results, directory: Path) -> Path | None:
     """`gpu-ceilings.png`."""
-    return plot_ceilings(results.rows(NAME), results.ceilings, directory / "gpu-ceilings.png")
+    return plot_ceilings(
+        results.rows(NAME),
+        results.ceilings,
+        results.report.environment,
+        directory / "gpu-ceilings.png",
+    )
 
 
 SECTION = Section(NAME, "Ceilings of the device", run, plot)

@@ -14,6 +14,7 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from rich.console import Console
 
 from ...engine.config_values import ConfigError
+from ..plots import draw_and_tell
 from ..report import Report, print_table
 from . import (
     ceilings,
@@ -86,12 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--out {arguments.out} cannot be written ({error.strerror})"
             ) from error
-    for section in sections:
-        path = section.plot(results, arguments.out)
-        if path is not None:
-            print(f"written: {path}")
-    print(f"written: {results.write()}")
     print_targets(sections, results, place)
+    print(f"written: {results.write()}")
+    for section in sections:
+        draw_and_tell(partial(section.plot, results, arguments.out))
     return 1 if errors else 0
 
 

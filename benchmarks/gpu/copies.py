@@ -186,7 +186,12 @@ def set_ratios(results: Results, block_bytes: int) -> None:
 
 def plot(results: Results, directory: Path) -> Path | None:
     """`gpu-copies.png`."""
-    return plot_copies(results.rows(NAME), results.ceilings, directory / "gpu-copies.png")
+    return plot_copies(
+        results.rows(NAME),
+        results.ceilings,
+        results.report.environment,
+        directory / "gpu-copies.png",
+    )
 
 
 SECTION = Section(NAME, "Blocks between the pool and the CPU", run, plot, TARGETS)

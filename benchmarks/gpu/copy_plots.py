@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..plots import new_figure, save_figure
 from .results import Row
 
 COLOURS = ("#8a8f98", "#2f7d4f", "#2b6cb0", "#4c51bf", "#b7791f", "#c05621", "#97266d")
 _DIRECTIONS = {"to_host": "to the host", "to_device": "to the device", "both": "both at once"}
 
 
-def plot_ceilings(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path) -> Path | None:
+def plot_ceilings(
+    rows: Sequence[Row], ceilings: Mapping[str, float], environment: Mapping[str, Any], path: Path
+) -> Path | None:
     """Bars of the page-locked copies by the size of a piece; the other ceilings in the title."""
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
-    figure, panels = new_figure(1)
+    figure, panels = panels_of(1)
     axes = panels[0]
     labels = [
         f"{row['case'].removeprefix('pinned_').removesuffix('_gb_per_second').replace('_', ' ')}\n"
@@ -32,14 +35,16 @@ def plot_ceilings(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path
     others = {"device_copy_gb_per_second": "GB/s on the device", "matmul_bf16_tflops": "TFLOP/s"}
     title = [f"{ceilings[name]:,.3g} {unit}" for name, unit in others.items() if name in ceilings]
     axes.set_title("; ".join(["Page-locked copies, by size of a piece", *title]), fontsize=10)
-    return save_figure(figure, path)
+    return save_figure(figure, environment, path)
 
 
-def plot_copies(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path) -> Path | None:
+def plot_copies(
+    rows: Sequence[Row], ceilings: Mapping[str, float], environment: Mapping[str, Any], path: Path
+) -> Path | None:
     """GB/s over the size of a block: a panel for each direction, a line for each method."""
     if not rows:
         return None
-    figure, panels = new_figure(len(_DIRECTIONS))
+    figure, panels = panels_of(len(_DIRECTIONS))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
         for method, colour in zip(methods, COLOURS, strict=False):
@@ -63,14 +68,16 @@ def plot_copies(rows: Sequence[Row], ceilings: Mapping[str, float], path: Path) 
     panels[0].set_ylabel("GB/s (log); dashed: page-locked ceiling")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    return save_figure(figure, path)
+    return save_figure(figure, environment, path)
 
 
-def plot_interference(rows: Sequence[Row], path: Path) -> Path | None:
+def plot_interference(
+    rows: Sequence[Row], environment: Mapping[str, Any], path: Path
+) -> Path | None:
     """Left: step times against those alone. Right: what the copies reached meanwhile."""
     if not rows:
         return None
-    figure, (times, rates) = new_figure(2)
+    figure, (times, rates) = panels_of(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
     for place, (key, label) in enumerate((("p50_over_alone", "median"), ("p99_over_alone", "p99"))):
         bars = times.bar(
@@ -92,7 +99,7 @@ def plot_interference(rows: Sequence[Row], path: Path) -> Path | None:
     for axes in (times, rates):
         axes.set_xticks(range(len(rows)), names, fontsize=8)
         axes.margins(y=0.15)
-    return save_figure(figure, path)
+    return save_figure(figure, environment, path)
 
 
 def bytes_name(size: int) -> str:
@@ -103,25 +110,7 @@ def bytes_name(size: int) -> str:
     return f"{size} B"
 
 
-def new_figure(panels: int) -> tuple[Any, Any]:
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, panels, figsize=(4.4 * max(panels, 2), 4.2), layout="constrained", squeeze=False
-    )
+def panels_of(count: int) -> tuple[Any, Any]:
+    """A figure with so many panels beside each other."""
+    figure, axes = new_figure(1, count, (4.4 * max(count, 2), 4.2))
     return figure, axes[0]
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..plots import new_figure, save_figure
 from .attention_cases import Case, decode_case, make_batch, time_checked
 from .case_loop import run_cases
 from .place import Place
@@ -147,13 +148,8 @@ def plot(results: Results, directory: Path) -> Path | None:
     rows = results.rows(NAME)
     if not rows:
         return None
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9.0, 5.2), layout="constrained")
+    figure, panels = new_figure(1, 1, (9.0, 5.2))
+    axes = panels[0][0]
     kinds = (
         ("requests x context, bf16, group 4", "#2f7d4f", "o", _is_grid),
         ("float8 pool", "#b7791f", "s", lambda row: row["pool"] != "as q"),
@@ -184,12 +180,7 @@ def plot(results: Results, directory: Path) -> Path | None:
     axes.set_ylabel("K and V read, GB/s")
     axes.set_title("Paged decode over a scattered pool", fontsize=11)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "gpu-decode.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, results.report.environment, directory / "gpu-decode.png")
 
 
 def _is_grid(row: Row) -> bool:

@@ -206,7 +206,9 @@ def add_rows(results: Results, case: Case, seconds: Mapping[str, Sequence[float]
 
 def plot(results: Results, directory: Path) -> Path | None:
     """`gpu-engine-phases.png`."""
-    return plot_phases(results.rows(NAME), directory / "gpu-engine-phases.png")
+    return plot_phases(
+        results.rows(NAME), results.report.environment, directory / "gpu-engine-phases.png"
+    )
 
 
 SECTION = Section(NAME, "First token: computed, and from pool, CPU and SSD", run, plot, TARGETS)

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from .copy_plots import COLOURS, new_figure, save_figure
+from ..plots import save_figure
+from .copy_plots import COLOURS, panels_of
 from .results import Row
 
 
-def plot_steps(rows: Sequence[Row], path: Path) -> Path | None:
+def plot_steps(rows: Sequence[Row], environment: Mapping[str, Any], path: Path) -> Path | None:
     """Left: seconds of a step by batch. Right: what it reads in a second."""
     if not rows:
         return None
-    figure, (times, rates) = new_figure(2)
+    figure, (times, rates) = panels_of(2)
     batches = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
     ways = list(dict.fromkeys(row["way"] for row in rows))
     for number, (way, colour) in enumerate(zip(ways, COLOURS, strict=False)):
@@ -30,14 +32,14 @@ def plot_steps(rows: Sequence[Row], path: Path) -> Path | None:
         labels = [f"{requests} x\n{context:,}" for requests, context in batches]
         axes.set_xticks(range(len(batches)), labels, fontsize=8)
     times.legend(fontsize=8, frameon=False)
-    return save_figure(figure, path)
+    return save_figure(figure, environment, path)
 
 
-def plot_phases(rows: Sequence[Row], path: Path) -> Path | None:
+def plot_phases(rows: Sequence[Row], environment: Mapping[str, Any], path: Path) -> Path | None:
     """Seconds to the first token over the length that is cached, a line for each phase."""
     if not rows:
         return None
-    figure, (times, gains) = new_figure(2)
+    figure, (times, gains) = panels_of(2)
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     for phase, colour in zip(phases, COLOURS, strict=False):
         of_phase = sorted((row for row in rows if row["phase"] == phase), key=_tokens)
@@ -55,7 +57,7 @@ def plot_phases(rows: Sequence[Row], path: Path) -> Path | None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens cached, or computed where cold")
         axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, path)
+    return save_figure(figure, environment, path)
 
 
 def _tokens(row: Row) -> int:

@@ -192,7 +192,9 @@ def set_ratio(results: Results) -> None:
 
 def plot(results: Results, directory: Path) -> Path | None:
     """`gpu-engine-step.png`."""
-    return plot_steps(results.rows(NAME), directory / "gpu-engine-step.png")
+    return plot_steps(
+        results.rows(NAME), results.report.environment, directory / "gpu-engine-step.png"
+    )
 
 
 SECTION = Section(NAME, "One step of the engine against its bound", run, plot, TARGETS)

@@ -244,7 +244,9 @@ def set_ratio(results: Results) -> None:
 
 def plot(results: Results, directory: Path) -> Path | None:
     """`gpu-interference.png`."""
-    return plot_interference(results.rows(NAME), directory / "gpu-interference.png")
+    return plot_interference(
+        results.rows(NAME), results.report.environment, directory / "gpu-interference.png"
+    )
 
 
 SECTION = Section(NAME, "Decode while blocks stream", run, plot, TARGETS)

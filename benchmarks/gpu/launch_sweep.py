@@ -19,6 +19,7 @@ import torch
 from ...kernels import paged_decode_launch, paged_prefill_launch
 from ...kernels.choice import probe_hardware
 from ...kernels.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
+from ..plots import new_figure, save_figure
 from .attention_cases import (
     Batch,
     Case,
@@ -193,13 +194,8 @@ def plot(results: Results, directory: Path) -> Path | None:
     rows = [row for row in results.rows(NAME) if "best_over_chosen" in row]
     if not rows:
         return None
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.0, 4.6), layout="constrained")
+    figure, panels = new_figure(1, 1, (8.0, 4.6))
+    axes = panels[0][0]
     for index, row in enumerate(rows):
         measured = [trial for trial in row["tried"] if "seconds" in trial]
         unit = next(trial["seconds"] for trial in measured if trial["is_chosen"])
@@ -212,12 +208,7 @@ def plot(results: Results, directory: Path) -> Path | None:
     axes.set_ylabel("time in units of the chosen launch's")
     axes.set_title("Launch parameters: below the line is better", fontsize=11)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "gpu-launch-sweep.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, results.report.environment, directory / "gpu-launch-sweep.png")
 
 
 SECTION = Section(NAME, "Launch parameters", run, plot)

@@ -18,6 +18,7 @@ from statistics import geometric_mean
 
 from torch import Tensor
 
+from ..plots import new_figure, save_figure
 from . import decode, prefill
 from .attention_cases import (
     Batch,
@@ -154,14 +155,9 @@ def plot(results: Results, directory: Path) -> Path | None:
     rows = [row for row in results.rows(NAME) if row["peers"]]
     if not rows:
         return None
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = _names(rows)
-    figure, axes = pyplot.subplots(figsize=(10.0, 4.8), layout="constrained")
+    figure, panels = new_figure(1, 1, (10.0, 4.8))
+    axes = panels[0][0]
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         here = [(place, row) for place, row in enumerate(rows) if name in row["peers"]]
@@ -176,12 +172,7 @@ def plot(results: Results, directory: Path) -> Path | None:
     axes.set_ylabel("our time over theirs (above 1: they are faster)")
     axes.set_title("Peers on the same tensors", fontsize=11)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "gpu-peers.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, results.report.environment, directory / "gpu-peers.png")
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import geometric_mean
 
+from ..plots import new_figure, save_figure
 from .attention_cases import Case, make_batch, time_checked
 from .case_loop import run_cases
 from .place import Place
@@ -111,13 +112,8 @@ def plot(results: Results, directory: Path) -> Path | None:
     rows = results.rows(NAME)
     if not rows:
         return None
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9.0, 4.8), layout="constrained")
+    figure, panels = new_figure(1, 1, (9.0, 4.8))
+    axes = panels[0][0]
     rates = [row["tflops"] for row in rows]
     colours = ["#2f7d4f" if row["case"] in GRID else "#2b6cb0" for row in rows]
     bars = axes.bar([row["case"] for row in rows], rates, color=colours, width=0.65)
@@ -130,12 +126,7 @@ def plot(results: Results, directory: Path) -> Path | None:
     axes.set_ylabel("TFLOP/s, masked keys left out")
     axes.set_title("Paged prefill: chunk + context in tokens", fontsize=11)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "gpu-prefill.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, results.report.environment, directory / "gpu-prefill.png")
 
 
 TARGET = Target(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.write_kv import write_kv
 from ...kernels.write_kv_plain import write_kv_plain
+from ..plots import new_figure, save_figure
 from .attention_cases import FP8, num_layers
 from .case_loop import run_cases
 from .place import Place, check_close
@@ -176,13 +177,8 @@ def plot(results: Results, directory: Path) -> Path | None:
     rows = results.rows(NAME)
     if not rows:
         return None
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.6), layout="constrained")
+    figure, panels = new_figure(1, 1, (7.6, 4.6))
+    axes = panels[0][0]
     colours = dict(zip(dict.fromkeys(r["pool"] for r in rows), _COLOURS, strict=False))
     for pool, order in dict.fromkeys((row["pool"], row["order"]) for row in rows):
         here = [row for row in rows if (row["pool"], row["order"]) == (pool, order)]
@@ -203,12 +199,7 @@ def plot(results: Results, directory: Path) -> Path | None:
     axes.set_ylabel("bytes that must move, GB/s")
     axes.set_title("KV writes", fontsize=11)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "gpu-writes.png"
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, results.report.environment, directory / "gpu-writes.png")
 
 
 _COLOURS = ("#2f7d4f", "#b7791f", "#2b6cb0")

@@ -23,6 +23,7 @@ from rich.console import Console
 from ...engine.config_values import ConfigError
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
+from ..plots import draw_and_tell
 from ..report import Report, median
 from ..tiers.contest import Contest, WrongWork, quartiles, take_rounds
 from ..tiers.scale import layout_of
@@ -73,14 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         Measurement(report, scale, cases, arguments.redis_server).take(clients)
         written = report.write(arguments.out)
-        plot = plot_service(report, arguments.out / "service.png")
     except (WrongWork, OSError, TierError) as error:
         console = Console(stderr=True)
         console.print(f"bench service: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     print_service(report)
     print(f"written: {written}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_service(report, arguments.out / "service.png"))
     return 0
 
 

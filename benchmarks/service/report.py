@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from ..plots import GATE, MISSED, new_figure, save_figure
 from ..report import Report, print_table
-from .scale import CASES, GATES, SIZES, row_name
+from .scale import CASES, GATES, LIMITS, SIZES, row_name
 
-_MET, _MISSED, _PLAIN = "#2b6cb0", "#c53030", "#8a8f98"
+# With one client, and with more.
+_OURS, _THEIRS = ("#2b6cb0", "#90bce4"), ("#6b7078", "#c3c7cd")
+_OTHERS = ("redis", "mooncake")
 
 
 def print_service(report: Report) -> None:
@@ -50,41 +55,51 @@ def _spread(report: Report, name: str) -> str:
 
 
 def plot_service(report: Report, path: Path) -> Path:
-    """Bars of the ratios by case, one plot for each size of block, gates as lines."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, plots = pyplot.subplots(
-        1, len(SIZES), figsize=(11.2, 4.2), layout="constrained", sharey=True
-    )
-    for axes, size in zip(plots, SIZES, strict=True):
-        names = [
-            row_name(case.name, size, clients)
-            for case in CASES
-            for clients in report.figures["plan"]["clients"]
-            if row_name(case.name, size, clients) in report.ratios
-        ]
-        ratios = [report.ratios[name] for name in names]
-        bars = axes.bar(range(len(names)), ratios, color=[_colour(report, name) for name in names])
-        axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], fontsize=7, padding=2)
-        for place, name in enumerate(names):
-            if name in GATES:
-                axes.hlines(GATES[name].least or 0.0, place - 0.45, place + 0.45, color="#b7791f")
-        labels = [name.replace(f"_{size}", "").replace("_", " ") for name in names]
-        axes.set_xticks(range(len(names)), labels, fontsize=7, rotation=60, ha="right")
+    """For each size of block a panel: the cases, a bar for each number of clients, and gates."""
+    figure, panels = new_figure(len(SIZES), 1, (10.4, 3.4 * len(SIZES)), sharex=True)
+    counts = report.figures["plan"]["clients"]
+    cases = [
+        case
+        for case in CASES
+        if any(row_name(case.name, s, n) in report.ratios for s in SIZES for n in counts)
+    ]
+    width = 0.8 / len(counts)
+    for (axes,), size in zip(panels, SIZES, strict=True):
+        for number, clients in enumerate(counts):
+            for place, case in enumerate(cases):
+                ratio = report.ratios.get(row_name(case.name, size, clients))
+                if ratio is None:
+                    continue
+                x = place + (number - len(counts) / 2 + 0.5) * width
+                colours = _THEIRS if case.way in _OTHERS else _OURS
+                bars = axes.bar([x], [ratio], 0.94 * width, color=colours[min(number, 1)])
+                axes.bar_label(bars, labels=[f"{ratio:.2f}"], fontsize=7, padding=2)
+                gate = GATES.get(row_name(case.name, size, clients))
+                if gate is not None:
+                    colour = GATE if gate.is_met(ratio) else MISSED
+                    axes.hlines(gate.least or 0.0, x - width / 2, x + width / 2, color=colour, lw=2)
+        axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
         axes.set_title(f"Blocks of {size}", fontsize=9)
-        axes.margins(y=0.15)
-        axes.spines[["top", "right"]].set_visible(False)
-    plots[0].set_ylabel("of memcpy (shm), raw TLS (tls), raw TCP")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+        axes.set_ylabel("share of the limit", fontsize=8)
+        axes.margins(x=0.01, y=0.12)
+    labels = [
+        f"{case.name.replace('_', ' ', 1).replace('_', chr(10))}\nof {LIMITS[case.limit]}"
+        for case in cases
+    ]
+    panels[-1][0].set_xticks(range(len(cases)), labels, fontsize=7.5)
+    _add_legend(figure, counts)
+    return save_figure(figure, report.environment, path)
 
 
-def _colour(report: Report, name: str) -> str:
-    if name not in GATES:
-        return _PLAIN
-    return _MET if GATES[name].is_met(report.ratios[name]) else _MISSED
+def _add_legend(figure: Any, counts: Sequence[int]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    words = [f"{count} client{'s' * (count > 1)}" for count in counts]
+    handles: list[Any] = [
+        Patch(color=colours[min(number, 1)], label=f"{whose}, {each}")
+        for whose, colours in (("StrataKV", _OURS), ("another server", _THEIRS))
+        for number, each in enumerate(words)
+    ]
+    handles.append(Line2D([], [], color=GATE, lw=2, label="promised at least (red: missed)"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=8, frameon=False)

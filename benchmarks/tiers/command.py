@@ -22,6 +22,7 @@ from rich.console import Console
 from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.errors import TierError
+from ..plots import draw_and_tell
 from ..report import Report, median
 from . import checksum_case
 from .codec_case import measure_codecs, print_codecs
@@ -87,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
             disk = Disk(folder, arguments.limit, arguments.huge_pages)
             measure(report, disk, scale)
         written = report.write(arguments.out)
-        plot = plot_tiers(report, arguments.out / "tiers.png")
     except (WrongWork, OSError, TierError) as error:
         console = Console(stderr=True)
         console.print(f"bench tiers: {error}", style="red", markup=False, soft_wrap=True)
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     print_tiers(report)
     print_codecs(report)
     print(f"written: {written}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_tiers(report, arguments.out / "tiers.png"))
     return 0
 
 

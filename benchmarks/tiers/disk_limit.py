@@ -13,8 +13,10 @@ is depends on nothing as much:
   upon.
 - Eight buffers of 256 KiB stay in a processor's cache, where the host finds them 1.5 times as fast
   as in memory. One loop of reads, eight at a time, did 2.2 GB/s into 8 buffers, 2.0 into 32 and 1.5
-  into 64 or 400. A store has as many buffers as blocks on their way, so its limit has as many: fio
-  gives each a request of its own, the loop uses them in turn.
+  into 64 or 400. A store has as many buffers as blocks on their way, so its limit has as many.
+- 400 requests at a time may be slower than a few. fio gives each of its buffers a request of its
+  own and cannot do otherwise; the loop uses all buffers in turn, for any number of requests, so it
+  is what tells how many a disk likes best.
 
 Knows no store.
 """
@@ -39,6 +41,7 @@ from ...tiers.cpu import CpuSlab
 from .contest import WrongWork
 
 QUEUE_DEPTH = 8  # at least
+READ_DEPTHS = (8, 16, 32)  # requests at a time, of which the best one counts
 _LAY_OUT_BYTES = 4 * 1024**2
 _TIMEOUT_SECONDS = 300.0
 
@@ -55,6 +58,10 @@ class DiskLimit(Protocol):
 
     def read(self, num_bytes: int, buffers: int) -> float:
         """Read about so many bytes, at random places."""
+
+    def read_in_turn(self, num_bytes: int, requests: int) -> float:
+        """The same into as many buffers as there are, one after the other, with so many requests at
+        a time."""
 
     def close(self) -> None:
         """Remove the file."""
@@ -88,13 +95,16 @@ class FioLimit:
         self._block_bytes = block_bytes
         self.most_buffers = len(slab.memory()) // block_bytes
         self._file_bytes = num_blocks * block_bytes
-        _lay_out(path, self._file_bytes)
+        self._loop = LoopLimit(path, block_bytes, num_blocks, slab)
 
     def write(self, num_bytes: int, buffers: int) -> float:
         return self._run("write", num_bytes, buffers)
 
     def read(self, num_bytes: int, buffers: int) -> float:
         return self._run("read", num_bytes, buffers)
+
+    def read_in_turn(self, num_bytes: int, requests: int) -> float:
+        return self._loop.read_in_turn(num_bytes, requests)
 
     def close(self) -> None:
         self._path.unlink()
@@ -140,7 +150,8 @@ class FioLimit:
 
 
 class LoopLimit:
-    """Eight threads, each with one request after the other and its share of the buffers."""
+    """Threads, eight unless told otherwise, each with one request after the other and its share of
+    the buffers."""
 
     name = "loop"
 
@@ -153,10 +164,14 @@ class LoopLimit:
         _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_WRONLY, os.pwritev, num_bytes, buffers)
+        return self._run(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
 
     def read(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_RDONLY, os.preadv, num_bytes, buffers)
+        return self._run(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
+
+    def read_in_turn(self, num_bytes: int, requests: int) -> float:
+        requests = min(requests, self.most_buffers)
+        return self._run(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
 
     def close(self) -> None:
         self._path.unlink()
@@ -167,21 +182,22 @@ class LoopLimit:
         call: Callable[[int, list[memoryview], int], int],
         num_bytes: int,
         buffers: int,
+        requests: int,
     ) -> float:
-        count = max(QUEUE_DEPTH, num_bytes // self._block_bytes)
+        count = max(requests, num_bytes // self._block_bytes)
         places = [random.randrange(self._num_blocks) * self._block_bytes for _ in range(count)]
         size = self._block_bytes
         start = _place_in(self._slab, size, buffers)
         memory = self._slab.memory()[start : start + buffers * size]
         descriptor = os.open(self._path, flags | os.O_DIRECT)
-        moved = [0] * QUEUE_DEPTH
+        moved = [0] * requests
 
         def work(number: int) -> None:
-            own = [memory[i * size : (i + 1) * size] for i in range(number, buffers, QUEUE_DEPTH)]
-            for place, buffer in zip(places[number::QUEUE_DEPTH], cycle(own), strict=False):
+            own = [memory[i * size : (i + 1) * size] for i in range(number, buffers, requests)]
+            for place, buffer in zip(places[number::requests], cycle(own), strict=False):
                 moved[number] += call(descriptor, [buffer], place)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(QUEUE_DEPTH)]
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(requests)]
         began = time.perf_counter()
         for thread in threads:
             thread.start()

@@ -14,8 +14,9 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
 from ...tiers.tag import Proof
 from .contest import Contest, WrongWork
-from .disk_limit import QUEUE_DEPTH, make_limit
+from .disk_limit import QUEUE_DEPTH, READ_DEPTHS, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
 BATCH_BYTES = 32 * MIB
@@ -80,7 +81,17 @@ class StoreCase:
         moved = self._round_blocks * self._size
         return [
             self._contest(f"ssd_write_{name}", self.write, self.limit.write, moved),
-            self._contest(f"ssd_read_cold_{name}", self.read, self.limit.read, moved),
+            self._contest(
+                f"ssd_read_cold_{name}",
+                self.read,
+                self.limit.read,
+                moved,
+                # What the limit itself does with its requests may be its slowest setting.
+                {
+                    f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
+                    for requests in READ_DEPTHS
+                },
+            ),
         ]
 
     def churn_contest(self, name: str) -> Contest:
@@ -175,6 +186,7 @@ class StoreCase:
         ours: Callable[[], float],
         limit: Callable[[int, int], float],
         num_bytes: int,
+        rivals: Mapping[str, Callable[[], float]] | None = None,
     ) -> Contest:
         return Contest(
             name,
@@ -183,6 +195,7 @@ class StoreCase:
             ours,
             lambda: limit(num_bytes, self.limit.most_buffers),
             lambda: limit(num_bytes, QUEUE_DEPTH),
+            rivals or {},
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...tiers.admission import FILTERS
-from ...tiers.policies.choice import POLICIES
+from ...tiers.admission import make_filter
+from ...tiers.policies.choice import policy_factory
 from .baselines import replay_heads_first
 from .contenders import ADMIT_ALL
 from .formats import read_trace
@@ -69,7 +69,7 @@ class Cell:
             return replay_opt(trace, blocks)
         if self.row == HEADS_FIRST:
             return replay_heads_first(trace, blocks)
-        return replay(trace, POLICIES[self.row](blocks), blocks)
+        return replay(trace, policy_factory(self.row)(blocks), blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class PairCell:
         return replay_two_tiers(
             trace,
             self.arrangement,
-            ReplayTier(POLICIES[LRU](upper), upper),
-            ReplayTier(POLICIES[self.lower](lower), lower),
-            FILTERS[self.admission](lower),
+            ReplayTier(policy_factory(LRU)(upper), upper),
+            ReplayTier(policy_factory(self.lower)(lower), lower),
+            make_filter(self.admission, lower),
         )
 
 

@@ -20,6 +20,7 @@ from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
+from ..plots import draw_and_tell
 from ..report import Report
 from .cells import (
     HEADS_FIRST,
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="traces, or folders of them (default: made-up ones)",
     )  # fmt: skip
     parser.add_argument(
-        "--policy", metavar="NAME", help="which one the ratios are about (the product's own)"
+        "--policy",
+        metavar="NAME",
+        help="which one the ratios are about: a name, or module:attribute (the product's own)",
     )
     parser.add_argument(
         "--admission", metavar="NAME", help="which filter the ratios are about (the product's own)"
@@ -75,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         traces = load(sources)
         report = measure(sources, traces, policy, admission, console)
         path = report.write(arguments.out)
-        plot = plot_traces(report, arguments.out / "trace.png")
     except TraceError as error:
         raise ConfigError(str(error)) from error
     except (CellFailed, OSError) as error:
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     print_traces(report)
     print(f"written: {path}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_traces(report, arguments.out / "trace.png"))
     return 0
 
 
@@ -140,7 +142,7 @@ def measure(
         "made_up": sources[0].path is None,
         "seed": sources[0].seed if sources[0].path is None else None,
     }
-    cells = make_cells(list(traces), policy)
+    cells = make_cells(list(traces), policy, admission)
     answers: dict[AnyCell, Answer] = {}
     with _progress(console) as bar:
         steps = bar.add_task("replaying", total=len(cells))
@@ -151,12 +153,12 @@ def measure(
     return report
 
 
-def make_cells(names: Sequence[str], policy: str) -> list[AnyCell]:
+def make_cells(names: Sequence[str], policy: str, admission: str) -> list[AnyCell]:
     """Everything to replay, trace by trace."""
     cells: list[AnyCell] = []
     for name in names:
         cells.append(Cell(name, LRU, 100))  # an infinite cache: nothing is ever evicted
-        for row in (*POLICIES, HEADS_FIRST, OPT):
+        for row in (*dict.fromkeys((*POLICIES, policy)), HEADS_FIRST, OPT):
             cells += [Cell(name, row, percent) for percent in CAPACITIES_PERCENT]
         for upper, lower in PAIRS_PERCENT:
             cells += [PairCell(name, upper, lower, each) for each in Arrangement]
@@ -165,7 +167,7 @@ def make_cells(names: Sequence[str], policy: str) -> list[AnyCell]:
                 cells.append(PairCell(name, upper, lower, back, lower=policy))
             cells += [
                 PairCell(name, upper, lower, back, admission=each)
-                for each in FILTERS
+                for each in dict.fromkeys((*FILTERS, admission))
                 if each != ADMIT_ALL
             ]
     return cells

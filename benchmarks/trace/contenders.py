@@ -1,36 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which policy and which admission filter the ratios are about: those named, or the product's own.
 
-The tables themselves belong to the tiers; what is added there is compared at once.
+The tables themselves belong to the tiers; what is added there is compared at once. One that another
+package brings is compared where it is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from ...engine.config_values import ConfigError
 from ...engine.nearest import did_you_mean
 from ...engine.shown import shown
-from ...tiers.admission import DEFAULT_FILTER, FILTERS
-from ...tiers.policies.choice import DEFAULT_POLICY, POLICIES
+from ...tiers.admission import DEFAULT_FILTER, known_filters
+from ...tiers.errors import TierConfigError
+from ...tiers.policies.choice import DEFAULT_POLICY, known_policies, policy_factory
 
 ADMIT_ALL = "all"
-_OURS = "adaptive"
 
 
 def choose_policy(name: str | None) -> str:
-    """The policy that the ratios are about. Raises ConfigError for an unknown one."""
+    """The policy that the ratios are about: a name, or the `module:attribute` that makes it. Raises
+    ConfigError for an unknown one, and for one that cannot be loaded or breaks the contract."""
     if name is None:
-        return _OURS if _OURS in POLICIES else DEFAULT_POLICY
-    return _known("--policy", name, POLICIES)
+        return DEFAULT_POLICY
+    if ":" not in name:
+        _known("--policy", name, known_policies())
+    try:
+        policy_factory(name)
+    except TierConfigError as error:
+        raise ConfigError(f"--policy {shown(name)}: {error}") from error
+    return name
 
 
 def choose_filter(name: str | None) -> str:
     """The admission filter that the ratios are about. Raises ConfigError for an unknown one."""
-    return DEFAULT_FILTER if name is None else _known("--admission", name, FILTERS)
+    return DEFAULT_FILTER if name is None else _known("--admission", name, known_filters())
 
 
-def _known(flag: str, name: str, table: Mapping[str, object]) -> str:
+def _known(flag: str, name: str, table: Sequence[str]) -> str:
     if name not in table:
         near = did_you_mean(name, table) or f"; there are: {', '.join(table)}"
         raise ConfigError(f"{flag} takes a name, and there is no {shown(name)}{near}")

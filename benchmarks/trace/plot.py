@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..plots import MET, new_figure, save_figure
 from ..report import Report
 from .cells import HEADS_FIRST, LRU, OPT
 
@@ -19,24 +20,19 @@ _DASHED = (OPT, HEADS_FIRST)
 
 def plot_traces(report: Report, path: Path) -> Path:
     """One column for each trace: one tier above, two tiers below."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(report.figures["one_tier"])
-    size = (4.2 * len(names), 7.2)
-    figure, panels = pyplot.subplots(2, len(names), figsize=size, layout="constrained",
-                                     squeeze=False)  # fmt: skip
+    figure, panels = new_figure(2, len(names), (4.4 * len(names) + 1.0, 7.4))
     for column, name in enumerate(names):
         _plot_hits(panels[0][column], report.figures["one_tier"][name], report, name)
         _plot_writes(panels[1][column], report.figures["two_tiers"][name])
-    panels[0][0].legend(fontsize=7, frameon=False)
-    panels[1][0].legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    panels[0][0].set_ylabel("hits, % of prompt blocks")
+    for column, axes in enumerate(panels[1]):
+        axes.invert_yaxis()
+        axes.tick_params(labelleft=column == 0)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8,
+                  frameon=False)  # fmt: skip
+    return save_figure(figure, report.environment, path)
 
 
 def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) -> None:
@@ -57,23 +53,23 @@ def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) ->
     axes.minorticks_off()
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("tier, % of distinct blocks")
-    axes.set_ylabel("hits, % of prompt blocks")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Each row of the table is a line over the pairs: to the left is less wear, above more hits."""
-    for row in next(iter(pairs.values())):
-        axes.plot(
-            [rows[row]["written_per_block"] for rows in pairs.values()],
-            [rows[row]["hit_percent"] for rows in pairs.values()],
-            label=row,
-            marker=".",
-        )
-    axes.set_xlim(left=0)
-    shares = ", ".join(pairs).replace("_", " ")
+    """A bar for each row of the table of the middle pair: what it writes, and beside it its hits.
+    The other pairs are in the JSON and in the tables."""
+    pair = list(pairs)[len(pairs) // 2]
+    rows = pairs[pair]
+    written = [cells["written_per_block"] for cells in rows.values()]
+    bars = axes.barh(list(rows), written, color=MET, height=0.6)
+    axes.bar_label(
+        bars, labels=[f"{cells['hit_percent']:.1f} % hits" for cells in rows.values()],
+        fontsize=8, padding=3,
+    )  # fmt: skip
+    axes.tick_params(labelsize=8)
+    axes.set_xlim(0, 1.45 * max(*written, 0.01))
+    upper, lower = pair.split("_over_")
     axes.set_xlabel(
-        f"two tiers, {shares} %:\nblocks written below for each prompt block", fontsize=8
-    )
-    axes.set_ylabel("hits of both, % of prompt blocks")
-    axes.spines[["top", "right"]].set_visible(False)
+        f"two tiers, {upper} % over {lower} % of distinct blocks:\n"
+        "blocks written below for each prompt block", fontsize=8,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import gc
 
 from rich.console import Console
 
+from ..plots import draw_and_tell
 from ..report import Report
 from ..tiers.contest import WrongWork, take_rounds
 from ..tiers.slab_case import footprint_bytes
@@ -37,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         measure(report, scale)
         written = report.write(arguments.out)
-        plot = plot_transfer(report, arguments.out / "transfer.png")
     except (WrongWork, OSError) as error:
         console = Console(stderr=True)
         console.print(f"bench transfer: {error}", style="red", markup=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     print_transfer(report)
     print_layer_ranges(report)
     print(f"written: {written}")
-    print(f"written: {plot}")
+    draw_and_tell(lambda: plot_transfer(report, arguments.out / "transfer.png"))
     return 0
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..plots import MISSED, new_figure, save_figure
 from ..report import Report, print_table
-from .scale import GATES, MOVES, SIZES, copy_name, submit_name
+from .scale import GATES, MOVES, RUN_BLOCKS, SIZES, copy_name, submit_name
 
 _COLOURS = ("#2b6cb0", "#63a4d8", "#2f7d4f", "#7fbf98", "#b7791f")
+_LABELS = {
+    "pool_to_slab": "pool to slab, scattered blocks",
+    "slab_to_pool": "slab to pool, scattered blocks",
+    "pool_to_slab_runs": f"pool to slab, runs of {RUN_BLOCKS}",
+    "slab_to_pool_runs": f"slab to pool, runs of {RUN_BLOCKS}",
+    "both_ways": "both ways at once",
+}
 
 
 def print_transfer(report: Report) -> None:
@@ -48,35 +56,29 @@ def print_layer_ranges(report: Report) -> None:
 
 def plot_transfer(report: Report, path: Path) -> Path:
     """Bars of the copying ratios by size of block, and of what submitting costs."""
-    # Imported here: the table and the JSON must not need a plotting library to be imported.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (copies, submits) = pyplot.subplots(
-        1, 2, figsize=(9.6, 3.8), layout="constrained", width_ratios=(3, 1)
-    )
+    figure, panels = new_figure(1, 2, (9.6, 4.4), width_ratios=(3, 1))
+    copies, submits = panels[0]
     width = 0.8 / len(MOVES)
     for index, (move, colour) in enumerate(zip(MOVES, _COLOURS, strict=True)):
         places = [place + (index - len(MOVES) / 2 + 0.5) * width for place in range(len(SIZES))]
         ratios = [report.ratios[copy_name(move, size)] for size in SIZES]
-        copies.bar(places, ratios, width=0.9 * width, color=colour, label=move.replace("_", " "))
+        copies.bar(places, ratios, width=0.9 * width, color=colour, label=_LABELS[move])
     copies.set_xticks(range(len(SIZES)), list(SIZES))
-    copies.set_title("Copying, of memcpy", fontsize=9)
-    copies.legend(fontsize=7, loc="lower right")
+    copies.set_title("Blocks copied between pool and slab, share of memcpy's rate", fontsize=9)
+    copies.set_xlabel("block", fontsize=8)
     shares = [100 * report.ratios[submit_name(size)] for size in SIZES]
     bars = submits.bar(list(SIZES), shares, color=_COLOURS[0], width=0.6)
     submits.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], fontsize=8, padding=2)
-    submits.set_title("Submitting, % of copying", fontsize=9)
+    submits.set_title("Handing a job over,\n% of its copying time", fontsize=9)
+    submits.set_xlabel("block", fontsize=8)
     submits.tick_params(axis="x", labelsize=7)
-    for axes, gate in (
-        (copies, GATES[copy_name(MOVES[0], next(iter(SIZES)))].least or 0.0),
-        (submits, 100 * (GATES[submit_name(next(iter(SIZES)))].most or 0.0)),
+    for axes, gate, words in (
+        (copies, GATES[copy_name(MOVES[0], next(iter(SIZES)))].least or 0.0, "promised: at least"),
+        (submits, 100 * (GATES[submit_name(next(iter(SIZES)))].most or 0.0), None),
     ):
-        axes.axhline(gate, color="#c53030", linewidth=1)
+        label = None if words is None else f"{words} {gate:g} (right: at most)"
+        axes.axhline(gate, color=MISSED, linewidth=1, label=label)
         axes.margins(y=0.15)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    handles, labels = copies.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7.5, frameon=False)
+    return save_figure(figure, report.environment, path)

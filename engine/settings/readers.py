@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,18 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
             near = did_you_mean(word(value), known)
             raise ConfigError(f"{called} takes {' or '.join(known)}, not {shown(value)}{near}")
         return str(value)
+
+    return read
+
+
+def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
+    """A reader of one word out of those known here, or of `all_known`, which looks up what other
+    packages bring."""
+
+    def read(called: str, value: Any) -> str:
+        if isinstance(value, str) and value in known:
+            return value
+        return one_of(*all_known())(called, value)
 
     return read
 

@@ -76,7 +76,7 @@ def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
     if state.runtime_version is None:
         raise ConfigError(
             "--device cuda needs a CUDA build of torch, and this one is for the CPU; install one "
-            "from pytorch.org, with 'stratakv[cuda]' beside it, or use --device cpu"
+            "from pytorch.org and `pip install '.[cuda]'` in a clone, or use --device cpu"
         )
     needed = _dotted(state.runtime_version)
     if state.driver_version is None:
@@ -114,8 +114,8 @@ def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
     """Before the weights are read: what would be refused in the first step."""
     if not state.has_triton:
         raise ConfigError(
-            "--strict-kernels needs triton, which is not installed; pip install 'stratakv[cuda]', "
-            "or drop the flag to compute with plain kernels, slowly"
+            "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "
+            "in a clone, or drop the flag to compute with plain kernels, slowly"
         )
     needed = FP8_CAPABILITY if placement.kv_cache_dtype == FP8_KV else MIN_CAPABILITY
     if gpu.capability < needed:

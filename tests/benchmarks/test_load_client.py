@@ -82,7 +82,7 @@ def test_times_of_events() -> None:
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         for index, piece in enumerate(whole_stream(["a", "b", "c"])):
             if index == 2:  # before the second token
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(1.0)
             writer.write(piece)
             await writer.drain()
 
@@ -90,8 +90,8 @@ def test_times_of_events() -> None:
     assert (got.text, got.prompt_tokens, got.output_tokens) == ("abc", 40, 3)
     assert got.cached_by_tier == {"cpu": 32}
     assert len(got.event_seconds) == 3
-    assert 0 < got.first_token_seconds <= got.event_seconds[1] - 0.09
-    assert got.gaps_seconds[0] >= 0.09 > got.gaps_seconds[1]
+    assert 0 < got.first_token_seconds <= got.event_seconds[1] - 0.5
+    assert got.gaps_seconds[0] >= 0.5 > got.gaps_seconds[1]
     assert got.total_seconds >= got.event_seconds[-1]
 
 

@@ -65,7 +65,7 @@ def test_without_transformers(
     assert written["ratios"].keys() == {"http_vs_engine"}
     assert written["figures"]["comparison"].keys() == {"http", "engine"}
     told = capsys.readouterr()
-    assert "pip install 'stratakv[test]'" in told.err
+    assert "pip install '.[test]'" in told.err
     assert "50 requests a second" in told.out
 
 

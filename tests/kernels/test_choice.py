@@ -24,7 +24,7 @@ BARE = Hardware("NVIDIA H200", (9, 0), False)
 NO_GPU = Hardware("cpu", None, True)
 SHORTCOMINGS = [
     (V100, None, r"it needs compute capability \(8, 0\), and this is .*Tesla V100"),
-    (BARE, None, r"triton is not installed \(pip install 'stratakv\[cuda\]'\)"),
+    (BARE, None, r"triton is not installed \(pip install '.\[cuda\]' in a clone\)"),
     (H200, "heads of 17", "heads of 17"),
 ]
 

@@ -176,6 +176,6 @@ def test_nothing_to_receive_from_a_unix_socket() -> None:
     connection = plane.connect("memory")
     began = time.monotonic()
     connection.load(make_keys(4), make_buffers(4, LAYOUT), began + WAIT_SECONDS)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < WAIT_SECONDS, "what never comes is not waited for"
     connection.close()
     plane.close()

@@ -17,7 +17,7 @@ from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.traffic import Traffic
-from stratakv.tiers.writes import LATE_SHARE, OPEN_STALL_SECONDS, STALL_SECONDS, Writes
+from stratakv.tiers.writes import LATE_SHARE, STALL_SECONDS, Writes
 
 from .rig import LAYOUT, WAIT_SECONDS, HeldStore, Rig, keys, with_rig
 
@@ -71,8 +71,8 @@ def test_the_breaker_opens_soon_after_the_deadline_and_wakes_whoever_sleeps(dril
     drill.put(*range(40))
     assert drill.traffic.active_cascades == 3
     assert drill.traffic.write_breaker == "closed"
-    drill.wait_for(lambda: drill.traffic.write_breaker == "open", WRITE_SECONDS + 1.0)
-    drill.wait_for(lambda: drill.hierarchy.stats()["ssd"].errors["late_write"] == 3, 1.0)
+    drill.wait_for(lambda: drill.traffic.write_breaker == "open", WAIT_SECONDS)
+    drill.wait_for(lambda: drill.hierarchy.stats()["ssd"].errors["late_write"] == 3, WAIT_SECONDS)
     assert drill.traffic.late_write_blocks == 3 * (SLOTS // 8)
     assert drill.traffic.breaker == "closed", "reads are another matter"
 
@@ -117,16 +117,17 @@ def test_blocks_of_a_hung_write_stay_pinned_and_their_number_is_bounded(drill: D
     assert drill.hierarchy.find(keys(499)).tiers == ["cpu"], "the slab goes on with the rest"
 
 
-def test_it_is_written_to_again_within_two_seconds(drill: Drill) -> None:
+def test_it_is_written_to_again(drill: Drill) -> None:
+    """Within two seconds, says tests/test_fault_sweep.py, whose time no other work takes away."""
     drill.put(*range(40))
-    drill.wait_for(lambda: drill.traffic.write_breaker != "closed", 2.0)
+    drill.wait_for(lambda: drill.traffic.write_breaker != "closed", WAIT_SECONDS)
     time.sleep(0.5)  # a probe is lost as well
     drill.hierarchy.poll()
     drill.store.plan = FaultPlan()
-    drill.wait_for(lambda: drill.traffic.write_breaker == "closed", 2.0)
+    drill.wait_for(lambda: drill.traffic.write_breaker == "closed", WAIT_SECONDS)
     before = drill.store.stats().stored_blocks
     drill.put(*range(100, 120))
-    drill.wait_for(lambda: drill.store.stats().stored_blocks > before, 1.0)
+    drill.wait_for(lambda: drill.store.stats().stored_blocks > before, WAIT_SECONDS)
 
 
 @with_rig(num_slots=32, write_seconds=WRITE_SECONDS)
@@ -168,10 +169,10 @@ def test_a_flush_gives_up_a_store_that_takes_nothing(
     drill.put(*range(20))
     began = time.monotonic()
     assert not drill.hierarchy.flush(60.0)
-    assert time.monotonic() - began < STALL_SECONDS + 1.0
+    assert time.monotonic() - began < 40.0, "not the whole minute"
     began = time.monotonic()
     assert not drill.hierarchy.flush(60.0)
-    assert time.monotonic() - began < OPEN_STALL_SECONDS + 1.0, "its breaker is open by now"
+    assert time.monotonic() - began < STALL_SECONDS, "its breaker is open by now"
 
 
 def test_a_flush_writes_to_the_others_all_that_it_can() -> None:
@@ -195,5 +196,5 @@ def test_a_flush_that_a_store_refuses_says_so() -> None:
     hierarchy.end_store(hierarchy.begin_store(keys(*range(40))), ok=True)
     began = time.monotonic()
     assert not hierarchy.flush(60.0)
-    assert time.monotonic() - began < OPEN_STALL_SECONDS + 1.0
+    assert time.monotonic() - began < STALL_SECONDS
     assert hierarchy.close(WAIT_SECONDS)

@@ -63,28 +63,35 @@ def test_a_fault_is_raised_by_the_chosen_call_and_changes_nothing() -> None:
 
 
 def test_a_delay_leaves_the_store_pending_and_the_caller_free() -> None:
-    store = MemoryStore(SMALL, 8 * SMALL.page_bytes, fault=lambda op, _k: 0.5 * (op == "store"))
-    keys = make_keys(1)
+    delays = [0.1, 600.0]
+    store = MemoryStore(
+        SMALL, 8 * SMALL.page_bytes, fault=lambda op, _k: delays.pop() if op == "store" else None
+    )
+    late, soon = make_keys(2)
     began = time.monotonic()
-    future = store.store(keys, filled_buffers(keys, SMALL))
-    assert store.lookup(keys) == [Answer.PENDING]
-    assert time.monotonic() - began < 0.5
-    assert future.result(SECONDS) == [Stored.KEPT]
-    assert time.monotonic() - began >= 0.5
-    assert store.lookup(keys) == [Answer.HIT]
+    future = store.store([late], filled_buffers([late], SMALL))
+    assert store.lookup([late]) == [Answer.PENDING]
+    assert not future.done()
+    assert time.monotonic() - began < 300.0
+    began = time.monotonic()
+    assert store.store([soon], filled_buffers([soon], SMALL)).result(SECONDS) == [Stored.KEPT]
+    assert time.monotonic() - began >= 0.1
+    assert store.lookup([soon]) == [Answer.HIT]
+    store.close(0.0)
 
 
 def test_close_ends_delayed_calls_and_leaves_their_buffers_alone() -> None:
     store = MemoryStore(SMALL, 8 * SMALL.page_bytes)
     keys = make_keys(1)
     put(store, keys)
-    store.fault = lambda _op, _keys: 0.5
+    store.fault = lambda _op, _keys: 600.0
     buffers = make_buffers(1, SMALL)
     future = store.load(keys, buffers)
+    timer = store._delayed[future]
     began = time.monotonic()
     store.close(0.05)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 300.0
     with pytest.raises(TierClosed):
-        future.result(SECONDS)
-    time.sleep(0.55)
+        future.result(0)
+    timer.function(*timer.args, **timer.kwargs)  # it went off at the last moment
     assert bytes(buffers[0]) == bytes(SMALL.slot_bytes)

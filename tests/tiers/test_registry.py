@@ -75,12 +75,12 @@ def test_a_tier_is_listed_without_being_imported_and_opened_by_name() -> None:
     ("name", "message"),
     [
         ("shelf", "the tier shelf needs the option blocks=N"),
-        ("nowhere", "there is no tier 'nowhere'; installed beside cpu and ssd: .*shelf"),
+        ("nowhere", "there is no tier 'nowhere'; there are: cpu, ssd, .*shelf"),
         ("broken", r"the tier broken \(shelf_tier:broken\) could not be opened: .*no connection"),
         ("missing", "the tier missing .* could not be opened: ModuleNotFoundError"),
         ("nonsense", "returned dict; expected a StoreTier"),
         ("elsewhere", "has the layout .*; expected BlockLayout"),
-        ("twice", "several packages bring a tier 'twice'"),
+        ("twice", "several packages bring the tier 'twice'"),
     ],
 )
 def test_what_is_wrong_with_a_tier_is_said(name: str, message: str) -> None:

@@ -3,9 +3,17 @@
 
 base    the promise of a filter, and the one that admits everything
 choice  filters by name        while_used, second_sight, reuse    the others
+contract    what any filter has to pass
 """
 
 from .base import AdmissionFilter, AdmitAll
-from .choice import DEFAULT_FILTER, FILTERS, make_filter
+from .choice import DEFAULT_FILTER, FILTERS, known_filters, make_filter
 
-__all__ = ["DEFAULT_FILTER", "FILTERS", "AdmissionFilter", "AdmitAll", "make_filter"]
+__all__ = [
+    "DEFAULT_FILTER",
+    "FILTERS",
+    "AdmissionFilter",
+    "AdmitAll",
+    "known_filters",
+    "make_filter",
+]

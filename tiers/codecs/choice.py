@@ -26,7 +26,7 @@ def _lossless(layout: BlockLayout) -> Codec:
     except ImportError as error:
         raise TierConfigError(
             f"the codec lossless needs a package that is not installed ({error}); run "
-            "`pip install 'stratakv[codecs]'` or choose the codec none"
+            "`pip install '.[codecs]'` in a clone of StrataKV, or choose the codec none"
         ) from error
     return LosslessCodec(layout)
 

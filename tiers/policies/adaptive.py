@@ -5,7 +5,8 @@ From the prompts it is told of it learns how soon blocks are used again, by turn
 (`runs.py`), as a function of age (`reuse_model.py`); what that is worth is weighed by what a miss
 costs. Nothing is tuned beforehand: until it has seen enough, and whenever LRU would have served
 more (`trial.py`), it is LRU. Tails go before heads: a block whose followers in some chain are held
-goes after them, as far as others may go. Without `observe` it is LRU.
+goes after them, as far as others may go. Until the first `observe` it is LRU and costs what LRU
+costs, for owners that hear of blocks but not of prompts.
 
 Beside its owner's blocks it remembers those that are gone: three times as many and `MIN_GONE`, but
 no more than `MAX_GONE`. A block takes about 400 bytes.
@@ -19,6 +20,7 @@ from math import inf
 
 from .base import EvictionPolicy
 from .history import History
+from .lru import LruPolicy
 from .reuse_model import ReuseModel
 from .run_queues import ALL_THE_SAME, MissCost, RunQueues
 from .runs import Run
@@ -42,15 +44,23 @@ class AdaptivePolicy(EvictionPolicy):
         self._history = History(capacity + gone, model, self._queues, cost=cost)
         self._trial = Trial(capacity)
         self._held = 0
+        self._untold: LruPolicy | None = LruPolicy()  # all there is until the first prompt
 
     def __len__(self) -> int:
-        return self._held
+        return self._held if self._untold is None else len(self._untold)
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
+        if self._untold is not None:
+            held = self._untold.victims(len(self._untold), lambda _key: True)
+            self._untold = None
+            self.insert(held)
         hits = self._history.observe(chain, now)
         self._trial.observe(chain, hits)
 
     def insert(self, keys: Iterable[bytes]) -> None:
+        if self._untold is not None:
+            self._untold.insert(keys)
+            return
         keys = list(keys)
         blocks = self._history.blocks
         self._history.gather(key for key in keys if key not in blocks)
@@ -64,10 +74,13 @@ class AdaptivePolicy(EvictionPolicy):
 
     def touch(self, keys: Iterable[bytes]) -> None:
         # What a prompt uses was told by `observe`.
-        if not self._history.num_prompts:
-            self._history.gather(keys)
+        if self._untold is not None:
+            self._untold.touch(keys)
 
     def remove(self, keys: Iterable[bytes]) -> None:
+        if self._untold is not None:
+            self._untold.remove(keys)
+            return
         for key in keys:
             block = self._history.blocks.get(key)
             if block is not None and block.held:
@@ -77,6 +90,8 @@ class AdaptivePolicy(EvictionPolicy):
                     self._queues.unlink(block.run)
 
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
+        if self._untold is not None:
+            return self._untold.victims(count, may_evict)
         return self._choose(count, may_evict, inf)
 
     def displaced_by(

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies by name: what a flag may say, and who makes the policy for a capacity."""
+"""Eviction policies by name: what a flag may say, and who makes the policy for a capacity.
+
+A package brings one in its own `pyproject.toml`:
+
+    [project.entry-points."stratakv.policies"]
+    mine = "mypackage.policy:MyPolicy"
+
+where `MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy.
+It is held to the contract (`contract.py`) before it is used. A name of ours stays ours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
 
 from ..errors import TierConfigError
+from ..registry import find_entry, installed
 from .adaptive import AdaptivePolicy
 from .arc import ArcPolicy
 from .base import EvictionPolicy
+from .contract import check_policy_contract
 from .lru import LruPolicy
 from .s3_fifo import S3FifoPolicy
+
+ENTRY_POINTS = "stratakv.policies"
 
 # Takes the number of blocks that the owner can hold.
 PolicyFactory = Callable[[int], EvictionPolicy]
@@ -21,13 +35,41 @@ POLICIES: Mapping[str, PolicyFactory] = {
     "s3-fifo": S3FifoPolicy,
     "adaptive": AdaptivePolicy,
 }
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "adaptive"
+
+
+def known_policies() -> list[str]:
+    """All names: ours, then those that other packages bring."""
+    return list(dict.fromkeys([*POLICIES, *installed(ENTRY_POINTS)]))
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The maker of a policy. Raises TierConfigError for an unknown name."""
-    if name not in POLICIES:
-        raise TierConfigError(
-            f"there is no eviction policy {name!r}; there are: {', '.join(POLICIES)}"
-        )
-    return POLICIES[name]
+    """The maker of a policy: one of ours, or of another package by its name or as
+    `module:attribute`. Raises TierConfigError for a name that nobody brings and for a policy that
+    cannot be loaded or does not keep the promise of `base.py`."""
+    if name in POLICIES:
+        return POLICIES[name]
+    if ":" in name:
+        point = EntryPoint(name, name, ENTRY_POINTS)
+    else:
+        point = find_entry(ENTRY_POINTS, "eviction policy", name, tuple(POLICIES))
+    try:
+        make: PolicyFactory = point.load()
+        check_policy_contract(make)
+    except Exception as error:  # code of others, at start: whatever it is, it is named
+        raise _unusable(point, error) from error
+
+    def make_or_say(blocks: int) -> EvictionPolicy:
+        try:
+            return make(blocks)
+        except Exception as error:  # the same, of another capacity
+            raise _unusable(point, error) from error
+
+    return make_or_say
+
+
+def _unusable(point: EntryPoint, error: Exception) -> TierConfigError:
+    return TierConfigError(
+        f"the eviction policy {point.name} ({point.value}) cannot be used: "
+        f"{type(error).__name__}: {error}"
+    )

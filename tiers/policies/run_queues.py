@@ -130,7 +130,8 @@ class RunQueues:
         if now < self._advanced + ADVANCE_SECONDS:
             return
         self._advanced = now
-        for queue in sorted(self._queues.values(), key=lambda queue: -queue.at):
+        filled = [queue for queue in self._queues.values() if queue.runs]
+        for queue in sorted(filled, key=lambda queue: -queue.at):
             while queue.runs and queue.at + 1 < NUM_BINS:
                 run = next(iter(queue.runs))
                 if now - run.time < UPPER[queue.at]:

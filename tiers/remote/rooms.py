@@ -26,6 +26,7 @@ from ..block import BlockLayout
 from ..cpu import CpuSlab
 from ..errors import TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
+from ..policies.choice import DEFAULT_POLICY, policy_factory
 from ..sizes import show_size
 from ..ssd.store import SsdStore
 from ..standby import open_or_wait
@@ -197,7 +198,13 @@ class Rooms:
         if cpu_bytes < quota.cpu_bytes:
             log.warning("%s uses %d of its bytes: blocks are so small", name, cpu_bytes)
         try:
-            slab = CpuSlab(layout, cpu_bytes, populate_threads=_POPULATE_THREADS)
+            slab = CpuSlab(
+                layout,
+                cpu_bytes,
+                populate_threads=_POPULATE_THREADS,
+                # A server is told of blocks and never of prompts, so this is LRU in its order.
+                policy=policy_factory(DEFAULT_POLICY)(cpu_bytes // layout.slot_bytes),
+            )
         except TierConfigError as error:
             raise NoMemory(str(error)) from error
         try:

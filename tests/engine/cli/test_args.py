@@ -344,14 +344,14 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", "x"]) == 2
     err = capsys.readouterr().err
     assert "is not installed" in err
-    assert "pip install 'stratakv[engine]'" in err
+    assert "pip install '.[engine]'" in err
 
 
 @pytest.mark.usefixtures("without_engine")
 def test_a_missing_extra_is_named_by_the_python_api_too() -> None:
     import stratakv.engine
 
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'stratakv\[engine\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[engine\]'"):
         stratakv.engine.LLM  # noqa: B018
 
 

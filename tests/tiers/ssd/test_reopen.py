@@ -212,7 +212,8 @@ def test_a_look_up_waits_for_no_disk(
             for _ in range(100):
                 store.lookup([*keys, *more])
             store.stats()
-            assert time.monotonic() - began < 1.0  # 10 ms on a quiet machine
+            assert time.monotonic() - began < SECONDS, "as long as the disk hangs"
+            assert not go_on.is_set()
         finally:
             go_on.set()
         future.result(SECONDS)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise of `base.py` as a function that any admission filter has to pass.
+
+For whoever writes a filter, also outside this project: call it with what makes one. Knows nothing
+of which blocks are worth writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..contract import ContractBroken
+from .base import AdmissionFilter
+
+BLOCKS = 16  # that the tier below can hold
+_PROMPTS = 60
+
+
+def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
+    """Everything that the hierarchy relies on. `make` takes the number of blocks that the tier
+    below can hold. Raises ContractBroken with what was expected and what came."""
+    admission = make(BLOCKS)
+    if not isinstance(admission, AdmissionFilter):
+        raise ContractBroken(f"expected an AdmissionFilter, got {type(admission).__name__}")
+    if not isinstance(admission.learns, bool):
+        raise ContractBroken(f"expected `learns` to be True or False, got {admission.learns!r}")
+    _check_verdicts(admission, [], 0.0)
+    for number in range(_PROMPTS):
+        # Prompts that come back, some of them never announced.
+        chain = [b"%d/%d" % (number % 7, depth) for depth in range(1 + number % 9)]
+        now = 0.5 * number
+        if number % 3:
+            admission.observe(chain, now)
+        _check_verdicts(admission, [*chain[::-1], b"new %d" % number], now)
+        admission.read_up(number % 4)
+
+
+def _check_verdicts(admission: AdmissionFilter, keys: list[bytes], now: float) -> None:
+    verdicts = admission.admit(keys, now)
+    if not isinstance(verdicts, list) or {bool}.union(map(type, verdicts)) != {bool}:
+        raise ContractBroken(f"expected a list of True and False, got {verdicts!r}")
+    if len(verdicts) != len(keys):
+        raise ContractBroken(f"expected a verdict for each of {len(keys)} keys, got {verdicts!r}")
