@@ -234,7 +234,7 @@ def _tell_start(
         logger.warning("whoever reaches %s may use this server; --api-key asks for a key", host)
     host = f"[{host}]" if ":" in host else host
     scheme = "http" if server.ssl_certfile is None else "https"
-    tiers = f"; {tiers_in_short(offload)}" if offload.enabled else ""
+    tiers = f"; {tiers_in_short(offload, ready.tiers_down)}" if offload.enabled else ""
     logs.announce(
         f"StrataKV serves {model.served_name} at {scheme}://{host}:{port} (context"
         f" {ready.max_model_len}, {ready.num_blocks} blocks of {ready.block_size} tokens{tiers});"
@@ -242,16 +242,16 @@ def _tell_start(
     )
 
 
-def tiers_in_short(offload: OffloadConfig) -> str:
-    """The tiers from the pool down, with their sizes and places: `cpu: 4 GiB, ssd:
-    ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400`."""
-    parts = [f"cpu: {rough_size(offload.cpu_bytes)}"]
+def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
+    """The tiers from the pool down, with their sizes and places, and which are `down`: `cpu: 4 GiB,
+    ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
+    parts = {"cpu": f"cpu: {rough_size(offload.cpu_bytes)}"}
     if offload.ssd_path is not None:
-        parts.append(f"ssd: {_in_home(offload.ssd_path)} ({rough_size(offload.ssd_bytes)})")
-    parts += offload.other_tiers
+        parts["ssd"] = f"ssd: {_in_home(offload.ssd_path)} ({rough_size(offload.ssd_bytes)})"
+    parts |= {tier: tier for tier in offload.other_tiers}
     if offload.cache_servers:
-        parts.append(f"{REMOTE}: {' '.join(map(str, offload.cache_servers))}")
-    return ", ".join(parts)
+        parts[REMOTE] = f"{REMOTE}: {' '.join(map(str, offload.cache_servers))}"
+    return ", ".join(f"{text} (down)" if tier in down else text for tier, text in parts.items())
 
 
 def _in_home(path: Path) -> str:

@@ -14,7 +14,7 @@ from stratakv.tiers.remote.tenants import Quota
 from stratakv.tiers.remote.wire import State
 
 from ..tiers.blocks import payload_of
-from ..tiers.remote.rig import LAYOUT, SECRET, tag_of
+from ..tiers.remote.rig import LAYOUT, SECRET, proof_of
 from ..tiers.store_contract import SECONDS
 
 
@@ -35,5 +35,5 @@ def keep(room: Room, keys: Sequence[bytes]) -> list[State]:
     for key, slot in zip(keys, intake.slots, strict=True):
         if slot is not None:
             room.buffer(slot)[:] = payload_of(key, LAYOUT)
-    tags = [tag_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
+    tags = [proof_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
     return room.end_store(intake, tags)

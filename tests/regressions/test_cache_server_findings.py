@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
+from stratakv.tiers.base import Stored
 from stratakv.tiers.contract import make_buffers, make_keys
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.remote import room as room_module
@@ -144,7 +145,7 @@ def test_t02_a_client_that_refuses_memory_takes_the_socket(
             assert store.wait_up(WAIT_SECONDS)
             keys = make_keys(2)
             (future,) = [store.store(keys, make_buffers(2, LAYOUT))]
-            assert future.result(WAIT_SECONDS) == [True] * 2
+            assert future.result(WAIT_SECONDS) == [Stored.KEPT] * 2
             assert store.stats().errors["no_memory"] >= 1
         finally:
             store.close(WAIT_SECONDS)

@@ -270,7 +270,7 @@ def test_u09_fields_for_records_are_taken(plain: Served, client: openai.OpenAI) 
 
 def test_u09_the_ready_line_says_where_the_tiers_are(plain: Served, guarded: Served) -> None:
     tiers = "cpu: 8 MiB, ssd: ~/.cache/stratakv/ssd (32 MiB), remote: grpc://127.0.0.1:"
-    assert re.search(rf"tokens; {re.escape(tiers)}\d+\); Ctrl-C", plain.ready)
+    assert re.search(rf"tokens; {re.escape(tiers)}\d+ \(down\)\); Ctrl-C", plain.ready)
     assert "; cpu: 8 MiB); " in guarded.ready
     assert plain.ready.count("\n") == 1
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.remote.wire import State
@@ -234,7 +234,7 @@ def test_t07_what_was_being_written_is_forgotten_too(path: Path) -> None:
     store.drop(keys[:75])
     assert store.wait_forgotten(SECONDS)
     for future in futures[75:]:
-        assert future.result(SECONDS) == [True]
+        assert future.result(SECONDS) == [Stored.KEPT]
     rows = {row.key for row in store._opened.index_file.rows()}
     assert not rows & set(keys[:75])
     more = make_keys(100, "more")

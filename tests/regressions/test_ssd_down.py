@@ -64,11 +64,14 @@ def test_u05_a_tier_that_is_down_is_not_told_as_there(
     assert "down" not in line.partition("ssd")[0]
 
 
-def test_u05_no_cache_server_is_told_as_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_u05_no_cache_server_is_told_as_well(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO)
     options: dict[str, object] = {"kv_offload": "cpu,grpc://host:9400"}
-    ready = Ready(PROTOCOL_VERSION, 64, 100, 10, 16, [], ["remote"])
+    ready = Ready(PROTOCOL_VERSION, 64, 100, 10, 16, [], tiers_down=["remote"])
     assert "grpc://host:9400 (down" in told(ready, options, caplog)
+    assert "remote: grpc://host:9400 (down)" in capsys.readouterr().out
     ready.tiers_down = []
     assert "down" not in told(ready, options, caplog)
 
