@@ -90,7 +90,8 @@ class OffloadScheduler(KVConnectorScheduler):
             hierarchy, block_size, suffix, self._counters, self._economics, self._read_times
         )
         # The pool's keys carry the group already.
-        self._outgoing = Outgoing(hierarchy, suffix[_GROUP_BYTES:], self._counters, job_ids)
+        self._shard = suffix[_GROUP_BYTES:]
+        self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids)
         self._incoming = Incoming(hierarchy, block_size, self._counters, job_ids, self._read_times)
         self._back_loads = BackLoads(
             hierarchy, block_size, self._counters, job_ids, self._read_times
@@ -196,8 +197,16 @@ class OffloadScheduler(KVConnectorScheduler):
     def num_wanted_ahead(self) -> int:
         return self._outgoing.num_wanted_ahead()
 
-    def names_dropped(self) -> None:
-        self._outgoing.names_dropped()
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        self._outgoing.names_dropped(blocks)
+
+    def drop(self, keys: Sequence[bytes], cause: str) -> None:
+        named = [key + self._shard for key in keys]
+        log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
+        self._counters.count_dropped(cause, len(named))
+        self._hierarchy.drop(named)
+        self._incoming.spoil(set(named))
+        self._back_loads.spoil(set(named))
 
     def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         return self._trial.build_meta(block_ids, seconds)
@@ -233,7 +242,7 @@ class OffloadScheduler(KVConnectorScheduler):
             self._take(output)
         reports = self._incoming.take_reports() + self._back_loads.take_reports()
         for report in reports:
-            if not report.is_whole:
+            if not (report.is_whole or report.is_cancelled):
                 self._failed.put(report.request_id, None)
         return reports
 

@@ -114,7 +114,7 @@ class Hierarchy:
             deliver=self._completions.deliver,
             set_alarm=self._alarm.at,
         )
-        self._doomed: set[bytes] = set()  # pinned when everything was forgotten
+        self._doomed: set[bytes] = set()  # in use when they were forgotten
         self._epoch = 0
         self._version = 0
         self._closed = False
@@ -215,11 +215,15 @@ class Hierarchy:
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
             verdicts = [False] * len(verdicts)
+        if self._doomed:
+            pairs = zip(verdicts, ticket.keys, strict=True)
+            verdicts = [verdict and key not in self._doomed for verdict, key in pairs]
         self._slab.commit(ticket.keys, verdicts)
         kept = [key for key, verdict in zip(ticket.keys, verdicts, strict=True) if verdict]
         if kept:
             self._write_backs.added(kept)
         self._version += 1
+        self._forget_doomed()
 
     def poll(self) -> bool:
         """Take in completions, give up what is late, write back and probe what is due. True if
@@ -230,6 +234,7 @@ class Hierarchy:
         self._is_due, self._poll_at = False, now + POLL_SECONDS
         before = self.version
         self._completions.take()
+        self._forget_doomed()
         if self._reads:
             self._reads.give_up_late()
         if not self._write_backs.pump(reading=bool(self._reads)):
@@ -247,6 +252,19 @@ class Hierarchy:
             self._probes.run()
 
         return self._write_backs.flush(timeout_seconds, self._doomed, wait)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks in every tier. What is pinned now is forgotten when it is given back, what
+        is on its way when it arrives; nobody finds it until then."""
+        self._is_due = True
+        self._version += 1
+        self._slab.drop(keys)
+        answers = self._slab.lookup(keys)
+        self._doomed |= {k for k, a in zip(keys, answers, strict=True) if a is not Answer.MISS}
+        self._reads.drop(keys)
+        self._write_backs.drop(keys)
+        for store in self._stores:
+            self._faults.attempt(store, partial(store.drop, keys), writing=True)
 
     def clear(self) -> None:
         """Forget every block in every tier. What is pinned now is forgotten when it is given
@@ -321,9 +339,15 @@ class Hierarchy:
 
     def _unpin(self, keys: list[bytes]) -> None:
         self._slab.unpin(keys)
+        self._forget_doomed()
+
+    def _forget_doomed(self) -> None:
+        """Forget what is in use no longer; the others stay doomed."""
         if self._doomed:
-            self._slab.drop(list(self._doomed))
-            self._doomed.intersection_update(self._slab.keys())
+            doomed = list(self._doomed)
+            self._slab.drop(doomed)
+            answers = self._slab.lookup(doomed)
+            self._doomed = {k for k, a in zip(doomed, answers, strict=True) if a is not Answer.MISS}
 
     def _is_used(self) -> bool:
         return bool(self._reads or self._write_backs.in_flight)

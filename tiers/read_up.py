@@ -52,6 +52,7 @@ class Read:
     waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
     late: bool = False
     wanted: bool = True  # False once everything was forgotten
+    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
 
     @property
     def is_good(self) -> bool:
@@ -146,6 +147,13 @@ class ReadUp:
         for read in self._reads:
             read.wanted = False
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Publish none of these blocks that is under way."""
+        for key in keys:
+            read = self._by_key.get(key)
+            if read is not None:
+                read.dropped.add(key)
+
     def _arrived(self, read: Read, future: Future[list[Answer]]) -> None:
         traffic = self._traffic[read.store.name]
         breaker = self._faults.breakers[read.store.name]
@@ -168,7 +176,10 @@ class ReadUp:
 
     def _end(self, read: Read, answers: Sequence[Answer], fault: str = MISSED) -> None:
         """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
-        ok = [read.wanted and answer is Answer.HIT for answer in answers]
+        ok = [
+            read.wanted and answer is Answer.HIT and key not in read.dropped
+            for key, answer in zip(read.keys, answers, strict=True)
+        ]
         self._slab.commit(read.keys, ok)
         self._promoted(read.store, [key for key, kept in zip(read.keys, ok, strict=True) if kept])
         self._reads.remove(read)

@@ -8,7 +8,7 @@ through the BatchUpdate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,6 +105,26 @@ class InputBatch:
             self._move(self._end - 1, hole)
         self._end = size
         return self._builder.finish(size)
+
+    def rebuild(self, leave_out: Container[str]) -> None:
+        """After an update that broke off in the middle: every request has a row of its own again,
+        those to leave out excepted, and the next BatchUpdate empties all rows and fills them anew.
+        In place of the removals of a step."""
+        kept = []
+        for request_id, row in self.row_of.items():
+            request = self.requests[row]
+            # What broke off may have left a request half in the batch; it has failed, and is left
+            # out. Nothing was done to the rows of the others.
+            if request is not None and request.request_id == request_id not in leave_out:
+                kept.append((request, self.tables.block_ids(row), int(self.num_computed[row])))
+        self.requests = [None] * len(self.requests)
+        self.row_of.clear()
+        self._builder = BatchUpdateBuilder()
+        self._end = len(self.requests)
+        for row in range(self._end):
+            self._builder.remove(row)
+        for request, block_ids, num_computed in kept:
+            self.add(request, block_ids, num_computed)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange two rows in use."""

@@ -92,6 +92,7 @@ class ModelRunner:
         table = BlockTable(max_num_seqs, blocks_per_row, block_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
         self._requests: dict[str, WorkerRequest] = {}
+        self._is_dirty = False  # an update of the batch broke off in the middle
         self._forward = make_forward(
             runtime,
             self.model,
@@ -112,7 +113,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. Requests whose logits are not finite are named and get no token; the others are
-        not affected."""
+        not affected. Raises what goes wrong with the whole step: its requests must then be among
+        those that the next one calls finished, and those it sent back be sent back again."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
             self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
@@ -132,6 +134,9 @@ class ModelRunner:
         return None if self._connector is None else self._connector.poll()
 
     def _update_batch(self, output: SchedulerOutput) -> None:
+        was_dirty, self._is_dirty = self._is_dirty, True
+        if was_dirty:
+            self.batch.rebuild(output.finished_request_ids | output.preempted_request_ids)
         for request_id in output.finished_request_ids:
             self.batch.remove(request_id)
             self._requests.pop(request_id, None)
@@ -152,6 +157,7 @@ class ModelRunner:
         update = self.batch.finish()
         if update is not None:
             self._sampler.update(update)
+        self._is_dirty = False
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         batch = self.batch
@@ -220,6 +226,9 @@ class ModelRunner:
             request_id = request.request_id
             if not sampled.is_finite[index]:
                 result.nan_request_ids.add(request_id)
+                continue
+            if not sampled.has_choice[index]:
+                result.banned_request_ids.add(request_id)
                 continue
             token_id = sampled.token_ids[index]
             self.batch.append_tokens(row, [token_id])
