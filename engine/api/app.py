@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
-from ..client.base import EngineClient, EngineDead
+from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
 from ..nearest import did_you_mean
 from ..text.tokenizer import Tokenizer
 from .auth import ApiKeyMiddleware
@@ -32,7 +32,7 @@ from .body import MAX_QUOTED_CHARACTERS
 from .chat import create_chat_completion
 from .chat_template import ChatTemplate
 from .completions import create_completion
-from .errors import ApiError, ClientGone, error_response, to_api_error
+from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .metrics import Metrics
 from .replies import ModelCard, ModelList, now
@@ -166,6 +166,12 @@ def _card(front: Front, created: int) -> ModelCard:
 async def _health(front: Front, request: Request) -> ASGIApp:
     if not front.client.is_alive:
         raise EngineDead("its core is gone; restart the server")
+    if front.client.num_failed_steps >= UNHEALTHY_FAILED_STEPS:
+        message = (
+            f"the engine's last {front.client.num_failed_steps} steps failed; the log says why, and"
+            " a few more end it"
+        )
+        raise ApiError(message, status=503, kind=ENGINE, code="steps_fail")
     return _json({"status": "ok"})
 
 

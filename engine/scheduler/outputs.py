@@ -40,6 +40,7 @@ class OutputWriter:
         if is_first:
             output.num_cached_tokens = request.num_cached_tokens
             output.cached_tokens_by_tier = request.cached_tokens_by_tier
+            output.timings = progress.timings(request, now)
         if status is not None:
             if status is RequestStatus.FINISHED_STOPPED:
                 request.stop_reason = stop_reason(request, token_ids[-1])
