@@ -115,8 +115,9 @@ class InputBatch:
             request = self.requests[row]
             # What broke off may have left a request half in the batch; it has failed, and is left
             # out. Nothing was done to the rows of the others.
-            if request is not None and request.request_id == request_id not in leave_out:
-                kept.append((request, self.tables.block_ids(row), int(self.num_computed[row])))
+            if request is None or request.request_id != request_id or request_id in leave_out:
+                continue
+            kept.append((request, self.tables.block_ids(row), int(self.num_computed[row])))
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._builder = BatchUpdateBuilder()

@@ -22,15 +22,16 @@ from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.elementwise import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
-from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .attention_metadata import ranges
 from .block_table import BlockTable, IntArray, MultiGroupBlockTable
 from .device_runtime import DeviceRuntime
-from .input_batch import InputBatch, WorkerRequest
+from .input_batch import InputBatch
 from .kv_pool import KvPool, check_pool_size
 from .placement import Placement
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtimes import check_room, make_forward, open_runtime, open_sizer
+from .step_batch import StepBatch
 from .step_inputs import StepInputs, step_order
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,7 @@ class ModelRunner:
         blocks_per_row = -(-max_model_len // block_size)
         table = BlockTable(max_num_seqs, blocks_per_row, block_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
-        self._requests: dict[str, WorkerRequest] = {}
-        self._is_dirty = False  # an update of the batch broke off in the middle
+        self._steps = StepBatch(self.batch)
         self._forward = make_forward(
             runtime,
             self.model,
@@ -113,8 +113,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. Requests whose logits are not finite are named and get no token; the others are
-        not affected. Raises what goes wrong with the whole step: its requests must then be among
-        those that the next one calls finished, and those it sent back be sent back again."""
+        not affected. Raises what goes wrong with the whole step; see `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
             self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
@@ -134,46 +133,11 @@ class ModelRunner:
         return None if self._connector is None else self._connector.poll()
 
     def _update_batch(self, output: SchedulerOutput) -> None:
-        was_dirty, self._is_dirty = self._is_dirty, True
-        if was_dirty:
-            self.batch.rebuild(output.finished_request_ids | output.preempted_request_ids)
         for request_id in output.finished_request_ids:
-            self.batch.remove(request_id)
-            self._requests.pop(request_id, None)
             self._prompt_logprobs.forget(request_id)
-        for request_id in output.preempted_request_ids:
-            self.batch.remove(request_id)
+        self._steps.follow(output, self._sampler.update)
         for new in output.new_requests:
-            request = WorkerRequest(
-                new.request_id,
-                new.prompt_token_ids,
-                new.sampling_params,
-                list(new.output_token_ids),
-            )
-            self._requests[new.request_id] = request
-            self._prompt_logprobs.add(request)
-            self.batch.add(request, new.block_ids, new.num_computed_tokens)
-        self._update_cached(output.cached_requests)
-        update = self.batch.finish()
-        if update is not None:
-            self._sampler.update(update)
-        self._is_dirty = False
-
-    def _update_cached(self, cached: CachedRequestData) -> None:
-        batch = self.batch
-        for request_id, block_ids, computed in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if request_id in cached.resumed_request_ids:
-                request = self._requests[request_id]
-                if request_id in cached.output_token_ids:
-                    request.output_token_ids[:] = cached.output_token_ids[request_id]
-                batch.add(request, block_ids or ([],), computed)
-                continue
-            row = batch.row_of[request_id]
-            batch.num_computed[row] = computed
-            if block_ids is not None:
-                batch.tables.append_row(block_ids, row)
+            self._prompt_logprobs.add(self._steps.requests[new.request_id])
 
     def _compute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         scheduled = output.num_scheduled_tokens
