@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..scheduler.output import CachedRequestData, SchedulerOutput
 from .batch_update import BatchUpdate
-from .input_batch import InputBatch, WorkerRequest
+from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
 class StepBatch:
@@ -22,6 +22,8 @@ class StepBatch:
         self.batch = batch
         self.requests: dict[str, WorkerRequest] = {}
         self._is_dirty = False
+        # While it is: what is to be in the batch of requests that no failed step had.
+        self._held: list[HeldRow] | None = None
 
     def follow(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:
         """Take in a step; `take` is given what it changed in the rows, unless that is nothing.
@@ -29,7 +31,10 @@ class StepBatch:
         calls finished, and those that it sent back be sent back again."""
         was_dirty, self._is_dirty = self._is_dirty, True
         if was_dirty:
-            self.batch.rebuild(output.finished_request_ids | output.preempted_request_ids)
+            gone = output.finished_request_ids | output.preempted_request_ids
+            held = self.batch.held_rows() if self._held is None else self._held
+            self._held = [row for row in held if row.request.request_id not in gone]
+            self.batch.refill(self._held)
         for request_id in output.finished_request_ids:
             self.batch.remove(request_id)
             self.requests.pop(request_id, None)
@@ -47,7 +52,7 @@ class StepBatch:
         update = self.batch.finish()
         if update is not None:
             take(update)
-        self._is_dirty = False
+        self._is_dirty, self._held = False, None
 
     def _follow_cached(self, cached: CachedRequestData) -> None:
         batch = self.batch

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from stratakv.connector.device.base import DeviceError
 from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
@@ -83,7 +84,7 @@ class World:
         self._harm_rates = dict.fromkeys(("nan", "copies", "batch"), 0.0)
         if self._faulty and self._harm.random() < 0.5:
             for kind in self._harm_rates:
-                self._harm_rates[kind] = self._harm.choice([0.0, 0.01, 0.1])
+                self._harm_rates[kind] = self._harm.choice([0.0, 0.02, 0.1])
         self._calm_at = 0.0  # what is to befall the stores has befallen them
         self._woken = False
         self._empty_steps = 0
@@ -147,7 +148,7 @@ class World:
         fault_rate = rng.choice([0.0, 0.02, 0.2]) if self._faulty else 0.0
         self.device = SimDevice(
             clock, rng, fault_rate,
-            copy_seconds=self._harm.choice([COPY_SECONDS, COPY_SECONDS, SLOW_COPY_SECONDS]),
+            copy_seconds=self._harm.choice([COPY_SECONDS, SLOW_COPY_SECONDS]),
             refuses=lambda: self._is_harmed("copies"),
         )  # fmt: skip
         self.device.register_slab(self.slab)
@@ -275,14 +276,15 @@ class World:
         assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
 
     def _run(self, output: SchedulerOutput) -> None:
-        """As the engine core does it. Whatever a worker raises that it was not to is its own
-        fault."""
+        """As the engine core does it."""
         engine = self.engine
         try:
             result = engine.run(output)
-        except InjectedFault:
+        except (InjectedFault, DeviceError):
             self._end_failed(output)
             return
+        except (ValueError, RuntimeError) as error:
+            raise AssertionError("the worker failed by itself") from error
         engine.take(engine.scheduler.update_from_output(output, result))
         self._note_costs(output)
 
