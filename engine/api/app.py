@@ -61,7 +61,8 @@ def create_app(
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
-    `default_sampling` counts for fields that a client leaves out; it is what
+    `app.state.in_flight` counts the requests being answered, and can end them. `default_sampling`
+    counts for fields that a client leaves out; it is what
     `load_default_sampling` finds. Raises ConfigError for a chat template that cannot be used.
     """
     settings = settings or ApiSettings()
@@ -94,6 +95,7 @@ def create_app(
     # No generated documentation: handlers check their input themselves, so it would be empty.
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
     app.router.redirect_slashes = False
+    app.state.in_flight = front.in_flight
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
