@@ -117,7 +117,7 @@ def tiny() -> Iterator[Callable[..., Tiny]]:
 def test_e01_nan_while_a_copy_ahead_is_under_way(tiny: Callable[..., Tiny]) -> None:
     """The names were dropped and nobody told the connector: the blocks were overwritten under the
     copy, and what arrived in the slab and the shared store was half of each."""
-    rig = tiny(12)
+    rig = tiny(7)
     engine = rig.engine
     engine.add("bad", list(range(1, 4 * SIZE)), max_tokens=5)
     rig.step_until(lambda: bool(engine.parts.worker._ahead))
