@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ..tiers.hierarchy import Hierarchy
@@ -21,7 +22,7 @@ from ..tiers.read_up import LoadTicket
 from .base import ConnectorMetadata, CopyJob, FrontState, LoadReport
 from .counters import OffloadCounters
 from .economics import MEETING_PARTS, PIECES_AT_ONCE
-from .incoming import COPY_FAULT, fault_of
+from .incoming import COPY_FAULT, SPOILT, fault_of
 from .jobs import JobIds
 from .read_times import ReadTimes
 
@@ -52,6 +53,7 @@ class _BackLoad:
     failure: str | None = None
     fault: str | None = None  # see `LoadReport.failure`
     is_over: bool = False  # only the copies under way are waited for
+    is_spoilt: bool = False  # what it brings may be wrong
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
 
 
@@ -145,7 +147,7 @@ class BackLoads:
         load = self._load_of.pop(job_id, None)
         if load is None:
             return False
-        load.copying[job_id].is_good = ok
+        load.copying[job_id].is_good = ok and not load.is_spoilt
         self._has_news = True
         for job_id, piece in list(load.copying.items()):
             if piece.is_good is None:
@@ -154,7 +156,10 @@ class BackLoads:
             self._land(load, piece)
         if load.is_over and not load.copying:
             del self._loads[load.request_id]
-            self._reports.append(LoadReport(load.request_id, 0, is_whole=False))
+            is_cancelled = load.failure is None
+            self._reports.append(
+                LoadReport(load.request_id, 0, is_whole=False, is_cancelled=is_cancelled)
+            )
         return True
 
     def end(self, request_id: str) -> LoadReport | None:
@@ -179,6 +184,16 @@ class BackLoads:
     def failure_of(self, request_id: str) -> str | None:
         """See `KVConnectorScheduler.back_load_failure`."""
         return self._loads[request_id].fault
+
+    def spoil(self, keys: AbstractSet[bytes]) -> None:
+        """Nothing that loads with one of these keys bring is to be used; their requests compute."""
+        for load in self._loads.values():
+            if not (load.is_spoilt or keys.isdisjoint(load.keys)):
+                load.is_spoilt = True
+                load.loaded_from = len(load.keys)
+                load.blocks_by_tier.clear()
+                self._fail(load, SPOILT, None)
+                self._has_news = True
 
     def take_reports(self) -> list[LoadReport]:
         """Those that were ended while blocks were being written to."""

@@ -24,7 +24,7 @@ The engine must do this:
 - not reuse the blocks of a parked request before it was reported, even if it was aborted;
 - hand over evicted blocks in the step that evicts them, before anything is written to them;
 - say so when blocks lost their names in another way (`names_dropped`): they may be overwritten
-  without having been evicted.
+  without having been evicted, or be worth nothing.
 Knows nothing of schedulers or models: requests and pools are seen through small protocols.
 """
 
@@ -117,6 +117,8 @@ class ConnectorWorkerOutput:
     failed_stores: list[int] = field(default_factory=list)
     finished_loads: list[int] = field(default_factory=list)
     failed_loads: list[int] = field(default_factory=list)
+    # Of a finished store whose device makes them: the digest of each block, in the job's order.
+    store_digests: dict[int, list[bytes]] = field(default_factory=dict)
     # What it cost, for metrics; no part of what was finished.
     store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
     load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
@@ -144,6 +146,8 @@ class LoadReport:
     # What kept blocks from coming that a tier had, in words; None where nothing did, also where the
     # load was given up because computing was quicker by then.
     failure: str | None = field(default=None, compare=False)
+    # Ended by the engine itself: nothing is wrong with what it was to bring.
+    is_cancelled: bool = field(default=False, compare=False)
 
 
 class FrontState(NamedTuple):
@@ -209,7 +213,7 @@ class KVConnectorScheduler(ABC):
     def end_back_load(self, request_id: str) -> LoadReport | None:
         """Load no more. The report, whose tokens are the last ones and not the first; None where
         blocks are still being written to: it then comes as that of a failed load of a parked
-        request, and the blocks must not be reused before."""
+        request (`is_cancelled` unless it had failed), and the blocks must not be reused before."""
         raise NotImplementedError
 
     def back_load_failure(self, request_id: str) -> str | None:
@@ -233,8 +237,16 @@ class KVConnectorScheduler(ABC):
         default none, and blocks are stored in the step that evicts them."""
         return 0
 
-    def names_dropped(self) -> None:  # noqa: B027 - nothing to do where nothing is stored ahead
-        """Blocks lost their names without being evicted, and may be overwritten from now on."""
+    def names_dropped(  # noqa: B027 - nothing to do where nothing is stored ahead
+        self, blocks: Sequence[EvictedBlock]
+    ) -> None:
+        """These blocks lost their names without being evicted, and may be overwritten from now on:
+        no copy of them that is under way may be kept."""
+
+    def drop(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
+        """Have every tier forget the blocks of one chain (named as by the pool, head first), which
+        may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
+        word, is what they are counted under. Optional: by default they stay until evicted."""
 
     def request_queued(self, request: RequestView) -> None:  # noqa: B027 - a hint, not a duty
         """A request has come and will be asked about once there is room: reads may begin."""
@@ -287,7 +299,8 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
-        """Queue the step's copies: stores, then loads. Returns at once."""
+        """Queue the step's copies: stores, then loads. Returns at once and raises nothing: what
+        could not begin is reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:

@@ -195,6 +195,8 @@ def _connect(
         tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
     )
     device.register_slab(slab)
+    if stores:
+        device.make_digests()
     scheduler_side = OffloadScheduler(
         hierarchy, slab.layout.block_size, signal, choice=settings.load
     )

@@ -39,8 +39,14 @@ class OffloadCounters:
     lookup_queries: dict[str, int] = field(default_factory=dict)
     lookup_hits: dict[str, int] = field(default_factory=dict)
 
+    # Blocks that every tier was told to forget because they may be wrong, by cause.
+    blocks_dropped: dict[str, int] = field(default_factory=dict)
+
     def count_failure(self, reason: str) -> None:
         self.failures[reason] = self.failures.get(reason, 0) + 1
+
+    def count_dropped(self, cause: str, num_blocks: int) -> None:
+        self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
 
     def count_load(self, report: LoadReport) -> None:
         self.seconds_loaded += report.seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ..tiers.hierarchy import Hierarchy
@@ -23,6 +24,7 @@ from .jobs import JobIds
 from .read_times import ReadTimes
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
+SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Load:
     started: float
     give_up_at: float | None = None  # on the monotonic clock
     num_whole: int = 0  # leading blocks that are there to be copied
+    is_spoilt: bool = False  # what it brings may be wrong
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
@@ -130,7 +133,13 @@ class Incoming:
 
     def end_copy(self, job_id: int, ok: bool) -> None:
         """A copy has ended, well or not."""
-        self._end(self._copying.pop(job_id), None if ok else "load_copy")
+        load = self._copying.pop(job_id)
+        self._end(load, SPOILT if load.is_spoilt else None if ok else "load_copy")
+
+    def spoil(self, keys: AbstractSet[bytes]) -> None:
+        """Nothing that loads with one of these keys bring is to be used."""
+        for load in self._parked.values():
+            load.is_spoilt |= not keys.isdisjoint(load.ticket.keys)
 
     def take_reports(self) -> list[LoadReport]:
         """The requests that may go on."""
@@ -145,6 +154,9 @@ class Incoming:
                 break
             slots.append(slot)
         load.num_whole = len(slots)
+        if load.is_spoilt:
+            self._end(load, SPOILT)
+            return
         if not slots:
             self._end(load, "unavailable" if load.ticket.done() else "slow")
             return

@@ -91,7 +91,8 @@ class OffloadScheduler(KVConnectorScheduler):
             hierarchy, block_size, suffix, self._counters, self._economics, self._read_times
         )
         # The pool's keys carry the group already.
-        self._outgoing = Outgoing(hierarchy, suffix[_GROUP_BYTES:], self._counters, job_ids)
+        self._shard = suffix[_GROUP_BYTES:]
+        self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids)
         self._incoming = Incoming(hierarchy, block_size, self._counters, job_ids, self._read_times)
         self._back_loads = BackLoads(
             hierarchy, block_size, self._counters, job_ids, self._read_times
@@ -197,8 +198,16 @@ class OffloadScheduler(KVConnectorScheduler):
     def num_wanted_ahead(self) -> int:
         return self._outgoing.num_wanted_ahead()
 
-    def names_dropped(self) -> None:
-        self._outgoing.names_dropped()
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        self._outgoing.names_dropped(blocks)
+
+    def drop(self, keys: Sequence[bytes], cause: str) -> None:
+        named = [key + self._shard for key in keys]
+        log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
+        self._counters.count_dropped(cause, len(named))
+        self._hierarchy.drop(named)
+        self._incoming.spoil(set(named))
+        self._back_loads.spoil(set(named))
 
     def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         return self._trial.build_meta(block_ids, seconds)
@@ -237,7 +246,7 @@ class OffloadScheduler(KVConnectorScheduler):
             self._take(output)
         reports = self._incoming.take_reports() + self._back_loads.take_reports()
         for report in reports:
-            if not report.is_whole:
+            if not (report.is_whole or report.is_cancelled):
                 self._failed.put(report.request_id, None)
         return reports
 
@@ -321,7 +330,7 @@ class OffloadScheduler(KVConnectorScheduler):
         for ids, ok in ((output.finished_stores, True), (output.failed_stores, False)):
             for job_id in ids:
                 self._jobs_reported += 1
-                self._outgoing.end(job_id, ok)
+                self._outgoing.end(job_id, ok, output.store_digests.get(job_id))
         for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
             for job_id in ids:
                 self._jobs_reported += 1

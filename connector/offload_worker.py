@@ -64,6 +64,20 @@ class OffloadWorker(KVConnectorWorker):
             return
         if meta.overtaken:
             self._ahead.difference_update(meta.overtaken)
+        try:
+            self._begin(meta)
+        except Exception:
+            log.exception("the copies of a step could not begin")
+            news = self._news()
+            known = {*self._stores, *self._loads, *news.failed_stores, *news.failed_loads}
+            for stream, jobs in (
+                (Stream.STORE, [*meta.stores, *meta.ahead]), (Stream.LOAD, meta.loads)
+            ):  # fmt: skip
+                for job in jobs:
+                    if job.job_id not in known:
+                        self._fail(job, stream)
+
+    def _begin(self, meta: ConnectorMetadata) -> None:
         after = [self._device.writer_event()]
         if meta.stores:
             began = time.monotonic()
@@ -106,6 +120,11 @@ class OffloadWorker(KVConnectorWorker):
         output, self._unreported = self._news(), None
         if self._stores:
             ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
+            for job_id in output.finished_stores:
+                event = ended.get(job_id)
+                digests = None if event is None else self._device.digests(event)
+                if digests is not None:
+                    output.store_digests[job_id] = digests
             self._torn.difference_update(ended)
             self._ahead.difference_update(ended)
             output.store_copy_seconds = _seconds_of(ended)
@@ -136,10 +155,14 @@ class OffloadWorker(KVConnectorWorker):
             running[job.job_id] = event
         except Exception:
             log.exception("a %s of %d blocks could not begin", stream.value, len(job.slots))
-            output = self._news()
-            failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
-            failed.append(job.job_id)
-            self._signal.job_ended()
+            self._fail(job, stream)
+
+    def _fail(self, job: CopyJob, stream: Stream) -> None:
+        """Report a job that has not begun, and so has touched nothing."""
+        output = self._news()
+        failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
+        failed.append(job.job_id)
+        self._signal.job_ended()
 
     def _collect(
         self, running: dict[int, Event], finished: list[int], failed: list[int]

@@ -36,9 +36,11 @@ class Outgoing:
         self._counters = counters
         self._job_ids = job_ids
         self._tickets: dict[int, StoreTicket] = {}
-        self._ahead: dict[int, list[bytes]] = {}  # jobs ahead of need, in flight
+        # Jobs ahead of need, in flight: the block that each key is copied from.
+        self._ahead: dict[int, dict[bytes, int]] = {}
         self._ahead_job_of: dict[bytes, int] = {}  # key → such a job
         self._overtaken: set[int] = set()  # to be waited for by the next step
+        self._void: dict[int, set[bytes]] = {}  # what such jobs copy in vain
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // hierarchy.block_bytes))
         self._along = ALONG_BYTES // hierarchy.block_bytes
 
@@ -58,9 +60,16 @@ class Outgoing:
         """Cold blocks to be given to `begin`."""
         return self._batch if len(self._ahead) < AHEAD_JOBS else 0
 
-    def names_dropped(self) -> None:
-        """Whatever is copied ahead may be overwritten by the next step."""
-        self._overtaken.update(self._ahead)
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
+        """Those of these blocks that are copied ahead may be overwritten by the next step, and are
+        not to be kept."""
+        for block_id, pool_key in blocks if self._ahead else ():
+            key = pool_key + self._shard
+            job_id = self._ahead_job_of.get(key)
+            # Another block of the same name is copied for itself.
+            if job_id is not None and self._ahead[job_id][key] == block_id:
+                self._overtaken.add(job_id)
+                self._void.setdefault(job_id, set()).add(key)
 
     def begin(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
@@ -74,17 +83,19 @@ class Outgoing:
         if cold and (job := self._begin(cold)):
             meta.ahead.append(job)
             keys = self._tickets[job.job_id].keys
-            self._ahead[job.job_id] = keys
+            self._ahead[job.job_id] = dict(zip(keys, job.block_ids, strict=True))
             self._ahead_job_of.update(dict.fromkeys(keys, job.job_id))
 
-    def end(self, job_id: int, ok: bool) -> None:
-        """A job has ended, well or not."""
+    def end(self, job_id: int, ok: bool, digests: Sequence[bytes] | None = None) -> None:
+        """A job has ended, well or not; `digests` of its blocks, where the device made them."""
         ticket = self._tickets.pop(job_id)
         for key in self._ahead.pop(job_id, ()):
             self._ahead_job_of.pop(key, None)
-        self._hierarchy.end_store(ticket, ok)
+        void = self._void.pop(job_id, ())
+        proofs = None if digests is None else self._hierarchy.prove(ticket.keys, digests)
+        self._hierarchy.end_store(ticket, [ok and key not in void for key in ticket.keys], proofs)
         if ok:
-            num_blocks = len(ticket.keys)
+            num_blocks = len(ticket.keys) - len(void)
             self._counters.count_store(num_blocks, num_blocks * self._hierarchy.block_bytes)
         else:
             self._counters.count_failure("store_copy")

@@ -14,6 +14,10 @@ from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
+# Why nobody reads on.
+ABORTED = "abort"
+STOPPED = "stop"
+
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 
@@ -30,9 +34,11 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
-    """The client is gone; unknown ids are ignored."""
+    """Nobody reads on: the client is gone (ABORTED), or a stop string has come (STOPPED). Unknown
+    ids are ignored."""
 
     request_ids: list[str]
+    reason: str = ABORTED
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
@@ -54,7 +60,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     num_cached_tokens: int | None = None
     cached_tokens_by_tier: dict[str, int] | None = None  # of `Ready.tiers` → tokens
     error: str | None = None
-    timings: dict[str, float] | None = None  # with the last one: queue, prefill, ... in seconds
+    # With the last one, and with the first token, up to then: queue, prefill, ... in seconds.
+    timings: dict[str, float] | None = None
     error_code: str | None = None  # of errors that a client can act on: OVERLOADED
     # For requests that asked for them: one for each of `new_token_ids`, and with the first token
     # one for each prompt token.
@@ -66,6 +73,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """All of one step, in one message."""
 
     outputs: list[TokenOutput]
+    num_failed_steps: int = 0  # that the worker has failed since the last good one
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
@@ -103,3 +111,19 @@ FromCore = Outputs | Reply | Ready | Fatal
 to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 encoder = msgspec.msgpack.Encoder()
+
+
+def refuse(frame: bytes, why: str) -> FromCore | None:
+    """The answer to a message to the core that cannot be decoded; None where it does not tell whom
+    to answer."""
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    text = f"the engine core cannot read this request ({why}); use one version of StrataKV"
+    match fields:
+        case ["add", str(request_id), *_]:
+            return Outputs([TokenOutput(request_id, [], "error", error=text)])
+        case ["call", int(call_id), *_]:
+            return Reply(call_id, error=text)
+    return None

@@ -53,7 +53,7 @@ def check_nothing_left(core: EngineCore) -> None:
     assert manager._coordinator._groups[0]._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-    assert not (core._runner._requests or core._runner.batch.row_of)
+    assert not (core._runner._steps.requests or core._runner.batch.row_of)
     connector: Any = core._connector
     if connector is None:
         return

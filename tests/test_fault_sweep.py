@@ -109,13 +109,20 @@ class NthFaultyStore(FaultyStore):
 class WaitedFor(SsdStore):
     """An SSD store whose answers are there when a call returns, with threads, files and all."""
 
-    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[Answer]]:
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> Future[list[Proof | None]]:
         future = super().load(keys, buffers)
         wait([future], DISK_SECONDS)
         return future
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        future = super().store(keys, buffers)
+    def store(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        proofs: Proofs | None = None,
+    ) -> Future[list[Stored]]:
+        future = super().store(keys, buffers, proofs)
         wait([future], DISK_SECONDS)
         return future
 

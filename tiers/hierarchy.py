@@ -36,7 +36,7 @@ from .loads import Loads
 from .look_up import LookUp
 from .probes import Probes
 from .read_up import LoadTicket, ReadUp
-from .tag import Proofs, Tagger
+from .tag import Proof, Proofs, Tagger
 from .tickets import Prefix, StoreTicket
 from .traffic import Traffic
 from .write_backs import WriteBacks
@@ -73,6 +73,7 @@ class Hierarchy:
         self._stores = list(stores)
         self._inclusive = inclusive
         self._admission = AdmitAll() if admission is None else admission
+        self._tagger = tagger
         self._wakeup = wakeup
         self._is_due = True  # something has happened since the last `poll`
         self._poll_at = 0.0
@@ -229,6 +230,15 @@ class Hierarchy:
             self._write_backs.added(kept)
         self._version += 1
 
+    def prove(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof] | None:
+        """The proofs of blocks that an engine stores, whose bytes have these digests. None without
+        a tagger."""
+        tagger = self._tagger
+        if tagger is None:
+            return None
+        pairs = zip(keys, digests, strict=True)
+        return [Proof(tagger.tag(key, digest), digest) for key, digest in pairs]
+
     def withhold(self, ticket: StoreTicket) -> list[int]:
         """The ticket's end, as for blocks that will never come, where somebody may still write to
         the slots: they stay out of use until `restore` is given them."""
@@ -265,6 +275,16 @@ class Hierarchy:
             self._probes.run()
 
         return self._write_backs.flush(timeout_seconds, wait)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed
+        when it is given back, what is on its way is forgotten when it arrives."""
+        self._is_due = True
+        self._forget(list(keys))
+        self._reads.drop(keys)
+        self._write_backs.drop(keys)
+        for store in self._stores:
+            self._faults.attempt(store, partial(store.drop, keys), writing=True)
 
     def clear(self, *, sweep: bool = True) -> None:
         """Forget every block in every tier. What is pinned now is forgotten at once and its slot

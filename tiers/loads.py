@@ -62,7 +62,11 @@ class Loads:
         joined = {i: read for i in missing if (read := self._reads.of(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
         places = dict(zip(fresh, self._look_up.stores_of([keys[i] for i in fresh]), strict=True))
-        lost = (i for i in missing if (not joined[i].is_good if i in joined else places[i] is None))
+        lost = (
+            i
+            for i in missing
+            if (not joined[i].brings(keys[i]) if i in joined else places[i] is None)
+        )
         end = next(lost, len(keys))
         fresh = [i for i in fresh if i < end]
         slots = dict(zip(fresh, self._reserve([keys[i] for i in fresh]), strict=True))

@@ -55,7 +55,7 @@ class LookUp:
                     read = self._reads.of(key)
                     if read is None:  # its bytes are being copied to the slab
                         return Prefix(tiers, True)
-                    place: SlabTier | StoreTier | None = read.store if read.is_good else None
+                    place: SlabTier | StoreTier | None = read.store if read.brings(key) else None
                 else:
                     place = self._slab if answer is Answer.HIT else places[key]
                 if place is None:

@@ -54,11 +54,11 @@ class Read:
     waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
     late: bool = False
     wanted: bool = True  # False once everything was forgotten
+    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
 
-    @property
-    def is_good(self) -> bool:
-        """Whether a load that joins it may hope for its blocks."""
-        return self.wanted and not self.late
+    def brings(self, key: bytes) -> bool:
+        """Whether a load that joins it may hope for this block."""
+        return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
         """Have the ticket's block at `index` come from this read."""
@@ -149,6 +149,13 @@ class ReadUp:
         """Publish nothing of what is under way."""
         for read in self._reads:
             read.wanted = False
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Nobody is to hope for these blocks any more. The slab does not publish them."""
+        for key in keys:
+            read = self._by_key.get(key)
+            if read is not None:
+                read.dropped.add(key)
 
     def _arrived(self, read: Read, future: Future[list[Proof | None]]) -> None:
         traffic = self._traffic[read.store.name]

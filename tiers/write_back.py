@@ -180,6 +180,13 @@ class WriteBack:
         answers = self._faults.lookup(self._store, newest_first)
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Write none of these blocks; what is being written of them is dropped on its arrival."""
+        for key in keys:
+            self._dirty.pop(key, None)
+            self._refused.discard(key)
+        self._writes.drop(keys)
+
     def clear(self) -> None:
         """Forget all; what is being written is dropped from the store when it arrives."""
         self._dirty.clear()

@@ -116,6 +116,11 @@ class WriteBacks:
         going_on = [write_back.flush_some() for write_back in self._all]
         return any(going_on)
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Write none of these blocks."""
+        for write_back in self._all:
+            write_back.drop(keys)
+
     def clear(self) -> None:
         """Forget all."""
         for write_back in self._all:

@@ -12,9 +12,9 @@ again. Knows nothing of which blocks are worth writing, or when. Called by one t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from .base import SlabTier, Stored, StoreTier
@@ -42,6 +42,7 @@ class Batch:
     is_probe: bool
     is_late: bool = False
     is_wanted: bool = True  # False once everything was forgotten
+    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
 
 
 class Writes:
@@ -150,6 +151,11 @@ class Writes:
         for batch in self._batches:
             batch.is_wanted = False
 
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Those of these blocks that are being written are to be dropped when they have arrived."""
+        for batch in self._batches:
+            batch.dropped.update(set(keys).intersection(batch.keys))
+
     def begin_flush(self) -> None:
         """From now on look whether the store takes anything."""
         self._taken_at, self._has_failed = time.monotonic(), False
@@ -196,8 +202,9 @@ class Writes:
             damaged = [key for key, outcome in pairs if outcome is Stored.DAMAGED]
             self._faults.count(self._store, DAMAGED, len(damaged))
             self._forget(damaged)
-        if not batch.is_wanted:
-            drop = partial(self._store.drop, batch.keys)
+        unwanted = list(batch.dropped) if batch.is_wanted else batch.keys
+        if unwanted:
+            drop = partial(self._store.drop, unwanted)
             self._faults.attempt(self._store, drop, writing=True)
 
     def _fail(self, batch: Batch, error: Exception) -> None:

@@ -79,9 +79,10 @@ class Answer(ABC):
         """The HTTP answer. The body of `http` has been read."""
         seconds = self.front.settings.request_timeout_seconds
         if self.request.stream:
-            return EventStream(self._stream, seconds)
+            return EventStream(self._stream, seconds, self.front.in_flight.ended)
         async with asyncio.timeout(seconds):
-            body = await until_disconnect(http.receive, self._collect_all())
+            ended = self.front.in_flight.ended
+            body = await until_disconnect(http.receive, self._collect_all(), ended)
         return Response(body, media_type="application/json")
 
     async def _collect_all(self) -> bytes:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
-from ..client.base import EngineClient, EngineDead
+from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
 from ..nearest import did_you_mean
 from ..text.tokenizer import Tokenizer
 from .auth import HEALTH_PATH, ApiKeyMiddleware
@@ -33,7 +33,7 @@ from .body import MAX_QUOTED_CHARACTERS
 from .chat import create_chat_completion
 from .chat_template import ChatTemplate
 from .completions import create_completion
-from .errors import ApiError, ClientGone, error_response, to_api_error
+from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .metrics import Metrics
 from .replies import ModelCard, ModelList, now
@@ -64,9 +64,10 @@ def create_app(
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
-    `model_aliases` are paths that clients may name in place of `model_name`. `default_sampling`
-    counts for fields that a client leaves out; it is what `load_default_sampling` finds. Raises
-    ConfigError for a chat template that cannot be used.
+    `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
+    paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
+    a client leaves out; it is what `load_default_sampling` finds. Raises ConfigError for a chat
+    template that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
@@ -99,6 +100,7 @@ def create_app(
     # No generated documentation: handlers check their input themselves, so it would be empty.
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
     app.router.redirect_slashes = False
+    app.state.in_flight = front.in_flight
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
         open_paths = [HEALTH_PATH, *([METRICS_PATH] if settings.metrics_without_key else [])]
@@ -185,6 +187,12 @@ def _card(front: Front, created: int) -> ModelCard:
 async def _health(front: Front, request: Request) -> ASGIApp:
     if not front.client.is_alive:
         raise EngineDead("its core is gone; restart the server")
+    if front.client.num_failed_steps >= UNHEALTHY_FAILED_STEPS:
+        message = (
+            f"the engine's last {front.client.num_failed_steps} steps failed; the log says why, and"
+            " a few more end it"
+        )
+        raise ApiError(message, status=503, kind=ENGINE, code="steps_fail")
     return _json({"status": "ok"})
 
 

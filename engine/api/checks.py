@@ -23,7 +23,6 @@ from .protocol import (
 
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_PRIORITY = 2**31 - 1
 
 
 def check_completion(front: Front, request: CompletionRequest) -> None:
@@ -103,9 +102,9 @@ def _check_shared(front: Front, request: SamplingFields) -> None:
     if len(request.request_id or "") > MAX_REQUEST_ID_CHARACTERS:
         message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
         raise _invalid("request_id", f"{message}; send a shorter one")
-    if not -MAX_PRIORITY <= (request.priority or 0) <= MAX_PRIORITY:
-        message = f"`priority` must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-        raise _invalid("priority", f"{message}, got {request.priority}")
+    if request.priority:
+        message = "`priority` must be 0, since requests are served in the order in which they come"
+        raise _invalid("priority", f"{message}; got {request.priority}, leave it out")
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -105,6 +105,7 @@ class CoreCollector(Collector):
     def _connector(self, figures: Figures, scheduler: Figures) -> Iterator[Metric]:
         yield from self._table(tables.CONNECTOR, figures)
         yield self._by_label(tables.FAILURES, "reason", figures["failures"])
+        yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
         yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])
         for key, shown in tables.ESTIMATES:
             # A tier that never pays, or was not measured, has no number of tokens.

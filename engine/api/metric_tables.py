@@ -151,6 +151,7 @@ PREFILL_RATE = _gauge(
 )
 DECLINED = _counter("stratakv:declined_tokens", "Tokens computed although a tier had them.")
 FAILURES = _counter("stratakv:offload_failures", "Transfers that failed, by reason.")
+BLOCKS_DROPPED = _counter("stratakv:blocks_dropped", "Blocks that every tier was told to forget.")
 EXTERNAL_QUERIES = _counter(
     "vllm:external_prefix_cache_queries", "Prompt tokens looked up in the tiers below the pool."
 )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, ClientGone, encode_error, error_response, to_api_error
+from .errors import ENGINE, ApiError, ClientGone, encode_error, error_response, to_api_error
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
@@ -32,18 +32,28 @@ _HEADERS = [
 ]
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and ClientGone raised, if the client leaves.
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], ended: asyncio.Future[None]
+) -> T:
+    """The result of `work`, which is cancelled if the client leaves, and ClientGone raised, or once
+    `ended` is done, and an ApiError raised.
 
     To be used once the request's body has been read: what is received after it is the end.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        await asyncio.wait((task, watcher, ended), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
             raise ClientGone
-        return task.result()
+        raise ApiError(
+            "the server is shutting down and ended this answer; ask again when it is back",
+            status=503,
+            kind=ENGINE,
+            code="shutting_down",
+        )
     finally:
         for each in (task, watcher):
             each.cancel()
@@ -60,10 +70,17 @@ class EventStream:
     """An ASGI answer made by `produce`, which is called once with a function that writes events.
 
     The status line goes out with the first event, so that what fails before it is answered with
-    a status of its own; what fails later becomes an event with an `error`.
+    a status of its own; what fails later becomes an event with an `error`. So does the end of the
+    server, which is when `ended` is done.
     """
 
-    def __init__(self, produce: Callable[[Write], Awaitable[None]], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        produce: Callable[[Write], Awaitable[None]],
+        timeout_seconds: float,
+        ended: asyncio.Future[None],
+    ) -> None:
+        self._ended = ended
         self._produce = produce
         self._timeout_seconds = timeout_seconds
         self._started = False
@@ -71,7 +88,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole stream."""
         try:
-            await until_disconnect(receive, self._send_events(send))
+            await until_disconnect(receive, self._send_events(send), self._ended)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
         except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer

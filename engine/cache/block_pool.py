@@ -21,6 +21,9 @@ step that writes it has run. Until `commit_step` it counts as not computed:
   never written can never reach a tier;
 - `drop_uncomputed` takes the names away after a step that failed.
 
+Whoever copies blocks is told of every name that is taken away otherwise than by an eviction
+(`tell_dropped`), at that moment: such a block may be overwritten by the next step.
+
 There is one step in flight at a time: everything named since the last commit belongs to it. Names
 from a finished load are trusted at once.
 
@@ -31,7 +34,7 @@ computed what another one has keeps its own copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ...connector.base import EvictedBlock
@@ -70,6 +73,7 @@ class BlockPool:
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
         self._fresh: deque[KVCacheBlock] | None = None
         self._cold = ColdBlocks(self.free_queue)
+        self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
     @property
     def num_free(self) -> int:
@@ -177,7 +181,7 @@ class BlockPool:
         not written by the step being scheduled."""
         if not self.enable_caching:
             return
-        suffix = _group_suffix(group_id)
+        suffix = group_suffix(group_id)
         named = self._named
         for digest, block in zip(digests, blocks, strict=True):
             if block.is_null:
@@ -189,6 +193,11 @@ class BlockPool:
                 self._add_duplicate(key, block, found)
         if not computed:
             self._uncomputed.update(dict.fromkeys([b.block_id for b in blocks if not b.is_null]))
+
+    def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
+        """From now on have `tell` called with the blocks that lose their names and are not reported
+        as evicted, whatever took the names away."""
+        self._tell_dropped = tell
 
     def offer_all(self) -> None:
         """From now on `take_fresh` has every block that is computed."""
@@ -212,10 +221,12 @@ class BlockPool:
     def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Make blocks unfindable, held or free; free ones are now the first to be reused."""
         worthless = []
+        dropped = []
         for block in blocks:
             key = block.block_hash
             if key is None:
                 continue
+            dropped.append(EvictedBlock(block.block_id, key))
             self._keep_others(key, block, self._named.pop(key))
             block.block_hash = None
             block.is_offered = False
@@ -224,6 +235,18 @@ class BlockPool:
                 worthless.append(block)
         self.free_queue.remove_n(worthless)
         self.free_queue.prepend_n(worthless)
+        if dropped:
+            self._tell_dropped(dropped)
+
+    def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
+        """`drop_names` of every block that carries one of these names."""
+        suffix = group_suffix(group_id)
+        blocks: list[KVCacheBlock] = []
+        for digest in digests:
+            found = self._named.get(digest + suffix)
+            if found is not None:
+                blocks += found.values() if isinstance(found, dict) else [found]
+        self.drop_names(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
         """Computed blocks that lost their names since the last call, in that order. They are to be
@@ -265,15 +288,17 @@ class BlockPool:
         """Forget all names, if no request holds a block; otherwise change nothing."""
         if not self.is_idle:
             return False
+        dropped = [EvictedBlock(b.block_id, b.block_hash) for b in self.blocks if b.block_hash]
         self._named.clear()
         self._uncomputed.clear()
         for block in self.blocks:
             block.block_hash = None
             block.is_offered = False
+        self._tell_dropped(dropped)
         return True
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
-        suffix = _group_suffix(group_id)
+        suffix = group_suffix(group_id)
         get = self._named.get
         blocks = []
         for digest in digests:
@@ -302,6 +327,10 @@ class BlockPool:
             self._named[key] = found if len(found) > 1 else found.popitem()[1]
 
 
+def _nobody(_dropped: Sequence[EvictedBlock]) -> None:
+    """No block is copied."""
+
+
 def _offer(block: KVCacheBlock) -> EvictedBlock:
     """A named block, to be given once under its name."""
     assert block.block_hash is not None
@@ -309,5 +338,6 @@ def _offer(block: KVCacheBlock) -> EvictedBlock:
     return EvictedBlock(block.block_id, block.block_hash)
 
 
-def _group_suffix(group_id: int) -> bytes:
+def group_suffix(group_id: int) -> bytes:
+    """What completes a digest to the name of a block."""
     return group_id.to_bytes(2, "little")

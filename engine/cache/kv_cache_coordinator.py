@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .block_pool import BlockPool
+from .block_pool import BlockPool, group_suffix
 from .full_attention_manager import FullAttentionManager
 from .kv_block import BlockIds, KVCacheBlock
 
@@ -61,10 +61,15 @@ class KVCacheCoordinator:
         for group in self._groups:
             group.cache(request_id, digests, num_tokens, computed)
 
-    def drop_names(self, request_id: str) -> None:
-        """Make every block of a request unfindable."""
+    def drop_names(self, request_id: str, digests: Sequence[bytes]) -> None:
+        """Make every block of a request unfindable, and all others with one of these names."""
         for group in self._groups:
             self._pool.drop_names(group.table(request_id))
+            self._pool.drop_keys(digests, group.group_id)
+
+    def keys(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The names of the blocks of every group, head first in each, as the pool keeps them."""
+        return [d + group_suffix(i) for i in self._group_ids for d in digests]
 
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back."""

@@ -110,9 +110,11 @@ class KVCacheManager:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)
 
-    def drop_names(self, request: Request) -> None:
-        """Make sure that nobody finds the blocks of a request again; it keeps them."""
-        self._coordinator.drop_names(request.request_id)
+    def drop_names(self, request: Request) -> list[bytes]:
+        """Make sure that nobody finds the blocks of a request again, nor another block of the same
+        name; it keeps them. The names, head first: tiers may have such blocks too."""
+        self._coordinator.drop_names(request.request_id, request.block_hashes)
+        return self._coordinator.keys(request.block_hashes)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The block table of each cache group."""

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # For requests that run when the end is asked for.
 _REQUEST_SECONDS = 5.0
+# Beyond it, for the last event of answers that had not ended by then.
+_LAST_WORDS_SECONDS = 3.0
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
@@ -190,7 +192,12 @@ async def _serve_app(
     from ..api.server import make_server
     from ..api.stats_log import StatsLog
 
-    http = make_server(app, log_level=server.log_level, shutdown_seconds=_REQUEST_SECONDS, tls=tls)
+    http = make_server(
+        app,
+        log_level=server.log_level,
+        shutdown_seconds=_REQUEST_SECONDS + _LAST_WORDS_SECONDS,
+        tls=tls,
+    )
     logs.adopt("uvicorn")
     running = asyncio.ensure_future(http.serve(sockets=[sock]))
     dead = asyncio.ensure_future(client.wait_dead())
@@ -199,7 +206,15 @@ async def _serve_app(
     try:
         _tell_start(config, server, client.ready, sock)
         await asyncio.wait((running, dead, asking), return_when=asyncio.FIRST_COMPLETED)
+        in_flight = app.state.in_flight
+        logger.info(
+            "shutting down; %d requests are being answered and have %g s to end",
+            in_flight.count,
+            _REQUEST_SECONDS,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the line above is enough
         http.should_exit = True
+        asyncio.get_running_loop().call_later(_REQUEST_SECONDS, in_flight.end)
         await running
     finally:
         for task in (asking, dead, figures):

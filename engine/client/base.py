@@ -21,10 +21,16 @@ class EngineDead(RuntimeError):
     """The core is gone or cannot answer; nothing more will come of this client."""
 
 
+# So many are no accident of one request; a few more end the core.
+UNHEALTHY_FAILED_STEPS = 3
+
+
 class EngineClient(ABC):
     """One engine core."""
 
     ready: Ready
+    # Steps that the core's worker has failed since the last good one, as far as it has told.
+    num_failed_steps: int = 0
 
     @property
     @abstractmethod
@@ -34,6 +40,10 @@ class EngineClient(ABC):
     @abstractmethod
     def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
         """Run one request; see the promise above."""
+
+    def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
+        """A stop string has come: closing the iterator of this request ends it as stopped, not as
+        aborted."""
 
     @abstractmethod
     async def abort(self, request_ids: list[str]) -> None:

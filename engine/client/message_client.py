@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ..wire import (
+    ABORTED,
+    STOPPED,
     AbortRequests,
     AddRequest,
     Call,
@@ -41,6 +43,7 @@ class MessageClient(EngineClient):
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
+        self._stopped: set[str] = set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._sends: set[asyncio.Task[None]] = set()
@@ -70,8 +73,15 @@ class MessageClient(EngineClient):
                 yield output
         finally:
             del self._mailboxes[request_id]
+            reason = STOPPED if request_id in self._stopped else ABORTED
+            self._stopped.discard(request_id)
             if not finished and self.is_alive:
-                self._send_soon(AbortRequests([request_id]))
+                self._send_soon(AbortRequests([request_id], reason))
+
+    def has_enough(self, request_id: str) -> None:
+        """See `EngineClient.has_enough`."""
+        if request_id in self._mailboxes:
+            self._stopped.add(request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         """See `EngineClient.abort`: the iterators end with the finish reason "abort"."""
@@ -117,6 +127,7 @@ class MessageClient(EngineClient):
     def _receive(self, message: FromCore) -> None:
         """Take a message from the core."""
         if isinstance(message, Outputs):
+            self.num_failed_steps = message.num_failed_steps
             for output in message.outputs:
                 mailbox = self._mailboxes.get(output.request_id)
                 if mailbox is not None:  # else aborted meanwhile

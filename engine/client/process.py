@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import msgspec
 import zmq
@@ -84,14 +85,27 @@ class ProcessClient(MessageClient):
     async def _send(self, message: ToCore) -> None:
         self._raise_if_dead()
         try:
-            async with asyncio.timeout(SEND_SECONDS):
-                await self._to_core.send(encoder.encode(message))
-        except TimeoutError:
-            self._die(f"the engine core took no message for {SEND_SECONDS:g} s")
-            self._raise_if_dead()
+            sending = asyncio.ensure_future(self._to_core.send(encoder.encode(message)))
+            if not sending.done():  # the core's queue is full, or the core is gone
+                await self._wait_sent(sending)
         except zmq.ZMQError as error:
             self._die(f"the connection to the engine core broke ({error})")
             self._raise_if_dead()
+
+    async def _wait_sent(self, sending: asyncio.Future[Any]) -> None:
+        """Until the core has taken it, or is known to be gone."""
+        died = asyncio.ensure_future(self._dead.wait())
+        try:
+            waits = (sending, died)
+            await asyncio.wait(waits, timeout=SEND_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not (sending.done() or died.done()):
+                self._die(f"the engine core took no message for {SEND_SECONDS:g} s")
+            if not sending.done():
+                self._raise_if_dead()
+            await sending
+        finally:
+            died.cancel()
+            sending.cancel()
 
     async def _close_transport(self, timeout_seconds: float) -> None:
         self._core.hang_up()

@@ -22,10 +22,11 @@ from ..config import EngineConfig
 from ..models.dtypes import dtype_name, kv_dtype_name
 from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
-from ..request import BlockHasher
+from ..request import BlockHasher, RequestStatus
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
-from ..wire import OVERLOADED, PROTOCOL_VERSION, AddRequest, Ready, TokenOutput
+from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
+from ..worker.device_runtime import is_device_lost
 from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
 from ..worker.pool_sizing import context_that_fits
@@ -39,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-# A worker that fails without any request to blame would fail for ever.
-_MAX_EMPTY_FAILURES = 3
+# A worker that has failed so often in a row will fail for ever; a request of its own seldom makes
+# more than its own step fail. A lost device is given up at once.
+MAX_FAILED_STEPS = 5
 _IDLE_SECONDS = 5.0
 # For copies under way when there is no time for anything else.
 MIN_COPY_SECONDS = 1.0
@@ -57,7 +59,7 @@ class EngineCore:
         self.config = config
         self._progress = progress or logger.info
         self._closed = False
-        self._empty_failures = 0
+        self.num_failed_steps = 0  # since the last good one; steps without tokens are neither
         self.spec = load_model_spec(config.model.path)
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
         if config.num_threads is not None:
@@ -136,9 +138,12 @@ class EngineCore:
         refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
         return [refusal]
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests whose client is gone; unknown ids are ignored."""
-        self.scheduler.finish_requests(request_ids)
+    def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
+        """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
+        ignored."""
+        stopped = reason == STOPPED
+        status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
+        self.scheduler.finish_requests(request_ids, status)
 
     def call(self, name: str, argument: str) -> Any:
         """Answer a `wire.Call` with plain values; raises ValueError, with the reason, for one that
@@ -164,14 +169,17 @@ class EngineCore:
         return RETRY_SECONDS if self.scheduler.num_waiting else _IDLE_SECONDS
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, compute, take in. A fault of the worker ends the requests of this step only."""
+        """Schedule, compute, take in. A fault of the worker ends the requests of this step only.
+        Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
+        or with a device that is lost."""
         output = self.scheduler.schedule()
         began = time.monotonic()
         try:
             result = self._runner.execute(output)
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
             return self._fail_step(output, error)
-        self._empty_failures = 0
+        if output.num_scheduled_tokens:
+            self.num_failed_steps = 0
         cost = self._figures.note_step(output, result, time.monotonic() - began)
         if cost is not None and self._connector is not None:
             self._connector.note_step(*cost)
@@ -278,9 +286,14 @@ class EngineCore:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
         outputs = self.scheduler.fail_step(output, error)
-        self._empty_failures = 0 if outputs else self._empty_failures + 1
-        if self._empty_failures >= _MAX_EMPTY_FAILURES:
-            raise RuntimeError(f"the worker fails even without requests: {error}") from error
+        self.num_failed_steps += 1
+        if is_device_lost(error):
+            raise RuntimeError(f"the device is lost: {error}") from error
+        if self.num_failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(
+                f"the worker has failed {self.num_failed_steps} steps in a row, the last with: "
+                f"{error}"
+            ) from error
         return outputs
 
     def _close_connector(self, timeout_seconds: float) -> None:

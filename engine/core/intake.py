@@ -35,7 +35,12 @@ class Intake:
         self._tenant_secret = tenant_secret
 
     def make_request(self, request: AddRequest) -> Request:
-        """Raises ValueError for tokens that cannot be."""
+        """Raises ValueError for tokens that cannot be, and for what is not done yet."""
+        if request.priority:
+            raise ValueError(
+                f"priority must be 0, got {request.priority}: requests are served in the order in "
+                "which they come"
+            )
         tokens = self._check_tokens(request.prompt_token_ids)
         params = request.sampling_params
         _check_vocabulary(params, self._vocab_size)

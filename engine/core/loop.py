@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..wire import (
     AbortRequests,
@@ -36,10 +36,12 @@ TAKE_SECONDS = 0.02
 
 
 class Core(Protocol):
-    """What the loop needs of an engine core."""
+    """What the loop needs of an engine core. `num_failed_steps`: since the last good one."""
+
+    num_failed_steps: int
 
     def add(self, request: AddRequest) -> list[TokenOutput]: ...
-    def abort(self, request_ids: list[str]) -> None: ...
+    def abort(self, request_ids: list[str], reason: str) -> None: ...
     def call(self, name: str, argument: str) -> Any: ...
     def has_work(self) -> bool: ...
     def idle_seconds(self) -> float: ...
@@ -48,13 +50,20 @@ class Core(Protocol):
     def shutdown(self) -> None: ...
 
 
+class _Answer(NamedTuple):
+    """What the loop's thread is to emit on behalf of another."""
+
+    message: FromCore
+
+
 class CoreLoop:
     """`emit` is called by the loop's thread and may block: the core then waits for its reader."""
 
     def __init__(self, core: Core, emit: Callable[[FromCore], None]) -> None:
         self._core = core
         self._emit = emit
-        self._queue: queue.Queue[ToCore | None] = queue.Queue(QUEUE_MESSAGES)
+        self._queue: queue.Queue[ToCore | _Answer | None] = queue.Queue(QUEUE_MESSAGES)
+        self._broken: str | None = None
         self._stopping = threading.Event()
         self._shutdown_call: int | None = None
         core.set_wakeup(self.wake)
@@ -65,6 +74,15 @@ class CoreLoop:
             self._queue.put(message, timeout=timeout_seconds)
         else:
             self._queue.put_nowait(message)
+
+    def answer(self, message: FromCore, timeout_seconds: float) -> None:
+        """Have the loop's thread emit a message; raises queue.Full as `submit` does."""
+        self._queue.put(_Answer(message), timeout=timeout_seconds)
+
+    def break_off(self, reason: str) -> None:
+        """End as a core that has failed does, since its clients can no longer be understood."""
+        self._broken = reason
+        self.wake()
 
     def wake(self) -> None:
         """End an idle wait, so that the core is asked for work again."""
@@ -103,13 +121,16 @@ class CoreLoop:
             logger.exception("nobody was told")
 
     def _step_until_stopped(self) -> None:
-        core = self._core
+        core, failed_steps = self._core, 0
         while not self._stopping.is_set():
             outputs = self._take_messages(may_wait=not core.has_work())
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
             if not self._stopping.is_set() and core.has_work():
                 outputs += core.step()
-            if outputs:
-                self._emit(Outputs(outputs))
+            if outputs or core.num_failed_steps != failed_steps:
+                failed_steps = core.num_failed_steps
+                self._emit(Outputs(outputs, failed_steps))
 
     def _take_messages(self, may_wait: bool) -> list[TokenOutput]:
         """Handle what is queued; the outputs of requests that were refused."""
@@ -127,13 +148,15 @@ class CoreLoop:
             pass
         return outputs
 
-    def _handle(self, message: ToCore | None, outputs: list[TokenOutput]) -> None:
+    def _handle(self, message: ToCore | _Answer | None, outputs: list[TokenOutput]) -> None:
         if message is None:
             return
-        if isinstance(message, AddRequest):
+        if isinstance(message, _Answer):
+            self._emit(message.message)
+        elif isinstance(message, AddRequest):
             outputs += self._core.add(message)
         elif isinstance(message, AbortRequests):
-            self._core.abort(message.request_ids)
+            self._core.abort(message.request_ids, message.reason)
         elif message.name == "shutdown":
             self._shutdown_call = message.call_id
             self._stopping.set()

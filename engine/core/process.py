@@ -21,6 +21,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +31,7 @@ import zmq
 from .. import logs
 from ..config_values import ConfigError
 from ..extras import explain_missing_module
-from ..wire import Fatal, FromCore, ToCore, encoder, to_core_decoder
+from ..wire import Fatal, FromCore, encoder, refuse, to_core_decoder
 from .loop import CoreLoop
 from .start import CoreStart, read_start
 
@@ -41,8 +43,8 @@ logger = logging.getLogger("stratakv.engine.core.process")
 
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
-# A client that reads nothing for so long is not coming back.
-_SEND_SECONDS = 120.0
+# For the last words to a client that reads nothing; the tiers are still to be written.
+_LAST_WORDS_SECONDS = 5.0
 _POLL_MILLISECONDS = 500
 # Beyond the time for an orderly shutdown, for the step that is running.
 _GRACE_SECONDS = 15.0
@@ -105,13 +107,16 @@ class CoreServer:
         return EXIT_CONFIG if is_config else EXIT_FAILED
 
     def _send(self, message: FromCore) -> None:
-        """Wait for room; a client that has left, or reads nothing for long, gets nothing."""
-        deadline = time.monotonic() + _SEND_SECONDS
+        """Wait for room. A client that reads nothing is a paused one, whose requests pause with it:
+        once it has left, the end of standard input ends the wait, and it gets nothing."""
+        began = time.monotonic()
         while not self._output.poll(_POLL_MILLISECONDS, zmq.POLLOUT):
             if self._loop is not None and self._loop.is_stopping:
                 return
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the client has read nothing for {_SEND_SECONDS:g} s")
+            if isinstance(message, Fatal) and time.monotonic() - began > _LAST_WORDS_SECONDS:
+                raise TimeoutError("the client reads nothing")
+        if (waited := time.monotonic() - began) > _LAST_WORDS_SECONDS:
+            logger.warning("the client read nothing for %.0f s, and the engine waited", waited)
         self._output.send(encoder.encode(message))
 
     def _read(self) -> None:
@@ -128,18 +133,28 @@ class CoreServer:
             while not self._ended.is_set():
                 if not source.poll(_POLL_MILLISECONDS):
                     continue
-                try:
-                    message = to_core_decoder.decode(source.recv())
-                except msgspec.MsgspecError as error:
-                    logger.error("a message was dropped, since it cannot be read: %s", error)
-                    continue
-                self._submit(message)
+                self._take(source.recv())
 
-    def _submit(self, message: ToCore) -> None:
+    def _take(self, frame: bytes) -> None:
+        """Hand on a message. One that cannot be read is answered, so that nobody waits for it; or
+        ends the core, where it does not say who does."""
         assert self._loop is not None
+        try:
+            message = to_core_decoder.decode(frame)
+        except msgspec.MsgspecError as error:
+            logger.error("a message of %d bytes cannot be read: %s", len(frame), error)
+            answer = refuse(frame, str(error))
+            if answer is None:
+                self._loop.break_off(f"a message of the client cannot be read: {error}")
+            else:
+                self._submit(partial(self._loop.answer, answer))
+            return
+        self._submit(partial(self._loop.submit, message))
+
+    def _submit(self, hand_over: Callable[[float], None]) -> None:
         while not self._ended.is_set():
             try:
-                self._loop.submit(message, _POLL_MILLISECONDS / 1000)
+                hand_over(_POLL_MILLISECONDS / 1000)
                 return
             except queue.Full:
                 continue  # the step loop is behind; the sender feels it in the end

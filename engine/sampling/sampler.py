@@ -40,11 +40,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """In the order of the rows asked for. Where `is_finite` is False the token means nothing: the
-    model's logits were not finite, or the request's own wishes left no token to choose."""
+    """In the order of the rows asked for. The token means nothing where `is_finite` is False, for
+    the model's logits were not finite, and where `has_choice` is False, for the request's own
+    wishes left no token to choose."""
 
     token_ids: list[int]
     is_finite: list[bool]
+    has_choice: list[bool]
     logprobs: list[PositionLogprobs | None] | None = None  # None: not asked for
 
 
@@ -88,22 +90,22 @@ class Sampler:
             raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
         logits = self._processors.before_choice(logits, rows)
         best = logits.max(dim=-1)
-        is_finite &= torch.isfinite(best.values)
         drawn = _Drawn(logits, best.values, best.indices, rows)
+        known = torch.stack((is_finite, torch.isfinite(best.values)))
         random = np.flatnonzero(self._rows.temperature[rows] > 0.0)
         if len(random) == 0:
-            return self._fetch(drawn, is_finite, raw, [])[0]
+            return self._fetch(drawn, known, raw, [])[0]
         numbers = self._uniform(rows[random])
         short = self._draw_all(drawn, random, numbers)
-        sampled, is_short = self._fetch(drawn, is_finite, raw, short)
+        sampled, is_short = self._fetch(drawn, known, raw, short)
         if is_short.any():
             again = np.flatnonzero(is_short)
             self._draw_all(drawn, random[again], numbers[again], all_candidates=True)
-            sampled, _ = self._fetch(drawn, is_finite, raw, [])
+            sampled, _ = self._fetch(drawn, known, raw, [])
         return sampled
 
     def _fetch(
-        self, drawn: _Drawn, is_finite: Tensor, raw: _Raw | None, short: list[Tensor]
+        self, drawn: _Drawn, known: Tensor, raw: _Raw | None, short: list[Tensor]
     ) -> tuple[Sampled, npt.NDArray[np.bool_]]:
         """Everything that the host wants to know, behind one wait; last, for each random row,
         whether it must be drawn again."""
@@ -112,12 +114,12 @@ class Sampler:
             found = position_tensors(
                 raw.logprobs, _take(chosen, raw.asked), raw.counts[raw.asked].tolist()
             )
-        there = [chosen, is_finite, *short, *itertools.chain(*found)]
-        ids, finite, *others = to_host(there)
+        there = [chosen, known, *short, *itertools.chain(*found)]
+        ids, (is_finite, has_choice), *others = to_host(there)
         is_short = others[: len(short)]
         entries = None if raw is None else raw.entries(len(chosen), others[len(short) :])
         return (
-            Sampled(ids.tolist(), finite.tolist(), entries),
+            Sampled(ids.tolist(), is_finite.tolist(), has_choice.tolist(), entries),
             torch.cat(is_short).numpy() if is_short else _NONE_SHORT,
         )
 

@@ -61,7 +61,8 @@ class ModelRunnerOutput:
     """What the step computed. A request in the middle of its prompt has no token."""
 
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
-    nan_request_ids: set[str] = field(default_factory=set)  # not finite, or every token banned
+    nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
+    banned_request_ids: set[str] = field(default_factory=set)  # by its own wishes: every token
     connector_output: ConnectorWorkerOutput | None = None
     # Of requests that asked: one for each sampled token, and with the first of them the prompt's.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)

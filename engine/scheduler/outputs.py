@@ -40,23 +40,17 @@ class OutputWriter:
         if is_first:
             output.num_cached_tokens = request.num_cached_tokens
             output.cached_tokens_by_tier = request.cached_tokens_by_tier
+            output.timings = progress.timings(request, now)
         if status is not None:
             if status is RequestStatus.FINISHED_STOPPED:
                 request.stop_reason = stop_reason(request, token_ids[-1])
             self._close(output, request, status, now)
         return output
 
-    def fail(self, request: Request, error: str, now: float) -> TokenOutput:
-        """End a request with an error, and make sure nobody finds its blocks again."""
-        self._places.manager.drop_names(request)
-        output = TokenOutput(request.request_id, [], error=error)
-        self._close(output, request, RequestStatus.FINISHED_ERROR, now)
-        return output
-
     def end(
         self, request: Request, status: RequestStatus, now: float, error: str | None = None
     ) -> TokenOutput:
-        """End a request from outside."""
+        """End a request for another reason than its tokens."""
         output = TokenOutput(request.request_id, [], error=error)
         self._close(output, request, status, now)
         return output
@@ -82,10 +76,9 @@ def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutpu
 def fault_of(request: Request, runner_output: ModelRunnerOutput) -> str | None:
     """Why a request that got no usable token cannot go on; None in the middle of its prompt."""
     if request.request_id in runner_output.nan_request_ids:
-        return (
-            "the model's logits for this request were not finite numbers, or its biases and bad "
-            "words ban every token"
-        )
+        return "the model's logits for this request were not finite numbers"
+    if request.request_id in runner_output.banned_request_ids:
+        return "the biases and bad words of this request ban every token; allow at least one"
     if request.num_computed_tokens >= request.num_tokens:
         return "the worker returned no token for this request"
     return None

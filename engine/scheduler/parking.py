@@ -6,6 +6,7 @@ is in no queue and computes nothing. It leaves when the connector reports it, in
 
     some or all tokens came   its computed part grows and is named; it goes on with its blocks
     nothing came              it gives its blocks back and will compute, never asking again
+    its load was cancelled    it gives its blocks back and may load again: it was preempted
     it ended meanwhile        its blocks are given back only now, because the copy wrote to them
 """
 
@@ -73,7 +74,7 @@ class CarPark:
 
     def hold(self, request: Request) -> None:
         """Take in a request that does not run any more while blocks of it are being written to.
-        It is reported as one whose load has failed."""
+        It is reported when that is over, as one whose load was cancelled."""
         self._requests[request.request_id] = request
 
     def release(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
@@ -102,4 +103,4 @@ class CarPark:
             # Without its blocks it is admitted like any other request, hits included.
             self._manager.free(request)
             request.num_computed_tokens = 0
-            request.external_load_failed = True
+            request.external_load_failed = not report.is_cancelled

@@ -102,6 +102,13 @@ class Places:
         self.counts["loads_given_up"] += 1
         return True
 
+    def drop_blocks(self, request: Request, cause: str) -> None:
+        """Nobody is to find the blocks of a request again, in the pool or in a tier: one of them
+        may be what is wrong. They are counted under `cause`."""
+        keys = self.manager.drop_names(request)
+        if self._connector is not None and keys:
+            self._connector.drop(keys, cause)
+
     def end(self, request: Request, status: RequestStatus) -> None:
         """A request is finished, wherever it is. `sweep` must follow before the next step."""
         request_id = request.request_id

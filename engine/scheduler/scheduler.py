@@ -59,6 +59,10 @@ LOAD_FAILED = (
 )
 
 
+# What blocks are counted under that are forgotten because a request got no finite logits with them.
+NOT_FINITE = "not_finite"
+
+
 class QueueFull(ValueError):
     """As many requests wait as may wait; the caller may try again later."""
 
@@ -89,8 +93,10 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.connector = connector
-        if connector is not None and connector.wants_all:
-            manager.pool.offer_all()
+        if connector is not None:
+            manager.pool.tell_dropped(connector.names_dropped)
+            if connector.wants_all:
+                manager.pool.offer_all()
         self._fails_with_load = fails_with_load
         self._places = Places(manager, connector)
         pressure = MemoryPressure(config, manager)
@@ -227,7 +233,10 @@ class Scheduler:
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
             elif error := fault_of(request, runner_output):
-                outputs.append(self._writer.fail(request, error, now))
+                if request_id in runner_output.nan_request_ids:
+                    self._places.drop_blocks(request, NOT_FINITE)
+                ended = RequestStatus.FINISHED_ERROR
+                outputs.append(self._writer.end(request, ended, now, error))
         self._places.counts["generated_tokens"] += sum([len(o.new_token_ids) for o in outputs])
         if runner_output.logprobs or runner_output.prompt_logprobs:
             add_logprobs(outputs, runner_output)
@@ -261,10 +270,8 @@ class Scheduler:
         False, and nothing changed, while any request holds blocks."""
         if not self.manager.pool.reset_prefix_cache():
             return False
-        if self.connector is not None:
-            self.connector.names_dropped()
-            if reset_tiers:
-                self.connector.reset()
+        if self.connector is not None and reset_tiers:
+            self.connector.reset()
         self._stalled = False
         return True
 

@@ -8,6 +8,7 @@ Knows nothing of HTTP, processes or schedules.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -57,6 +58,9 @@ class OutputProcessor:
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
         self._num_tokens = 0
+        # What the core says of the time up to the first token, and when that came.
+        self._first_timings: dict[str, float] | None = None
+        self._first_at = 0.0
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._detokenizer = (
             IncrementalDetokenizer(
@@ -68,6 +72,8 @@ class OutputProcessor:
 
     def process(self, output: TokenOutput) -> TextOutput:
         """Take the next output of the core. After one with a finish reason nothing may follow."""
+        if output.timings is not None and output.finish_reason is None:
+            self._first_timings, self._first_at = output.timings, time.monotonic()
         result = TextOutput(
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
@@ -75,7 +81,7 @@ class OutputProcessor:
             cached_tokens_by_tier=output.cached_tokens_by_tier,
             error=output.error,
             error_code=output.error_code,
-            timings=output.timings,
+            timings=None if output.finish_reason is None else output.timings,
             prompt_logprobs=output.prompt_logprobs,
         )
         if self._params.stop:
@@ -108,11 +114,21 @@ class OutputProcessor:
             self._add_checked(piece.text, result)
             if self._stops.matched is not None:
                 result.finish_reason, result.stop_reason = "stop", self._stops.matched
+                if result.timings is None:  # the core knows nothing of this end
+                    result.timings = self._timings_now()
                 return
         if output.finish_reason is not None:
             if last < 0 and self._detokenizer is not None:
                 self._add_checked(self._detokenizer.finish(), result)
             result.text += self._stops.finish()
+
+    def _timings_now(self) -> dict[str, float] | None:
+        """What the core would say if the request ended here."""
+        if self._first_timings is None:
+            return None
+        decode = time.monotonic() - self._first_at
+        total = self._first_timings["first_token_seconds"] + decode
+        return {**self._first_timings, "decode_seconds": decode, "total_seconds": total}
 
     def _add_checked(self, text: str, result: TextOutput) -> None:
         """Text from before `min_tokens` can neither be nor begin a stop string."""
@@ -150,4 +166,6 @@ async def generate_text(
                 result.cached_tokens_by_tier = tiers | result.cached_tokens_by_tier
             yield result
             if result.finish_reason is not None:
+                if output.finish_reason is None:
+                    client.has_enough(request.request_id)
                 return

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.kv_block import BlockIds
+
 IntArray = npt.NDArray[np.int64]
 BlockArray = npt.NDArray[np.int32]
 
@@ -99,6 +101,11 @@ class BlockTable:
         """A view of a row's blocks."""
         return self.array[row, : self.num_blocks[row]]
 
+    def block_ids(self, row: int) -> list[int]:
+        """A row's blocks as they were given to it."""
+        ids: list[int] = (self.row(row)[:: self._split] // self._split).tolist()
+        return ids
+
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:
         """The slot (block * block_size + offset) of each position of each row, int64, -1 where
         another rank holds it. The positions must lie within the blocks of their row."""
@@ -137,6 +144,10 @@ class MultiGroupBlockTable:
     def swap_row(self, first: int, second: int) -> None:
         for table in self.tables:
             table.swap_row(first, second)
+
+    def block_ids(self, row: int) -> BlockIds:
+        """A row's blocks in each group."""
+        return tuple([table.block_ids(row) for table in self.tables])
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> list[IntArray]:
         """The slots in each group."""

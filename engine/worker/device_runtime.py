@@ -13,7 +13,37 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.copy_engine import CudaError
+
 Work = Callable[[], Tensor]
+
+# CUDA's codes after which every later call fails too, in this process: memory that cannot be
+# corrected (214, 220), a kernel that read or ran what it may not (700, 714 to 719), ran too long
+# (702) or asserted (710), and a context that is gone (709). And the words for them, since torch
+# does not always tell the code.
+_LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+_LOST_WORDS = (
+    "uncorrectable", "illegal memory access", "launch timed out", "context is destroyed",
+    "device-side assert", "hardware stack error", "illegal instruction", "misaligned address",
+    "global/shared address space", "invalid program counter", "unspecified launch failure",
+)  # fmt: skip
+
+
+def is_device_lost(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that nothing will work on the device any
+    more until this process has ended. Running out of its memory does not."""
+    seen: set[BaseException] = set()
+    while error is not None and error not in seen:
+        seen.add(error)
+        if isinstance(error, CudaError):
+            if error.code in _LOST:
+                return True
+        elif getattr(error, "error_code", None) in _LOST or (
+            "CUDA error" in str(error) and any(words in str(error) for words in _LOST_WORDS)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Mark(Protocol):

@@ -8,8 +8,9 @@ through the BatchUpdate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,14 @@ class WorkerRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+class HeldRow(NamedTuple):
+    """What a request has in the batch."""
+
+    request: WorkerRequest
+    block_ids: BlockIds
+    num_computed: int
 
 
 class InputBatch:
@@ -105,6 +114,30 @@ class InputBatch:
             self._move(self._end - 1, hole)
         self._end = size
         return self._builder.finish(size)
+
+    def held_rows(self) -> list[HeldRow]:
+        """What every request in the batch has there. After an update that broke off in the middle:
+        of each that is whole; what that update was adding may be left out, and nothing was done to
+        the rows of the others."""
+        held = []
+        for request_id, row in self.row_of.items():
+            request = self.requests[row]
+            if request is not None and request.request_id == request_id:
+                blocks = self.tables.block_ids(row)
+                held.append(HeldRow(request, blocks, int(self.num_computed[row])))
+        return held
+
+    def refill(self, held: Iterable[HeldRow]) -> None:
+        """In place of a step's removals: only these are in the batch, and the next BatchUpdate
+        empties all rows and fills them anew."""
+        self.requests = [None] * len(self.requests)
+        self.row_of.clear()
+        self._builder = BatchUpdateBuilder()
+        self._end = len(self.requests)
+        for row in range(self._end):
+            self._builder.remove(row)
+        for request, block_ids, num_computed in held:
+            self.add(request, block_ids, num_computed)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange two rows in use."""

@@ -22,16 +22,17 @@ from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.elementwise import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
-from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .attention_metadata import ranges
 from .block_table import BlockTable, IntArray, MultiGroupBlockTable
 from .device_runtime import DeviceRuntime
-from .input_batch import InputBatch, WorkerRequest
+from .input_batch import InputBatch
 from .kv_pool import KvPool, check_pool_size
 from .placement import Placement
 from .pool_sizing import MIN_CONTEXT, context_that_fits
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtimes import check_room, make_forward, open_runtime, open_sizer
+from .step_batch import StepBatch
 from .step_inputs import StepInputs, step_order
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class ModelRunner:
         blocks_per_row = -(-max_model_len // block_size)
         table = BlockTable(max_num_seqs, blocks_per_row, block_size)
         self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
-        self._requests: dict[str, WorkerRequest] = {}
+        self._steps = StepBatch(self.batch)
         self._forward = make_forward(
             runtime,
             self.model,
@@ -119,7 +120,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step. Requests whose logits are not finite are named and get no token; the others are
-        not affected."""
+        not affected. Raises what goes wrong with the whole step; see `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
             self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
@@ -140,41 +141,10 @@ class ModelRunner:
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
-            self.batch.remove(request_id)
-            self._requests.pop(request_id, None)
             self._prompt_logprobs.forget(request_id)
-        for request_id in output.preempted_request_ids:
-            self.batch.remove(request_id)
+        self._steps.follow(output, self._sampler.update)
         for new in output.new_requests:
-            request = WorkerRequest(
-                new.request_id,
-                new.prompt_token_ids,
-                new.sampling_params,
-                list(new.output_token_ids),
-            )
-            self._requests[new.request_id] = request
-            self._prompt_logprobs.add(request)
-            self.batch.add(request, new.block_ids, new.num_computed_tokens)
-        self._update_cached(output.cached_requests)
-        update = self.batch.finish()
-        if update is not None:
-            self._sampler.update(update)
-
-    def _update_cached(self, cached: CachedRequestData) -> None:
-        batch = self.batch
-        for request_id, block_ids, computed in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if request_id in cached.resumed_request_ids:
-                request = self._requests[request_id]
-                if request_id in cached.output_token_ids:
-                    request.output_token_ids[:] = cached.output_token_ids[request_id]
-                batch.add(request, block_ids or ([],), computed)
-                continue
-            row = batch.row_of[request_id]
-            batch.num_computed[row] = computed
-            if block_ids is not None:
-                batch.tables.append_row(block_ids, row)
+            self._prompt_logprobs.add(self._steps.requests[new.request_id])
 
     def _compute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         scheduled = output.num_scheduled_tokens
@@ -227,6 +197,9 @@ class ModelRunner:
             request_id = request.request_id
             if not sampled.is_finite[index]:
                 result.nan_request_ids.add(request_id)
+                continue
+            if not sampled.has_choice[index]:
+                result.banned_request_ids.add(request_id)
                 continue
             token_id = sampled.token_ids[index]
             self.batch.append_tokens(row, [token_id])

@@ -94,9 +94,12 @@ class Walk:
         at = {role: [i for i in self._free() if roles[i] is role] for role in Role}
         evicted: list[EvictedBlock] = []
         if at[Role.DROP]:
+            dropped = []
             for block in at[Role.DROP]:
+                if (old := self.names[block]) is not None:
+                    dropped.append(EvictedBlock(block, old + GROUP))
                 self.names[block] = None
-            self.side.names_dropped()
+            self.side.names_dropped(dropped)
         for block in [*at[Role.WRITE], *at[Role.LOAD]]:
             self._evict(block, evicted)
         for block in at[Role.LOAD]:

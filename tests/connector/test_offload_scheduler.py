@@ -273,8 +273,10 @@ def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
     meta = rig.side.build_meta([evicted(6, 2)])
     assert meta.overtaken == [job_id] and not meta.stores
     assert not rig.side.build_meta([evicted(7, 9)]).overtaken
-    rig.side.names_dropped()
-    assert rig.side.build_meta([]).overtaken == [job_id], "any block may be overwritten now"
+    rig.side.names_dropped([evicted(4, 4)])
+    assert not rig.side.build_meta([]).overtaken, "it was not being copied"
+    rig.side.names_dropped([evicted(5, 1)])
+    assert rig.side.build_meta([]).overtaken == [job_id], "it may be overwritten now"
     assert not rig.side.build_meta([]).overtaken
     for _ in range(2):
         rig.signal.job_ended()

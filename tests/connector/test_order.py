@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import ConnectorMetadata, CopyJob
+from stratakv.connector.base import ConnectorMetadata, CopyJob, EvictedBlock
 from stratakv.connector.device.base import Event, Stream
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
@@ -76,7 +76,7 @@ class IgnoresOvertaken(OffloadWorker):
 class ForgetsDroppedNames(OffloadScheduler):
     """Takes blocks without a name for blocks that nobody copies."""
 
-    def names_dropped(self) -> None:
+    def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
         pass
 
 

@@ -71,12 +71,23 @@ class _Ended:
 
 
 class SimDevice(CopyDevice):
-    """`fault_rate`: of so many copies something goes wrong."""
+    """`fault_rate`: of so many copies something goes wrong. `copy_seconds`: what one takes at most.
+    `refuses`: whether a step's copies may not even begin."""
 
-    def __init__(self, clock: VirtualClock, rng: random.Random, fault_rate: float) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        fault_rate: float,
+        *,
+        copy_seconds: float = COPY_SECONDS,
+        refuses: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._clock = clock
         self._rng = rng
         self._fault_rate = fault_rate
+        self._copy_seconds = copy_seconds
+        self._refuses = refuses
         self._queues: dict[Stream, deque[Copy]] = {stream: deque() for stream in Stream}
         self._notify: Callable[[], None] = lambda: None
         self._pool: Bytes
@@ -98,6 +109,8 @@ class SimDevice(CopyDevice):
         self._pool = pool.view(np.uint8).reshape(len(pool), -1)
 
     def writer_event(self) -> Event:
+        if self._refuses():
+            raise DeviceError("the device marks nothing")
         return self._ended
 
     def copy(
@@ -130,7 +143,7 @@ class SimDevice(CopyDevice):
             if copy and not copy.started and all(event.done() for event in copy.after):
                 copy.started = True
                 self._move(copy, first_half=True)
-                seconds = self._rng.uniform(0.0, COPY_SECONDS)
+                seconds = self._rng.uniform(0.0, self._copy_seconds)
                 if self._happens():
                     seconds = self._rng.uniform(0.0, STUCK_SECONDS)
                 self._clock.after(seconds, lambda copy=copy: self._end(copy))  # type: ignore[misc]

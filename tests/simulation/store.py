@@ -39,7 +39,7 @@ class _Call:
 
 
 class SimStore(StoreTier):
-    """`content` tells what a key must hold; `wrong` takes notes of what must not happen. One that
+    """`may_hold` tells what a key may hold; `wrong` takes notes of what must not happen. One that
     is shared knows of a block only after it stored it, or was asked about it."""
 
     def __init__(
@@ -49,7 +49,7 @@ class SimStore(StoreTier):
         num_blocks: int,
         clock: VirtualClock,
         rng: random.Random,
-        content: Callable[[bytes], bytes],
+        may_hold: Callable[[bytes, bytes], bool],
         wrong: list[str],
         *,
         is_shared: bool = False,
@@ -63,7 +63,7 @@ class SimStore(StoreTier):
         self._num_blocks = num_blocks
         self._clock = clock
         self._rng = rng
-        self._content = content
+        self._may_hold = may_hold
         self._wrong = wrong
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._open: dict[Future[Any], _Call] = {}
@@ -138,7 +138,7 @@ class SimStore(StoreTier):
             raise TierBusy("the queue is full")
         given = [self._page(buffer) for buffer in buffers]
         for key, page in zip(keys, given, strict=True):
-            if page != self._content(key):
+            if not self._may_hold(key, page):
                 self._wrong.append(f"{self.name} was given wrong bytes of {key[:4].hex()}")
         return self._begin("store", lambda: self._store_now(keys, buffers, given))
 

@@ -4,12 +4,14 @@
 The worker is the one of the scheduler's tests: it writes a fingerprint of all tokens up to a
 position into that position's slot, and checks every slot that it reads. Here the slots are bytes of
 a pool that a copy device moves to a slab and back, so a block that was torn, lost or mixed up on
-its way is noticed at its first use. Knows nothing of time, threads or what goes wrong.
+its way is noticed at its first use. Beside it the product's persistent batch follows every step,
+and must agree. `spoil` has a pass write a number that stands for NaN: whoever attends to it gets no
+token, and what it writes itself is no better. Knows nothing of time, threads or what goes wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +24,48 @@ from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
+from stratakv.engine.worker.batch_update import BatchUpdate
+from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
+from stratakv.engine.worker.input_batch import InputBatch
+from stratakv.engine.worker.step_batch import StepBatch
 from stratakv.tiers.block import BlockLayout
 
-from ..engine.scheduler.conftest import EOS, SIZE, Engine, next_token
+from ..engine.scheduler.conftest import EOS, SIZE, Engine, digest_of, fingerprint, next_token
 
 LAYOUT = BlockLayout(1, SIZE, 1, 1, "float32")  # 32 bytes: one number of eight for each token
+
+
+NAN = -1
+
+
+class InjectedFault(Exception):
+    """The worker was to fail."""
+
+
+class FaultyTable(BlockTable):
+    """Refuses a row where `fails` says so."""
+
+    fails: Callable[[], bool]
+
+    def add_row(self, block_ids: Sequence[int], row: int) -> None:
+        super().add_row(block_ids, row)
+        if self.fails():
+            raise InjectedFault("a row was to be refused")
+
+
+class Rows:
+    """What a sampler would keep: which request is in which row, from BatchUpdates alone."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}  # a row's prompt
+
+    def take(self, update: BatchUpdate) -> None:
+        for row in update.removed:
+            self.held.pop(row, None)
+        for added in update.added:
+            self.held[added.row] = [int(token) for token in added.prompt_token_ids]
+        for source, target, _ in update.moved:
+            self.held[target] = self.held.pop(source)
 
 
 class Slots:
@@ -65,6 +104,7 @@ class TinyEngine(Engine):
         fails_with_load: bool = False,
         targets: Callable[[], set[int]] = set,
         pass_time: Callable[[], None] = lambda: None,
+        fails: Callable[[], bool] = lambda: False,
     ) -> None:
         manager = KVCacheManager(len(slots.pool), SIZE, max_model_len, watermark=watermark)
         scheduler = Scheduler(
@@ -79,10 +119,23 @@ class TinyEngine(Engine):
         self.parts = parts
         self._targets = targets
         self._pass_time = pass_time
+        table = FaultyTable(config.max_num_seqs, -(-max_model_len // SIZE), SIZE)
+        table.fails = fails
+        batch = InputBatch(config.max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
+        self._steps = StepBatch(batch)
+        self._rows = Rows()
+        self._to_spoil: str | None = None
+        self.nan: set[str] = set()  # requests that attended to such a number
 
-    def content(self, key: bytes) -> bytes:
-        """What a block of this name holds, wherever it lies."""
-        return np.array(self.names[key[:32]], np.int64).tobytes()
+    def spoil(self, request_id: str) -> None:
+        """The next pass writes NaN to the first slot that it computes for this request."""
+        self._to_spoil = request_id
+
+    def may_hold(self, key: bytes, page: bytes) -> bool:
+        """Whether these may be the bytes of a block of this name, wherever it lies."""
+        right = np.array(self.names[key[:32]], np.int64)
+        found = np.frombuffer(page, np.int64)
+        return bool(((found == right) | (found == NAN)).all())
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step, as the model runner does it."""
@@ -101,25 +154,74 @@ class TinyEngine(Engine):
                 computed = self._computed[request_id]
                 positions[request_id] = (computed, computed + count)
                 self._write(request_id, computed, computed + count)
+            self._to_spoil = None
             self._pass_time()
-        sampled: dict[str, list[int]] = {}
+        result = ModelRunnerOutput({})
         for request_id, (_, end) in positions.items():
             state = self._check(request_id, end)
             done = end == len(self.states[request_id].tokens)
-            sampled[request_id] = [next_token(state)] if done else []
-            self.states[request_id].tokens += sampled[request_id]
-        return ModelRunnerOutput(sampled)
+            result.sampled_token_ids[request_id] = []
+            if done and state == NAN:
+                result.nan_request_ids.add(request_id)
+                self.nan.add(request_id)
+            elif done:
+                self._append(request_id, next_token(state))
+                result.sampled_token_ids[request_id] = [next_token(state)]
+        return result
+
+    def _append(self, request_id: str, token: int) -> None:
+        self.states[request_id].tokens.append(token)
+        self._steps.batch.append_tokens(self._steps.batch.row_of[request_id], [token])
 
     def begin(self, output: SchedulerOutput) -> None:
         """The part of a step that comes before anything can fail."""
         self.parts.worker.start_step(output.connector_meta or ConnectorMetadata())
+        self._steps.follow(output, self._rows.take)
         self.follow(output)
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        """The batch has each request that is in it once, with what belongs to it."""
+        batch = self._steps.batch
+        in_batch = {name for name, state in self.states.items() if state.in_batch}
+        assert batch.row_of.keys() == in_batch
+        assert sorted(batch.row_of.values()) == list(range(len(in_batch))), "a row is shared"
+        assert self._rows.held.keys() == set(batch.row_of.values())
+        for name, row in batch.row_of.items():
+            state = self.states[name]
+            assert batch.token_ids[row, : len(state.tokens)].tolist() == state.tokens, name
+            assert batch.tables[0].row(row).tolist() == state.table, name
+            if name in self._computed:
+                assert batch.num_computed[row] == self._computed[name]
+            held = self._rows.held[row]
+            assert held == state.tokens[: len(held)], "the sampler takes it for another request"
 
     def _write(self, request_id: str, start: int, end: int) -> None:
-        table = self.states[request_id].table
+        state = self.states[request_id]
+        table = state.table
         written = {table[position // SIZE] for position in range(start, end)}
         assert written.isdisjoint(self._targets()), "written while a load is writing to it"
-        super()._write(request_id, start, end)
+        assert 0 not in written
+        numbers = fingerprint(state.tokens)
+        is_nan = request_id == self._to_spoil or NAN in self._held(table, start)
+        for position in range(start, end):
+            place = table[position // SIZE], position % SIZE
+            self.slots[place] = NAN if is_nan else numbers[position]
+
+    def _held(self, table: Sequence[int], end: int) -> list[int | None]:
+        return [self.slots.get((table[p // SIZE], p % SIZE)) for p in range(end)]
+
+    def _check(self, request_id: str, end: int) -> int:
+        """As of the engine without tiers; NAN for a request that attends to such a number."""
+        state = self.states[request_id]
+        expected = fingerprint(state.tokens)[:end]
+        for index in range(end // SIZE):
+            name = digest_of(state.tokens, index)
+            self.names[name] = expected[index * SIZE : (index + 1) * SIZE]
+        held = self._held(state.table, end)
+        right = [number in (NAN, wish) for number, wish in zip(held, expected, strict=True)]
+        assert all(right), f"{request_id} would read what is not its own"
+        return NAN if NAN in held else expected[-1]
 
 
 def is_busy(engine: TinyEngine) -> bool:
@@ -167,4 +269,4 @@ def check_nothing_left(engine: TinyEngine) -> None:
         assert set(write_back._dirty) <= set(slab.keys())
     for key, slot in slab._slots.items():
         page = bytes(slab.buffer(slot.index)[: slab.layout.page_bytes])
-        assert page == engine.content(key), "the slab holds wrong bytes"
+        assert engine.may_hold(key, page), "the slab holds wrong bytes"

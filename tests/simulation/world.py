@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from stratakv.connector.device.base import DeviceError
 from stratakv.connector.economics import Choice
 from stratakv.connector.offload_scheduler import CLOSE_SECONDS, OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
@@ -32,12 +33,23 @@ from ..engine.scheduler.conftest import SIZE, reference
 from ..engine.scheduler.test_random_lives import check_invariants
 from .books import check_breakers, check_writes
 from .clock import VirtualClock, virtual_time
-from .device import SimDevice
+from .device import COPY_SECONDS, SimDevice
 from .small_slab import small_slab
 from .store import MODES, SimStore
-from .tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left, is_busy, shut_down
+from .tiny_engine import (
+    LAYOUT,
+    InjectedFault,
+    Parts,
+    Slots,
+    TinyEngine,
+    check_nothing_left,
+    is_busy,
+    shut_down,
+)
 
 MAX_MODEL_LEN = 48
+# Of a copy that takes longer than several steps.
+SLOW_COPY_SECONDS = 0.05
 # Of virtual time, for a request that meets every deadline there is.
 LIFE_SECONDS = 600.0
 IDLE_SECONDS, SHUTDOWN_SECONDS = 5.0, 30.0
@@ -67,6 +79,12 @@ class World:
         self._token_seconds = rng.choice([1e-6, 1e-4, 1e-2])  # what the engine says of its prefill
         self._prompts: dict[str, tuple[list[int], int]] = {}
         self._spoilt: set[str] = set()
+        # Drawn apart, so that half of all seeds lead the lives that they led before.
+        self._harm = random.Random(f"harm {seed}")
+        self._harm_rates = dict.fromkeys(("nan", "copies", "batch"), 0.0)
+        if self._faulty and self._harm.random() < 0.5:
+            for kind in self._harm_rates:
+                self._harm_rates[kind] = self._harm.choice([0.0, 0.02, 0.1])
         self._calm_at = 0.0  # what is to befall the stores has befallen them
         self._woken = False
         self._empty_steps = 0
@@ -111,7 +129,7 @@ class World:
         self.stores = [
             SimStore(
                 name, LAYOUT, rng.choice([4, 500]), clock, rng,
-                self._content, self.wrong, is_shared=name == "net",
+                self._may_hold, self.wrong, is_shared=name == "net",
             )
             for name in ["ssd", "net"][: rng.choice([0, 1, 1, 2])]
         ]  # fmt: skip
@@ -128,7 +146,11 @@ class World:
             admission=make_filter(admission, 100),
         )
         fault_rate = rng.choice([0.0, 0.02, 0.2]) if self._faulty else 0.0
-        self.device = SimDevice(clock, rng, fault_rate)
+        self.device = SimDevice(
+            clock, rng, fault_rate,
+            copy_seconds=self._harm.choice([COPY_SECONDS, SLOW_COPY_SECONDS]),
+            refuses=lambda: self._is_harmed("copies"),
+        )  # fmt: skip
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
         side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
@@ -145,12 +167,18 @@ class World:
             fails_with_load=self._fails_with_load,
             targets=lambda: self.device.targets,
             pass_time=lambda: clock.advance(self._pass_seconds),
+            fails=lambda: self._is_harmed("batch"),
         )
         names = [store.name for store in self.stores]
         self.note("built", blocks, num_slots, policy, admission, choice, names)
 
-    def _content(self, key: bytes) -> bytes:
-        return self.engine.content(key)
+    def _may_hold(self, key: bytes, page: bytes) -> bool:
+        return self.engine.may_hold(key, page)
+
+    def _is_harmed(self, kind: str) -> bool:
+        harmed = self._harm.random() < self._harm_rates[kind]
+        self.seen[f"harmed {kind}"] += harmed
+        return harmed
 
     def _config(self) -> SchedulerConfig:
         rng = self.rng
@@ -160,8 +188,8 @@ class World:
             max_num_batched_tokens=num_seqs + rng.choice([1, 9, 40]) if chunked else MAX_MODEL_LEN,
             max_num_seqs=num_seqs,
             enable_chunked_prefill=chunked,
-            admit_below=rng.choice([0.3, 0.8, 1.0]),
-            preempt_above=1.0,
+            admit_below=(admit_below := rng.choice([0.3, 0.8, 1.0])),
+            preempt_above=max(admit_below, self._harm.choice([0.5, 0.9, 1.0, 1.0])),
         )
 
     def _wake(self) -> None:
@@ -236,21 +264,41 @@ class World:
         before = scheduler.counts["scheduled_tokens"]
         output = scheduler.schedule()
         self._note_step(output)
+        if output.num_scheduled_tokens and self._is_harmed("nan"):
+            engine.spoil(self._harm.choice(sorted(output.num_scheduled_tokens)))
         if self._faulty and output.num_scheduled_tokens and self.rng.random() < 0.005:
             self._fail(output)
         else:
-            engine.take(scheduler.update_from_output(output, engine.run(output)))
-            self._note_costs(output)
+            self._run(output)
         self._check_books()
         got_tokens = scheduler.counts["scheduled_tokens"] > before
         self._empty_steps = 0 if got_tokens else self._empty_steps + 1
         assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
 
+    def _run(self, output: SchedulerOutput) -> None:
+        """As the engine core does it."""
+        engine = self.engine
+        try:
+            result = engine.run(output)
+        except (InjectedFault, DeviceError):
+            self._end_failed(output)
+            return
+        except (ValueError, RuntimeError) as error:
+            raise AssertionError("the worker failed by itself") from error
+        engine.take(engine.scheduler.update_from_output(output, result))
+        self._note_costs(output)
+
     def _fail(self, output: SchedulerOutput) -> None:
         """The worker raises, before or after its pass."""
-        self.engine.begin(output)
-        if self.rng.random() < 0.5:
-            self.engine.compute(output)
+        try:
+            self.engine.begin(output)
+            if self.rng.random() < 0.5:
+                self.engine.compute(output)
+        except InjectedFault:
+            pass
+        self._end_failed(output)
+
+    def _end_failed(self, output: SchedulerOutput) -> None:
         self._spoilt |= output.num_scheduled_tokens.keys()
         self.engine.take(self.engine.scheduler.fail_step(output, "the worker raised"))
         self.note("failed", sorted(output.num_scheduled_tokens))
@@ -278,8 +326,13 @@ class World:
         check_invariants(self.engine)
         slab = self.slab
         assert len(slab._free) + len(slab._slots) == slab.num_slots
-        hierarchy = self.engine.parts.side._hierarchy
-        check_writes(hierarchy)
+        side = self.engine.parts.side
+        check_writes(side._hierarchy)
+        # Nobody is barred from loading whose load has not failed.
+        failures = side._counters.failures
+        failed = sum(count for reason, count in failures.items() if reason != "store_copy")
+        assert self.engine.scheduler.counts["loads_failed"] <= failed, "a load that was cancelled"
+        assert len(side._failed) <= failed, "a load that was cancelled counts as a failed one"
 
     def _open(self) -> list[str]:
         return sorted(self.engine.scheduler.requests)
@@ -287,6 +340,7 @@ class World:
     def _end(self) -> None:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""
         self.clock.advance(max(0.0, self._calm_at - self.clock.now))
+        self._harm_rates = dict.fromkeys(self._harm_rates, 0.0)
         for store in self.stores:
             self._set_mode(store, "up")
             store.give_up_lost()
@@ -299,6 +353,7 @@ class World:
         ):
             self._turn()
         check_breakers(self.engine.parts.side._hierarchy)
+        self._ask_again()
         check_nothing_left(self.engine)
         self._check_answers()
         assert self.engine.states == {}
@@ -315,6 +370,27 @@ class World:
         assert took <= (MOST_SHUTDOWN_SECONDS if broken else SHUTDOWN_SECONDS), took
         assert not self.wrong, self.wrong
 
+    def _ask_again(self) -> None:
+        """Whatever gave somebody NaN is gone: the same prompt may meet what an aborted request left
+        behind, once, and is then answered."""
+        for number, name in enumerate(sorted(self.engine.nan)):
+            text, count = self._prompts[name]
+            for again in range(2):
+                retry = f"{name} again {number} {again}"
+                self._prompts[retry] = (text, count)
+                self.engine.add(retry, text, max_tokens=count)
+                while self.engine.scheduler.requests or is_busy(self.engine):
+                    self._turn()
+                if retry not in self.engine.nan:
+                    break
+            else:
+                raise AssertionError(f"{name} never heals")
+            self.seen["healed"] += 1
+        if self.engine.nan:
+            self._step()  # as above
+        while self.engine.scheduler.has_runnable_work() or is_busy(self.engine):
+            self._turn()
+
     def _check_answers(self) -> None:
         for name, (text, count) in self._prompts.items():
             told = self.engine.outputs[name]
@@ -328,6 +404,10 @@ class World:
                 assert self._faulty or "(missed)" in error, "nothing went wrong, and yet it failed"
                 self.seen["failed with its load"] += 1
                 assert said == expected[: len(said)], name
+            elif name in self.engine.nan:
+                assert "not finite" in error or name in self._spoilt, name
+                assert said == expected[: len(said)], name
+                self.seen["nan"] += 1
             elif name in self._spoilt:
                 assert said == expected[: len(said)], name
             else:

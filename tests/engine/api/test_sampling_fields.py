@@ -76,7 +76,7 @@ def test_fields_of_vllm(client: openai.OpenAI) -> None:
     greedy = ids(top_k=1)
     assert ids(min_p=1.0) == greedy, "only the likeliest is as likely as itself"
     assert ids(bad_words=["hello", "the quick"], top_k=1) == greedy, "it writes neither"
-    assert ids(priority=-3, top_k=1, cache_salt="s", spaces_between_special_tokens=True,
+    assert ids(priority=0, top_k=1, cache_salt="s", spaces_between_special_tokens=True,
                detokenize=True, use_beam_search=False, length_penalty=1.0) == greedy  # fmt: skip
     assert ids() != greedy
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.config_values import ConfigError
-from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import OVERLOADED, AddRequest
@@ -131,9 +131,9 @@ def test_a_worker_that_fails_without_requests_is_given_up(
 ) -> None:
     core = make_core()
     monkeypatch.setattr(core._runner, "execute", _raise)
-    for _ in range(2):
+    for _ in range(MAX_FAILED_STEPS - 1):
         assert core.step() == []
-    with pytest.raises(RuntimeError, match="fails even without requests"):
+    with pytest.raises(RuntimeError, match="5 steps in a row, the last with: no more memory"):
         core.step()
 
 

@@ -18,6 +18,8 @@ ADD_SECONDS = 0.01
 class SlowCore:
     """Takes long over every request and notes what it did."""
 
+    num_failed_steps = 0
+
     def __init__(self) -> None:
         self.done: list[str] = []
 
@@ -26,7 +28,7 @@ class SlowCore:
         self.done.append("add")
         return []
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str], reason: str) -> None:
         pass
 
     def call(self, name: str, argument: str) -> Any:

@@ -135,7 +135,7 @@ def test_a_row_without_any_token_left_is_named(temperature):
     wishes = {"temperature": temperature, "bad_words_token_ids": everything, "logprobs": 1}
     sampler, _ = sampler_for({"temperature": temperature, "top_k": 1}, wishes)
     sampled = sampler.sample(torch.stack([LOGITS, LOGITS]), np.arange(2))
-    assert sampled.is_finite == [True, False]
+    assert sampled.is_finite == [True, True] and sampled.has_choice == [True, False]
     assert sampled.token_ids[0] == 2 and 0 <= sampled.token_ids[1] < VOCAB
 
 

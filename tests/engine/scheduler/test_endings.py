@@ -67,13 +67,13 @@ def test_log_probabilities_end_with_their_tokens(make_engine: Make) -> None:
     assert (c.finish_reason, c.logprobs, c.prompt_logprobs) == ("error", None, None)
 
 
-def test_the_last_output_carries_the_times(make_engine: Make) -> None:
+def test_the_first_and_the_last_output_carry_the_times(make_engine: Make) -> None:
     engine = make_engine()
     began = time.monotonic()
     engine.add("r", prompt(9), max_tokens=3, ignore_eos=True)
     engine.run_all()
     spent = time.monotonic() - began
-    assert [output.timings is None for output in engine.outputs["r"]] == [True, True, False]
+    assert [output.timings is None for output in engine.outputs["r"]] == [False, True, False]
     assert [output.num_cached_tokens for output in engine.outputs["r"]] == [0, None, None]
     times = engine.outputs["r"][-1].timings
     stages = [times[f"{stage}_seconds"] for stage in ("queue", "prefill", "decode")]
