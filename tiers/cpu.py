@@ -141,7 +141,8 @@ class CpuSlab(SlabTier):
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
         """As promised by SlabTier. Raises InvalidBlock for a key that is not reserved."""
         with self._lock:
-            if any(self._answer(key) is not Answer.PENDING for key in keys):
+            slots = [self._slots.get(key) for key in keys]
+            if any(slot is None or slot.committed for slot in slots):
                 raise InvalidBlock("withhold takes reserved keys")
             self._stats.reserved_blocks -= len(keys)
             return [self._slots.pop(key).index for key in keys]
@@ -285,7 +286,7 @@ class CpuSlab(SlabTier):
         if slot is None:
             return Answer.MISS
         if not slot.committed:
-            return Answer.PENDING
+            return Answer.MISS if slot.is_unwanted else Answer.PENDING
         return Answer.HIT if slot.epoch == self._epoch else Answer.MISS
 
     def _is_idle(self, key: bytes) -> bool:

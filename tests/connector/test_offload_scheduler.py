@@ -304,7 +304,7 @@ def test_a_step_with_nothing_to_do_leaves_what_all_of_them_share_as_it_was(rig: 
     rig.work(rig.side.build_meta([evicted(1, 1)]))
     assert rig.side.update_from_worker(NOTHING_FINISHED) == []
     assert not rig.side.build_meta([])
-    assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], 0.0, 0.0, 0.0)
+    assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], {}, 0.0, 0.0, 0.0)
 
 
 def test_storing_ahead_is_bounded(rig: Rig) -> None:

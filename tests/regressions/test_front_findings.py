@@ -225,7 +225,7 @@ def test_u08_a_model_without_a_name_answers_to_its_folder_and_its_path(
         assert answer.model == "my-model", name
     assert client.models.retrieve(full).id == "my-model"
     [listed] = client.models.list().data
-    assert (listed.id, (listed.model_extra or {})["root"]) == ("my-model", "models/my-model")
+    assert (listed.id, (listed.model_extra or {})["root"]) == ("my-model", "./models/my-model/")
     for name in ("other", "models", "/my-model", "./other/my-model"):
         with pytest.raises(openai.NotFoundError, match="use `my-model`"):
             client.completions.create(model=name, prompt=[5], max_tokens=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from stratakv.tiers.mac_key import read_mac_key
 from stratakv.tiers.record import HEADER_BYTES, decode_header, encode_header
 from stratakv.tiers.ssd.identity_file import read_note
 from stratakv.tiers.ssd.record_walk import record_bytes_of
+from stratakv.tiers.tag import Tagger
 
 from .conftest import MakeCore, Reference, prompt_of, request, run
 
@@ -51,6 +53,8 @@ def _forge_all(path: Path) -> int:
             header = decode_header(file.read(HEADER_BYTES))
             if header is not None:
                 payload = bytes(header.payload_bytes)
+                tagger = Tagger(header.layout_id, header.payload_bytes)
+                header = replace(header, tag=tagger.prove(header.key, payload).tag)
                 raw = encode_header(header, payload)
                 file.seek(slot * size)
                 file.write(raw + bytes(ALIGNMENT - HEADER_BYTES) + payload)

@@ -62,6 +62,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "kv_offload_remote_cert_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_key_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_remote_server_name": (("a", "a"), ("b", "b"), ("c", "c")),
+    "kv_offload_remote_tag_key_file": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "kv_offload_tier_options": (
         ("a.b=c", {"a": {"b": "c"}}),
         ("a.b=c,a.d=e=f", {"a": {"b": "c", "d": "e=f"}}),
