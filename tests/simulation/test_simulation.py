@@ -29,9 +29,9 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.worker.batch_update import BatchUpdate
 from stratakv.engine.worker.step_batch import StepBatch
-from stratakv.tiers.base import Answer
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.read_up import LoadTicket, Read, ReadUp
+from stratakv.tiers.tag import Proof
 
 from .store import MODES
 from .world import World
@@ -126,15 +126,15 @@ def ignore_overtaken(self: OffloadWorker, meta: ConnectorMetadata) -> None:
     start_step(self, meta)
 
 
-def believe_every_read(self: ReadUp, read: Read, answers: list[Answer], fault: str) -> None:
+def believe_every_read(self: ReadUp, read: Read, proofs: list[Proof | None], fault: str) -> None:
     """A read that found nothing, or found it damaged, counts as good."""
-    end_read(self, read, [Answer.HIT] * len(read.keys))
+    end_read(self, read, [Proof(b"", b"")] * len(read.keys))
 
 
 def publish_torn_reads(self: ReadUp, read: Read, future: Future[Any]) -> None:
     """A read whose answer makes no sense counts as good."""
     if future.exception(0) is None:
-        end_read(self, read, [Answer.HIT] * len(read.keys))
+        end_read(self, read, [Proof(b"", b"")] * len(read.keys))
     else:
         arrived(self, read, future)
 
@@ -160,8 +160,9 @@ def keep_copies(self: OffloadScheduler, blocks: Sequence[EvictedBlock]) -> None:
 def drop_what_is_there(self: Hierarchy, keys: Sequence[bytes]) -> None:
     """What is on its way from the pool when its key is dropped gets to the slab."""
     drop(self, keys)
-    answers = zip(keys, self._slab.lookup(keys), strict=True)
-    self._doomed.difference_update(key for key, answer in answers if answer is Answer.PENDING)
+    for key in keys:
+        if (slot := self._slab._slots.get(key)) is not None:  # type: ignore[attr-defined]
+            slot.is_unwanted = False
 
 
 def drop_nothing(self: OffloadScheduler, keys: Sequence[bytes], cause: str) -> None:

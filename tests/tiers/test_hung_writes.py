@@ -83,7 +83,8 @@ def test_one_alarm_stands_for_all_that_is_being_written() -> None:
     store.hold_stores = True
     writes = Writes(
         slab, store, write_seconds=WRITE_SECONDS, deliver=lambda take: take(),
-        set_alarm=alarms.append, unpin=slab.unpin, faults=Faults([store]), traffic=traffic,
+        set_alarm=alarms.append, unpin=slab.unpin, forget=slab.forget,
+        faults=Faults([store]), traffic=traffic,
     )  # fmt: skip
     for number in range(3):
         slots = slab.reserve(keys(number))

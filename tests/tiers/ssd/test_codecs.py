@@ -105,11 +105,11 @@ def served(store: SsdStore, keys: list[bytes], share: float = 0.9) -> set[bytes]
     buffers = make_buffers(len(keys), store.layout)
     for buffer in buffers:
         buffer[size:] = b"\x5a" * (len(buffer) - size)
-    answers = store.load(keys, buffers).result(SECONDS)
+    proofs = store.load(keys, buffers).result(SECONDS)
     hits = set()
-    for key, answer, buffer in zip(keys, answers, buffers, strict=True):
+    for key, proof, buffer in zip(keys, proofs, buffers, strict=True):
         assert bytes(buffer[size:]) == b"\x5a" * (len(buffer) - size)
-        if answer is Answer.HIT:
+        if proof is not None:
             assert bytes(buffer[:size]) == block(key, store.layout, share)
             hits.add(key)
     return hits

@@ -95,7 +95,7 @@ def run_trials(pristine: Path, folder: Path, trials: list[list[int]]) -> list[di
 TRIALS = """
 import hashlib, json, mmap, random, shutil, sys
 from pathlib import Path
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.ssd import SsdStore
 LAYOUT = BlockLayout(1, 16, 1, 32, "float32")
