@@ -128,15 +128,16 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(model_path: Path) -> Iterator[LiveServer]:
-    """Shared by every test that leaves no trace behind."""
+    """Shared by the tests of a module that leave no trace behind. Not by all modules: tests in
+    virtual time would then change the clock under a server that runs."""
     live = LiveServer(model_path, ApiSettings(enable_dev_routes=True))
     yield live
     live.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     """The client library that people use, of the shared server. It repeats nothing by itself."""
     web = openai.DefaultHttpxClient(verify=False)
@@ -146,7 +147,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     """Of the shared server. Without TLS, since loading certificates takes longer than a test."""
     with httpx.Client(base_url=server.url, timeout=30, verify=False) as client:
