@@ -63,7 +63,6 @@ class Tagger:
 
     def __init__(self, layout_id: bytes, payload_bytes: int, tag_key: bytes | None = None) -> None:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
-        self._names = xxhash.xxh3_128(self._name_head)
         self._keyed = None if tag_key is None else hmac.new(tag_key, digestmod="sha256")
 
     @property
@@ -73,9 +72,7 @@ class Tagger:
 
     def tag(self, key: bytes, digest: bytes) -> bytes:
         """The tag without a tag key of the block `key` whose bytes have this digest."""
-        hasher = self._names.copy()
-        hasher.update(key + digest)
-        return hasher.digest()
+        return xxhash.xxh3_128_digest(self._name_head + key + digest)
 
     def begin(self, key: bytes) -> Any:
         """A hasher with `update`, for a payload that comes in parts, so that each is hashed while
@@ -93,6 +90,9 @@ class Tagger:
 
     def prove(self, key: bytes, payload: Buffer) -> Proof:
         """The proof of a whole block."""
+        if self._keyed is None:
+            digest = payload_digest(payload)
+            return Proof(self.tag(key, digest), digest)
         hasher = self.begin(key)
         hasher.update(payload)
         return self.end(key, hasher)
