@@ -26,7 +26,7 @@ from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.tiers import record
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.ssd import SsdStore, record_writer
+from stratakv.tiers.ssd import SsdStore, reader, record_writer
 
 
 def test_both_sides_take_turns_after_a_warm_up() -> None:
@@ -209,10 +209,10 @@ def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
 
 def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", SIZES["2MiB"], QUICK, "loop")
-    real = record.payload_digest, record_writer.payload_digest
+    real = record.payload_digest, record_writer.payload_digest, reader.verify_record
     reads, writes = checksum_case.contests(case)
     assert reads.limit() > 0 and writes.limit() > 0
-    assert (record.payload_digest, record_writer.payload_digest) == real
+    assert (record.payload_digest, record_writer.payload_digest, reader.verify_record) == real
     with pytest.raises(WrongWork, match="did not have a block"):
         reads.ours()  # what was written without a checksum is refused
     case.store.close(10)
