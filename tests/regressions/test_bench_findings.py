@@ -281,7 +281,7 @@ def test_u10_what_is_wrong_with_a_name_is_said() -> None:
         engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu", "kv_offload_policy": "firs"})
     with pytest.raises(ConfigError, match="--kv-offload-policy takes lru or"):
         engine_config(EMBEDDED_MODEL, {"kv_offload_policy": "shelf_policy:First"})
-    with pytest.raises(ConfigError, match="--kv-offload-ssd-policy takes .*did you mean first"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-ssd-policy takes .*did you mean first"):
         engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu,ssd", "kv_offload_ssd_policy": "firs"})
 
 
