@@ -19,7 +19,7 @@ from ..tiers.cpu import CpuSlab
 from ..tiers.errors import TierDown
 from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.mac_key import MacKey
-from ..tiers.policies.choice import DEFAULT_POLICY, policy_factory
+from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, policy_factory
 from ..tiers.registry import TierRequest, open_tier
 from ..tiers.remote.address import ServerAddress
 from ..tiers.remote.credentials import Credentials
@@ -50,6 +50,7 @@ class SsdSettings:
     capacity_bytes: int
     durability: str = "sync"
     codec: str = DEFAULT_CODEC
+    policy: str = DEFAULT_SSD_POLICY
     admission: str = DEFAULT_FILTER
     daily_bytes: int | None = None
     exclusive: bool = False
@@ -152,6 +153,7 @@ def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdSto
         durability=ssd.durability,
         codec=make_codec(ssd.codec, layout, {"fp8": Fp8Codec}),
         mac_key=ssd.mac_key,
+        policy=ssd.policy,
         io_threads=ssd.io_threads,
         queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
     )

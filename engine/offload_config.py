@@ -11,7 +11,12 @@ from ..connector.economics import Choice
 from ..tiers.admission import DEFAULT_FILTER, FILTERS, known_filters
 from ..tiers.drill import Drill, parse_drill
 from ..tiers.errors import TierConfigError
-from ..tiers.policies.choice import DEFAULT_POLICY, POLICIES, known_policies
+from ..tiers.policies.choice import (
+    DEFAULT_POLICY,
+    DEFAULT_SSD_POLICY,
+    POLICIES,
+    known_policies,
+)
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
 from .config_values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
@@ -45,6 +50,7 @@ class OffloadConfig:
     ssd_bytes: int = 20 * GIB
     ssd_durability: str = "sync"
     ssd_codec: str = "none"
+    ssd_policy: str = DEFAULT_SSD_POLICY
     ssd_admission: str = DEFAULT_FILTER
     ssd_daily_bytes: int | None = None
     ssd_exclusive: bool = False
@@ -66,8 +72,12 @@ class OffloadConfig:
         self._check_tiers()
         if "ssd" in self.tiers and self.ssd_path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
-        if self.policy not in POLICIES:
-            one_of("--kv-offload-policy", self.policy, tuple(known_policies()))
+        for flag, policy in (
+            ("--kv-offload-policy", self.policy),
+            ("--kv-offload-ssd-policy", self.ssd_policy),
+        ):
+            if policy not in POLICIES:
+                one_of(flag, policy, tuple(known_policies()))
         one_of("--kv-offload-load", self.load, tuple(choice.value for choice in Choice))
         one_of("--kv-offload-load-failure", self.load_failure, LOAD_FAILURES)
         self._check_faults()

@@ -189,6 +189,11 @@ OPTIONS: Mapping[str, Option] = {
         "offload", "ssd_codec", one_of(*SSD_CODECS),
         "how blocks are packed on their way to the disk: none, lossless, fp8", "NAME",
     ),
+    "kv_offload_ssd_policy": Option(
+        "offload", "ssd_policy", readers.one_of_these_or(POLICIES, known_policies),
+        f"what the ssd tier evicts: {', '.join(POLICIES)}, or a policy of a package",
+        "NAME",
+    ),
     "kv_offload_ssd_admission": Option(
         "offload", "ssd_admission", readers.one_of_these_or(FILTERS, known_filters),
         f"which evicted blocks are written: {', '.join(FILTERS)}, or a filter of a package",

@@ -101,6 +101,15 @@ class StoreTier(ABC):
         misses and keeps nothing."""
         return True
 
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` does anything at present; to list a prompt's keys has its price."""
+        return False
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
+        """A prompt arrived whose blocks are `chain`, head first, wherever they are, at `now`
+        monotonic seconds. For stores whose policy learns what is used again. Memory only."""
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         """HIT, MISS or PENDING for each 40-byte key. Memory only; changes nothing."""

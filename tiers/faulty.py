@@ -115,6 +115,13 @@ class FaultyStore(StoreTier):
 
         return self._run("store", keys, buffers, store, Stored.REFUSED)
 
+    @property
+    def learns(self) -> bool:
+        return self._inner.learns
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        self._inner.observe(chain, now)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
 

@@ -164,15 +164,22 @@ class Hierarchy:
     @property
     def learns(self) -> bool:
         """Whether `observe` is of use to anybody."""
-        return self._slab.learns or (self.has_stores and self._admission.learns)
+        return (
+            self._slab.learns
+            or (self.has_stores and self._admission.learns)
+            or any(store.learns for store in self._stores)
+        )
 
     def observe(self, chain: Sequence[bytes]) -> None:
         """A prompt arrived whose blocks are `chain`, head first, wherever they are. What it says
-        of the future is for the slab's policy and the admission filter to learn."""
+        of the future is for policies, of slab and stores, and the admission filter to learn."""
         now = time.monotonic()
         self._slab.observe(chain, now)
         if self._stores:
             self._admission.observe(chain, now)
+        for store in self._stores:
+            if store.learns:
+                self._faults.attempt(store, partial(store.observe, chain, now))
 
     def ask(self, keys: Sequence[bytes]) -> bool:
         """A prompt was queued whose blocks are `keys`: stores that must ask elsewhere do so now.

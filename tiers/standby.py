@@ -69,6 +69,14 @@ class StandbyStore(StoreTier):
     def is_up(self) -> bool:
         return self._store is not None and self._store.is_up
 
+    @property
+    def learns(self) -> bool:
+        return self._store is not None and self._store.learns
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        if self._store is not None:
+            self._store.observe(chain, now)
+
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         store = self._store
         return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)

@@ -66,6 +66,7 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
             capacity_bytes=offload.ssd_bytes,
             durability=offload.ssd_durability,
             codec=offload.ssd_codec,
+            policy=offload.ssd_policy,
             admission=offload.ssd_admission,
             daily_bytes=offload.ssd_daily_bytes,
             exclusive=offload.ssd_exclusive,

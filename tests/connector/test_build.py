@@ -15,6 +15,8 @@ from stratakv.connector.base import EvictedBlock, LoadReport
 from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.fault_plan import FaultPlan
+from stratakv.tiers.faulty import FaultyStore
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd.identity_file import read_note
 from stratakv.tiers.ssd.made_for import unpack
@@ -150,6 +152,34 @@ def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
     assert note is not None and unpack(note.namespace).key_id == key.id
     with pytest.raises(TierConfigError, match=f"made for the MAC key {key.id.hex()}, and"):
         build_offload(LAYOUT, replace(settings, ssd=ssd_at(tmp_path)), namespace=b"test")
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_queued_prompt_reaches_the_policy_of_the_disk(tmp_path: Path, policy: str) -> None:
+    """Also below a drill, and where the slab does not learn."""
+    settings = OffloadSettings(
+        cpu_bytes=8 * LAYOUT.slot_bytes,
+        policy="lru",
+        ssd=replace(ssd_at(tmp_path), policy=policy, admission="all"),
+        populate_threads=1,
+    )
+    scheduler, worker = build_offload(
+        LAYOUT,
+        settings,
+        namespace=b"test",
+        wrap_store=lambda store: FaultyStore(store, FaultPlan()),
+    )
+    (store,) = scheduler._hierarchy.stores
+    names = digests(3)
+    scheduler.request_queued(FakeRequest("r", names))
+    assert store.learns == scheduler._hierarchy.learns == (policy == "adaptive")
+    chosen = store._inner._state.index._policy  # type: ignore[attr-defined]
+    if policy == "lru":
+        assert chosen is None
+    else:
+        assert [key[:32] for key in chosen._history.blocks] == names
+    worker.shutdown()
+    scheduler.shutdown(WAIT_SECONDS)
 
 
 def test_a_damaged_record_is_a_failed_load_and_is_forgotten(tmp_path: Path) -> None:

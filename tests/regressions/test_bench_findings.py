@@ -24,6 +24,7 @@ from stratakv.benchmarks.tiers.contest import Contest, take_rounds
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.engine.config_values import ConfigError
+from stratakv.engine.core.offload import offload_settings
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.admission.base import AdmissionFilter
@@ -43,6 +44,7 @@ from stratakv.tiers.remote.rooms import Rooms
 from stratakv.tiers.remote.status import NotReady
 from stratakv.tiers.remote.tenants import Quota
 from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.store import SsdStore
 
 from .. import test_fault_sweep
 
@@ -241,6 +243,18 @@ def test_u10_a_policy_and_a_filter_of_another_package() -> None:
 
 
 @pytest.mark.usefixtures("shelf")
+def test_u10_a_policy_of_another_package_for_the_ssd_tier(tmp_path: Path) -> None:
+    given = {"kv_offload": "cpu,ssd", "kv_offload_ssd_policy": "first"}
+    settings = offload_settings(engine_config(EMBEDDED_MODEL, given).offload)
+    assert settings.ssd is not None and settings.ssd.policy == "first"
+    store = SsdStore(tmp_path / "ssd", LAYOUT, 16 * 1024**2, policy=settings.ssd.policy)
+    try:
+        assert type(store._state.index._policy).__name__ == "First"
+    finally:
+        store.close(5.0)
+
+
+@pytest.mark.usefixtures("shelf")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -267,6 +281,8 @@ def test_u10_what_is_wrong_with_a_name_is_said() -> None:
         engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu", "kv_offload_policy": "firs"})
     with pytest.raises(ConfigError, match="--kv-offload-policy takes lru or"):
         engine_config(EMBEDDED_MODEL, {"kv_offload_policy": "shelf_policy:First"})
+    with pytest.raises(ConfigError, match=r"--kv-offload-ssd-policy takes .*did you mean first"):
+        engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu,ssd", "kv_offload_ssd_policy": "firs"})
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -123,6 +123,39 @@ def test_policy_and_filter_are_told_of_prompts() -> None:
     assert rig.hierarchy.close(1.0) and plain.hierarchy.close(1.0)
 
 
+class Learning(MemoryStore):
+    """A store that is told of prompts and, if a test says so, fails at it."""
+
+    learns = True
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT, 100 * LAYOUT.page_bytes, name="learning")
+        self.chains: list[list[bytes]] = []
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        if self.fails:
+            raise OSError("nobody foresaw this")
+        self.chains.append(list(chain))
+
+
+def test_a_store_that_learns_is_told_of_prompts_and_its_faults_are_counted() -> None:
+    other, store = MemoryStore(LAYOUT, 10**6, name="other"), Learning()
+    slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
+    hierarchy = Hierarchy(slab, [other, store], wakeup=lambda: None)
+    assert hierarchy.learns, "for a store, though the slab evicts by plain LRU"
+    hierarchy.observe(keys(1, 2, 3))
+    store.fails = True
+    hierarchy.observe(keys(4))
+    assert store.chains == [keys(1, 2, 3)]
+    assert hierarchy.stats()["learning"].errors == {"OSError": 1}
+    store.learns = False
+    assert not hierarchy.learns
+    hierarchy.observe(keys(5))
+    assert hierarchy.stats()["learning"].errors == {"OSError": 1}
+    assert hierarchy.close(1.0)
+
+
 def test_the_filter_is_told_how_many_blocks_were_read_up() -> None:
     admission = Refusing()
     rig = Rig(16, admission=admission)

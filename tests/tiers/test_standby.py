@@ -83,6 +83,8 @@ def test_while_it_is_down_it_is_empty_and_takes_nothing(
     assert store.load(keys(1), [buffer]).result(0) == [None]
     assert store.store(keys(1), [buffer]).result(0) == [Stored.REFUSED]
     store.touch(keys(1))
+    store.observe(keys(1), 1.0)
+    assert not store.learns
     assert store.drop(keys(1)) == 0
     assert store.ask(keys(1)) is None and store.trial_read(0.0) is None
     assert store.stats().errors == {"down": 1}
@@ -104,6 +106,21 @@ def test_once_it_is_up_it_is_what_was_opened(place: Place) -> None:
     assert place.store.lookup(keys(2)) == [Answer.MISS]
     store.close(1.0)
     assert place.times == times
+
+
+def test_a_store_that_learns_is_told_of_prompts_once_it_is_up(tmp_path: Path) -> None:
+    path, layout = tmp_path / "ssd", LAYOUT
+    place = Place(SsdStore(path, layout, 16 * MIB, policy="adaptive"))
+    store = standby(place)
+    assert not store.learns
+    place.error = None
+    wait_until(lambda: store.learns)
+    chain = keys(1, 2)
+    store.observe(chain, 1.0)
+    put_in(store, 1, 2)
+    policy = place.store._state.index._policy  # type: ignore[attr-defined]
+    assert set(policy._history.blocks) == set(chain)
+    store.close(5.0)
 
 
 def test_it_keeps_the_promise_of_a_store() -> None:

@@ -79,17 +79,21 @@ class Tiers(RuleBasedStateMachine):
         self.seed = 0
         self.plan = FaultPlan()
 
-        self.num_slots, self.inclusive = 0, True
+        self.num_slots, self.inclusive, self.policy = 0, True, "lru"
 
-    @initialize(slots=st.integers(4, 12), inclusive=st.booleans())
-    def open(self, slots: int, inclusive: bool) -> None:
-        self.num_slots, self.inclusive = slots, inclusive
+    @initialize(
+        slots=st.integers(4, 12),
+        inclusive=st.booleans(),
+        policy=st.sampled_from(["lru", "adaptive"]),
+    )
+    def open(self, slots: int, inclusive: bool, policy: str) -> None:
+        self.num_slots, self.inclusive, self.policy = slots, inclusive, policy
         self.folder = Path(tempfile.mkdtemp(prefix="stratakv-test-", dir=MEMORY))
         self.start()
 
     def start(self) -> None:
         self.slab = CpuSlab(LAYOUT, self.num_slots * LAYOUT.slot_bytes, populate_threads=1)
-        ssd = SsdStore(self.folder / "ssd", LAYOUT, CAPACITY, io_threads=1)
+        ssd = SsdStore(self.folder / "ssd", LAYOUT, CAPACITY, io_threads=1, policy=self.policy)
         self.seed += 1
         self.store = FaultyStore(ssd, self.plan, seed=self.seed)
         self.hierarchy = Hierarchy(
@@ -100,6 +104,7 @@ class Tiers(RuleBasedStateMachine):
     def serve(self, prompts: list[list[bytes]]) -> None:
         """What a pool does for a prompt: take what there is, store what it then computes."""
         for prompt in prompts:
+            self.hierarchy.observe(prompt)
             self.begin_load(prompt)
             self.end_load(-1, waits=True)
             self.begin_store(prompt)

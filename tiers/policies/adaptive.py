@@ -53,6 +53,7 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             held = self._untold.victims(len(self._untold), lambda _key: True)
             self._untold = None
+            self._history.now = now  # what it holds is as old as the first prompt, not the clock
             self.insert(held)
         hits = self._history.observe(chain, now)
         self._trial.observe(chain, hits)

@@ -26,16 +26,21 @@ from .s3_fifo import S3FifoPolicy
 
 ENTRY_POINTS = "stratakv.policies"
 
+LRU = "lru"
+
 # Takes the number of blocks that the owner can hold.
 PolicyFactory = Callable[[int], EvictionPolicy]
 
 POLICIES: Mapping[str, PolicyFactory] = {
-    "lru": lambda _blocks: LruPolicy(),
+    LRU: lambda _blocks: LruPolicy(),
     "arc": ArcPolicy,
     "s3-fifo": S3FifoPolicy,
     "adaptive": AdaptivePolicy,
 }
 DEFAULT_POLICY = "adaptive"
+# Of the ssd tier. Replayed below a slab, `adaptive` lost more than it won: it judges itself by what
+# prompts find in its own tier, and what they find there begins with what the slab has.
+DEFAULT_SSD_POLICY = LRU
 
 
 def known_policies() -> list[str]:

@@ -12,9 +12,9 @@ means what it held before:
 A million blocks would be gigabytes as objects, so what is known of a slot lies in arrays by its
 number, and one dict leads from keys to slots.
 
-The order of eviction is least recent use. At the sizes an SSD has, a fifth to a half of all
-distinct blocks, the policies that were measured differ by less than two points of hits; what is
-let in matters, and that is decided above.
+The order of last use is always kept, since the disk repeats it. It is the order of eviction too,
+unless a policy chooses the victims (`choose_by`), which is told of every block that is used, comes
+in or goes.
 
 Knows nothing of files or threads: its owner calls it under one lock.
 """
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequen
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+from ..policies.base import EvictionPolicy
 from .free_slots import FreeSlots
 from .index_file import Row, RowBatch
 from .slot_list import SlotList
@@ -71,6 +72,7 @@ class SlotIndex:
         self._recency = SlotList(num_slots)  # in use, the coldest first
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
         self._next_use = 0
+        self._policy: EvictionPolicy | None = None  # None: the order of last use
         self._take_in(rows)
 
     def __len__(self) -> int:
@@ -84,6 +86,22 @@ class SlotIndex:
         """True while rows wait to be removed from the disk."""
         return bool(self._leaving)
 
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` does anything."""
+        return self._policy is not None and self._policy.learns
+
+    def choose_by(self, policy: EvictionPolicy) -> None:
+        """From now on this policy, which holds nothing yet, chooses the victims. It begins with
+        the order of last use."""
+        policy.insert(self._keys[slot] or b"" for slot in self._recency)
+        self._policy = policy
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        """Tell the policy of a prompt, see `EvictionPolicy.observe`."""
+        if self._policy is not None:
+            self._policy.observe(chain, now)
+
     def keys(self) -> list[bytes]:
         return list(self._slots)
 
@@ -93,10 +111,13 @@ class SlotIndex:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note the use of known keys, given head first: of a chain the tail is evicted first."""
-        for key in reversed(list(keys)):
+        tail_first = list(keys)[::-1]
+        for key in tail_first:
             slot = self._slots[key]
             self._recency.move_to_end(slot)
             self._unsaved.move_to_end(slot)
+        if self._policy is not None:
+            self._policy.touch(tail_first)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Entries whose slots stay as they are until `unpin`; None for unknown keys."""
@@ -162,8 +183,7 @@ class SlotIndex:
             if wanted <= 0:
                 return 0
             wanted -= not self._pins[slot]
-        unread = (slot for slot in self._recency if not self._pins[slot])
-        victims = list(islice(unread, max(0, wanted)))
+        victims = self._victims(max(0, wanted))
         for slot in victims:
             self._leave(slot)
         return len(victims)
@@ -210,6 +230,8 @@ class SlotIndex:
             self._generations[entry.slot] = entry.generation
             self._encoded_bytes[entry.slot] = entry.encoded_bytes
             self._recency.move_to_end(entry.slot)
+        if self._policy is not None:
+            self._policy.insert(entry.key for entry in reversed(entries))
 
     def touched_rows(self, limit: int) -> list[Row]:
         """Up to `limit` rows whose last use the disk does not know, the longest ago first."""
@@ -233,9 +255,22 @@ class SlotIndex:
         key = self._keys[slot] or b""
         return Row(slot, key, self._generations[slot], use, self._encoded_bytes[slot])
 
+    def _victims(self, count: int) -> list[int]:
+        """Up to `count` slots to evict, none of which is being read."""
+        if self._policy is None:
+            unread = (slot for slot in self._recency if not self._pins[slot])
+            return list(islice(unread, count))
+        return [self._slots[key] for key in self._policy.victims(count, self._is_unread)]
+
+    def _is_unread(self, key: bytes) -> bool:
+        return not self._pins[self._slots[key]]
+
     def _leave(self, slot: int) -> None:
         """Out of sight, but not free: its key is needed until the slot is."""
-        del self._slots[self._keys[slot] or b""]
+        key = self._keys[slot] or b""
+        del self._slots[key]
+        if self._policy is not None:
+            self._policy.remove((key,))
         self._recency.discard(slot)
         self._unsaved.discard(slot)
         self._leaving.append(slot)

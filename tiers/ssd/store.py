@@ -20,6 +20,7 @@ from ..block import KEY_BYTES, BlockLayout
 from ..codecs.base import Codec
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
+from ..policies.choice import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
 from .opening import open_store
 from .reader import Part, Reader
@@ -56,6 +57,9 @@ class SsdStore(StoreTier):
     With a `mac_key` no record is served that was written without it: for a directory that others
     can write. Such a store opens with the same key only.
 
+    `policy` names what chooses the blocks to evict (`policies/choice.py`). Of more than
+    `opening.MOST_POLICY_SLOTS` slots it is "lru" whatever was named, and the log says so.
+
     Raises TierConfigError where the path, the size or what lies there cannot be used.
     """
 
@@ -71,6 +75,7 @@ class SsdStore(StoreTier):
         durability: str = "sync",
         codec: Codec | None = None,
         mac_key: MacKey | None = None,
+        policy: str = DEFAULT_SSD_POLICY,
         scan_timeout_seconds: float = 30.0,
     ) -> None:
         if io_threads < 1 or queue_bytes < 1:
@@ -90,7 +95,14 @@ class SsdStore(StoreTier):
         self.name = "ssd"
         self.layout = layout
         self._opened = open_store(
-            Path(path), layout, capacity_bytes, namespace, scan_timeout_seconds, codec, mac_key
+            Path(path),
+            layout,
+            capacity_bytes,
+            namespace,
+            scan_timeout_seconds,
+            codec,
+            mac_key,
+            policy,
         )
         self._state = self._opened.state
         self._queue_blocks = queue_bytes // layout.page_bytes
@@ -163,6 +175,14 @@ class SsdStore(StoreTier):
         with self._state.lock:
             index = self._state.index
             index.touch([key for key in keys if key in index])
+
+    @property
+    def learns(self) -> bool:
+        return self._state.index.learns
+
+    def observe(self, chain: Sequence[bytes], now: float) -> None:
+        with self._state.lock:
+            self._state.index.observe(chain, now)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         with self._state.lock:

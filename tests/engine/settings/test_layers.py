@@ -53,6 +53,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "kv_offload_ssd_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
     "kv_offload_ssd_durability": (("sync", "sync"), ("async", "async"), ("sync", "sync")),
     "kv_offload_ssd_codec": (("none", "none"), ("lossless", "lossless"), ("fp8", "fp8")),
+    "kv_offload_ssd_policy": (("adaptive", "adaptive"), ("arc", "arc"), ("lru", "lru")),
     "kv_offload_ssd_admission": (("all", "all"), ("reuse", "reuse"), ("all", "all")),
     "kv_offload_ssd_daily_bytes": (("1TB", 10**12), ("2GiB", 2 * GIB), ("5MiB", 5 * MIB)),
     "kv_offload_ssd_exclusive": (("on", True), ("off", False), ("yes", True)),

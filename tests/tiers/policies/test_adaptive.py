@@ -98,6 +98,15 @@ def test_without_prompts_it_is_lru(rng: random.Random) -> None:
             assert policy.victims(len(held), _anyone) == lru.victims(len(held), _anyone)
 
 
+def test_what_was_there_before_the_first_prompt_is_as_old_as_that() -> None:
+    """The clock of a host that has run for weeks says nothing of blocks that a disk brought."""
+    policy = AdaptivePolicy(10)
+    policy.insert([b"cold", b"warm"])
+    policy.observe([b"new"], 3_000_000.0)
+    assert policy._history.blocks[b"cold"].run.time == 3_000_000.0
+    assert policy.victims(2, _anyone) == [b"cold", b"warm"]
+
+
 def test_what_a_conversation_left_behind_goes_first(rng: random.Random) -> None:
     policy = AdaptivePolicy(200)
     tier = Tier(policy, 200)

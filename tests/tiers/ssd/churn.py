@@ -78,7 +78,12 @@ def churn(job: Job) -> None:
     while True:
         log.say("open")
         store = SsdStore(
-            job["path"], ODD, job["capacity"], durability=job["durability"], mac_key=mac_key
+            job["path"],
+            ODD,
+            job["capacity"],
+            durability=job["durability"],
+            mac_key=mac_key,
+            policy=rng.choice(("lru", "adaptive")),  # one store may be opened with either
         )
         for _ in range(rng.randrange(5, 200)):
             known = _churn_once(store, log, rng, keys, known % (len(keys) - 100))
@@ -94,6 +99,7 @@ def _churn_once(
         new = keys[known : known + rng.randrange(1, 13)]
         known += len(new)
         batch = new + rng.sample(keys[:known], rng.randrange(2))
+        store.observe(batch, float(known))
         batches.append((batch, store.store(batch, filled_buffers(batch, ODD))))
     for batch, future in batches:
         answers = future.result(SECONDS)
