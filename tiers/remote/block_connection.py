@@ -92,7 +92,13 @@ class Tags:
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
         """The proof, for the engine's own tiers, of a block that came with `tag`; None where it
         is another block than was stored under the key."""
-        made = self._wire.end(key, hasher)
+        return self._accepted(key, self._wire.end(key, hasher), tag)
+
+    def check(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
+        """As `received`, of a whole block."""
+        return self._accepted(key, self._wire.prove(key, payload), tag)
+
+    def _accepted(self, key: bytes, made: Proof, tag: bytes) -> Proof | None:
         if not hmac.compare_digest(made.tag, tag):
             return None
         if self._wire is self._plain:
