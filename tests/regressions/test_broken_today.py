@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader who wanted to break the mended tiers came upon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from stratakv.tiers.contract import make_keys, payload_of
+from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.remote_settings import RemoteSettings
+from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
+from stratakv.tiers.tag import Proof, Tagger
+
+from ..tiers.remote.rig import LAYOUT, WAIT_SECONDS, running_server
+
+pytestmark = pytest.mark.regression
+
+SIZE = LAYOUT.page_bytes
+TAGGER = Tagger(LAYOUT.layout_id(), SIZE)
+
+
+def wait_until(what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@contextmanager
+def opened(*ports: int, **settings: Any) -> Iterator[RemoteStore]:
+    addresses = [ServerAddress("127.0.0.1", port) for port in ports]
+    store = open_remote(addresses, LAYOUT, RemoteSettings(**settings))
+    try:
+        assert store.wait_up(WAIT_SECONDS)
+        yield store
+    finally:
+        store.close(WAIT_SECONDS)
+
+
+def fill(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> None:
+    """As an engine stores blocks."""
+    ticket = hierarchy.begin_store(keys)
+    proofs: list[Proof | None] = []
+    for key, slot in zip(ticket.keys, ticket.slots, strict=True):
+        slab.buffer(slot)[:SIZE] = payload_of(key, LAYOUT)
+        proofs.append(TAGGER.prove(key, payload_of(key, LAYOUT)))
+    hierarchy.end_store(ticket, True, proofs)
+
+
+def contents(hierarchy: Hierarchy, slab: CpuSlab, keys: Sequence[bytes]) -> list[bytes | None]:
+    """What a load of blocks that the slab has brings."""
+    ticket = hierarchy.begin_load(keys)
+    assert ticket.done()
+    found = [None if s is None else bytes(slab.buffer(s)[:SIZE]) for s in ticket.slots]
+    hierarchy.end_load(ticket)
+    return found
+
+
+def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
+    """A load over two servers was refused by the second when the first had begun: its slots were
+    given to other blocks while the first still wrote to them."""
+    with running_server() as one, running_server() as two:
+        with opened(one.port, two.port) as store:
+            keys = make_keys(40)
+            owners = store._owners(keys)
+            at_one = [key for key, owner in zip(keys, owners, strict=True) if owner == 0][:4]
+            at_two = [key for key, owner in zip(keys, owners, strict=True) if owner == 1][:8]
+            buffers = [memoryview(bytearray(payload_of(k, LAYOUT))) for k in [*at_one, *at_two]]
+            store.store([*at_one, *at_two], buffers).result(WAIT_SECONDS)
+        with opened(one.port, two.port, queue_bytes=4 * SIZE) as store:
+            slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
+            hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER)
+            asked = store.ask([*at_one, *at_two])
+            if asked is not None:
+                asked.result(WAIT_SECONDS)
+            with two.room()._changed:  # somebody keeps the second server waiting
+                first = hierarchy.begin_load(at_two[:4])
+                with one.room()._changed:
+                    second = hierarchy.begin_load([*at_one[:2], *at_two[4:6]])
+                    others = make_keys(4, "others")
+                    fill(hierarchy, slab, others)
+            loads = [server.loads._lane for server in store._servers]
+            wait_until(lambda: not any(lane._bytes for lane in loads))
+            wait_until(lambda: hierarchy.poll() or (first.done() and second.done()))
+            hierarchy.end_load(first)
+            hierarchy.end_load(second)
+            known = [key for key in slab.keys()]
+            assert contents(hierarchy, slab, known) == [payload_of(k, LAYOUT) for k in known]
+            hierarchy.close(WAIT_SECONDS)
+
+
+def test_forgetting_behind_a_batch_that_is_larger_than_the_queue() -> None:
+    """The order to forget was refused, and the block was never loaded from that server again."""
+    keys = make_keys(9)
+    with running_server() as server, opened(server.port, queue_bytes=4 * SIZE) as store:
+        buffers = [memoryview(bytearray(payload_of(k, LAYOUT))) for k in keys]
+        store.store(keys[:1], buffers[:1]).result(WAIT_SECONDS)
+        with server.room()._changed:
+            storing = store.store(keys[1:], buffers[1:])  # taken, since nothing waits before it
+            store.drop(keys[:1])
+            store.clear()
+        storing.result(WAIT_SECONDS)
+        wait_until(lambda: not store._servers[0].clearing)
+        assert not store._servers[0].going
+        store.store(keys[:1], buffers[:1]).result(WAIT_SECONDS)
+        found = memoryview(bytearray(SIZE))
+        assert store.load(keys[:1], [found]).result(WAIT_SECONDS)[0] is not None
