@@ -91,7 +91,7 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
             wait_until(lambda: hierarchy.poll() or (first.done() and second.done()))
             hierarchy.end_load(first)
             hierarchy.end_load(second)
-            known = [key for key in slab.keys()]
+            known = slab.keys()
             assert contents(hierarchy, slab, known) == [payload_of(k, LAYOUT) for k in known]
             hierarchy.close(WAIT_SECONDS)
 
