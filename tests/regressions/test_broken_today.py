@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+from stratakv.tiers.base import Answer
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.remote.address import ServerAddress
+from stratakv.tiers.remote.key_salt import KeySalt
 from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
+from stratakv.tiers.remote.room import Room
+from stratakv.tiers.remote.wire import State
 from stratakv.tiers.tag import Proof, Tagger
 
-from ..tiers.remote.rig import LAYOUT, WAIT_SECONDS, running_server
+from ..tiers.remote.rig import LAYOUT, SECRET, WAIT_SECONDS, proof_of, running_server
+from ..tiers.rig import LAYOUT as TINY
+from ..tiers.rig import HeldStore, content
 
 pytestmark = pytest.mark.regression
 
@@ -112,3 +118,93 @@ def test_forgetting_behind_a_batch_that_is_larger_than_the_queue() -> None:
         store.store(keys[:1], buffers[:1]).result(WAIT_SECONDS)
         found = memoryview(bytearray(SIZE))
         assert store.load(keys[:1], [found]).result(WAIT_SECONDS)[0] is not None
+
+
+class RoomOverHeldStore:
+    """A room of eight blocks over a store that ends what it is given when the test says so."""
+
+    def __init__(self) -> None:
+        self.store = HeldStore()
+        self.slab = CpuSlab(TINY, 8 * TINY.slot_bytes)
+        self.room = Room(self.slab, [self.store], KeySalt(SECRET, "tenant"))
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        intake = self.room.begin_store(keys)
+        for key, slot in zip(keys, intake.slots, strict=True):
+            assert slot is not None
+            self.room.buffer(slot)[:] = content(key)
+        given = [proof_of(key, memoryview(content(key)), TINY) for key in keys]
+        assert self.room.end_store(intake, given) == [State.KEPT] * len(keys)
+
+    def close(self) -> None:
+        self.store.hold_loads = self.store.hold_stores = False
+        self.store.release()
+        assert self.room.close(WAIT_SECONDS)
+
+
+@pytest.fixture
+def held() -> Iterator[RoomOverHeldStore]:
+    found = RoomOverHeldStore()
+    yield found
+    found.close()
+
+
+def check_gone(held: RoomOverHeldStore, key: bytes) -> None:
+    """Nobody finds the block, in memory or below, now or later."""
+    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    wait_until(lambda: not held.slab.stats().pinned_blocks)
+    assert held.room.lookup([key]) == [State.MISS]
+    assert held.slab.lookup([stored]) == [Answer.MISS]
+    assert held.store.lookup([stored]) == [Answer.MISS]
+    stats = held.slab.stats()
+    assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
+
+
+def test_deleting_a_block_that_is_being_written_down(held: RoomOverHeldStore) -> None:
+    """It stayed, since the write held its slot, and was there for the next who asked."""
+    held.store.hold_stores = True
+    keys = make_keys(8)
+    for key in keys:
+        held.keep([key])
+    wait_until(lambda: held.slab.stats().pinned_blocks)
+    (first, *_) = held.store.written
+    salted = KeySalt(SECRET, "tenant").stored(keys)
+    key = keys[salted.index(first)]
+    assert held.room.drop([key]) == 1
+    assert held.room.lookup([key]) == [State.MISS]
+    held.store.hold_stores = False
+    held.store.release()
+    check_gone(held, key)
+
+
+def test_deleting_a_block_that_is_being_read_up(held: RoomOverHeldStore) -> None:
+    """It arrived after it had been deleted, and was there for the next who asked."""
+    (key,) = make_keys(1)
+    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    proof = proof_of(key, memoryview(content(key)), TINY)
+    buffer = memoryview(bytearray(content(key)))
+    held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
+    held.store.hold_loads = True
+    loan = held.room.begin_load([key])
+    held.room.drop([key])
+    held.store.hold_loads = False
+    # What a disk has read by then it brings, though it has forgotten the block since.
+    held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
+    held.store.release()
+    held.store.drop([stored])
+    held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
+    held.room.end_load(loan)
+    check_gone(held, key)
+
+
+def test_deleting_a_block_that_somebody_just_loads(held: RoomOverHeldStore) -> None:
+    """A client that finds a block damaged deletes it while its own load still holds the slot."""
+    (key,) = make_keys(1)
+    held.keep([key])
+    loan = held.room.begin_load([key])
+    held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
+    assert held.room.drop([key]) == 1
+    (slot,) = loan.slots
+    assert slot is not None and bytes(held.room.buffer(slot)) == content(key)
+    held.room.end_load(loan)
+    check_gone(held, key)

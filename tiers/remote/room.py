@@ -276,20 +276,20 @@ class Room:
                 store.touch(stored)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that are pinned; the number that was known. Waits for the
-        disk, so that they stay forgotten."""
+        """Forget blocks, except those that a lease holds; the number that was known. One that is
+        just being read or written is forgotten too. Waits for the disk, so that they stay so."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
+            self._leases.expire()
             before = self._hierarchy.lookup(stored)
-            self._slab.drop(stored)
-            for store in self._stores:
-                store.drop(stored)
+            self._hierarchy.drop([key for key in stored if not self._leases.has(key)])
+            self._hierarchy.poll()
             after = self._hierarchy.lookup(stored)
             gone = [
                 key
                 for key, was, now in zip(keys, before, after, strict=True)
-                if was is Answer.HIT and now is Answer.MISS
+                if was is not Answer.MISS and now is Answer.MISS
             ]
             for listener in self._listeners:
                 listener.removed(gone)
