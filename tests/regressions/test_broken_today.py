@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.errors import TierDown
 from stratakv.tiers.hierarchy import Hierarchy
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.key_salt import KeySalt
@@ -20,6 +22,8 @@ from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
 from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.wire import State
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.standby import StandbyStore
 from stratakv.tiers.tag import Proof, Tagger
 
 from ..tiers.remote.rig import LAYOUT, SECRET, WAIT_SECONDS, proof_of, running_server
@@ -208,3 +212,28 @@ def test_deleting_a_block_that_somebody_just_loads(held: RoomOverHeldStore) -> N
     assert slot is not None and bytes(held.room.buffer(slot)) == content(key)
     held.room.end_load(loan)
     check_gone(held, key)
+
+
+def test_forgetting_blocks_of_a_store_that_is_down(tmp_path: Path) -> None:
+    """They were back when the disk was, poisoned ones too; and who waited was told that they were
+    gone for good."""
+    keys = make_keys(4)
+    disk = SsdStore(tmp_path, LAYOUT, 2**22)
+    buffers = [memoryview(bytearray(payload_of(k, LAYOUT))) for k in keys]
+    disk.store(keys, buffers).result(WAIT_SECONDS)
+    disk.close(WAIT_SECONDS)
+    is_mounted = False
+
+    def open_it() -> SsdStore:
+        if not is_mounted:
+            raise TierDown("nothing is mounted there")
+        return SsdStore(tmp_path, LAYOUT, 2**22)
+
+    store = StandbyStore("ssd", LAYOUT, open_it, first_pause_seconds=0.01)
+    assert store.drop(keys[:2]) == 0
+    assert not store.wait_forgotten(0.0)
+    is_mounted = True
+    wait_until(lambda: store.is_up)
+    assert store.lookup(keys) == [Answer.MISS] * 2 + [Answer.HIT] * 2
+    assert store.wait_forgotten(WAIT_SECONDS)
+    store.close(WAIT_SECONDS)
