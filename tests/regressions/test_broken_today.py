@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierDown
 from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.key_salt import KeySalt
 from stratakv.tiers.remote.remote_settings import RemoteSettings
@@ -237,3 +238,35 @@ def test_forgetting_blocks_of_a_store_that_is_down(tmp_path: Path) -> None:
     assert store.lookup(keys) == [Answer.MISS] * 2 + [Answer.HIT] * 2
     assert store.wait_forgotten(WAIT_SECONDS)
     store.close(WAIT_SECONDS)
+
+
+class OldStore(MemoryStore):
+    """A tier of somebody else, written for another interface: it answers at once, and in bools."""
+
+    def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Any:
+        return [proof is not None for proof in super().load(keys, buffers).result()]
+
+    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview], proofs: Any = None) -> Any:
+        return [outcome is Stored.KEPT for outcome in super().store(keys, buffers, proofs).result()]
+
+    def ask(self, keys: Sequence[bytes]) -> Any:
+        return bool(keys)
+
+
+def test_a_tier_whose_answers_are_no_futures() -> None:
+    """The thread that steps got the exception, and slots stayed reserved or pinned for ever."""
+    keys = make_keys(8)
+    store = OldStore(LAYOUT, 2**20, name="old")
+    MemoryStore.store(store, keys[:2], [memoryview(payload_of(k, LAYOUT)) for k in keys[:2]])
+    slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes)
+    hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER, watermark=2.0)
+    assert not hierarchy.ask(keys)
+    load = hierarchy.begin_load(keys[:2])
+    assert load.done() and load.slots == [None, None]
+    hierarchy.end_load(load)
+    fill(hierarchy, slab, keys[2:6])
+    hierarchy.poll()
+    stats = slab.stats()
+    assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
+    assert hierarchy.stats()["old"].errors["AttributeError"] >= 3  # of a question, load and store
+    hierarchy.close(WAIT_SECONDS)
