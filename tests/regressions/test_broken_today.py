@@ -246,8 +246,8 @@ class OldStore(MemoryStore):
     def load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Any:
         return [proof is not None for proof in super().load(keys, buffers).result()]
 
-    def store(self, keys: Sequence[bytes], buffers: Sequence[memoryview], proofs: Any = None) -> Any:
-        return [outcome is Stored.KEPT for outcome in super().store(keys, buffers, proofs).result()]
+    def store(self, *given: Any, **named: Any) -> Any:
+        return [outcome is Stored.KEPT for outcome in super().store(*given, **named).result()]
 
     def ask(self, keys: Sequence[bytes]) -> Any:
         return bool(keys)
