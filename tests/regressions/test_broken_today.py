@@ -24,6 +24,7 @@ from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
 from stratakv.tiers.remote.room import Room
 from stratakv.tiers.remote.wire import State
 from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.slot_index import Entry, SlotIndex
 from stratakv.tiers.standby import StandbyStore
 from stratakv.tiers.tag import Proof, Tagger
 
@@ -270,3 +271,42 @@ def test_a_tier_whose_answers_are_no_futures() -> None:
     assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
     assert hierarchy.stats()["old"].errors["AttributeError"] >= 3  # of a question, load and store
     hierarchy.close(WAIT_SECONDS)
+
+
+def test_deleting_at_a_server_whose_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server waited for its disk as long as an engine waits for the server, so that each order
+    to forget ended at the deadline and took the tier with it."""
+
+    def hang(_store: SsdStore, timeout_seconds: float) -> bool:
+        time.sleep(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(SsdStore, "wait_forgotten", hang)
+    keys = make_keys(2)
+    server = running_server(ssd_bytes=2**22, ssd_path=tmp_path, secret=SECRET)
+    with server as running, opened(running.port) as store:
+        buffers = [memoryview(bytearray(payload_of(k, LAYOUT))) for k in keys]
+        store.store(keys, buffers).result(WAIT_SECONDS)
+        store.drop(keys[:1])
+        wait_until(lambda: not store._servers[0].going)
+        assert store.is_up
+        assert "deadline" not in store.stats().errors
+
+
+def test_forgetting_a_record_that_is_being_read() -> None:
+    """It was not erased while it was read, and never after: an index made anew from the records
+    brought it back."""
+    (key,) = make_keys(1)
+    index = SlotIndex(4)
+    (slot,) = index.allocate(1)
+    entry = Entry(key, slot, 7)
+    index.publish([entry])
+    assert index.pin([key]) == [entry]
+    assert index.forget_key(key)
+    index.release(index.take_leaving())
+    assert index.take_dropped(0) == []
+    index.unpin(entry)
+    assert index.take_dropped(0) == [slot]
+    assert index.take_dropped(0) == []

@@ -33,7 +33,9 @@ from .wire import State
 
 log = logging.getLogger(__name__)
 
-FORGET_SECONDS = 5.0  # for a disk to write down that blocks were deleted
+# For a disk to write down that blocks were deleted: shorter than clients wait for the answer
+# (`RemoteSettings.store_seconds`), who would take the server for lost.
+FORGET_SECONDS = 3.0
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
