@@ -21,7 +21,7 @@ from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.key_salt import KeySalt
 from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.room import Room
+from stratakv.tiers.remote.room import FORGET_SECONDS, Room
 from stratakv.tiers.remote.wire import State
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.slot_index import Entry, SlotIndex
@@ -278,6 +278,8 @@ def test_deleting_at_a_server_whose_disk_hangs(
 ) -> None:
     """The server waited for its disk as long as an engine waits for the server, so that each order
     to forget ended at the deadline and took the tier with it."""
+
+    assert FORGET_SECONDS + 1.0 <= RemoteSettings().store_seconds
 
     def hang(_store: SsdStore, timeout_seconds: float) -> bool:
         time.sleep(timeout_seconds)
