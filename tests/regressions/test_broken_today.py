@@ -312,3 +312,25 @@ def test_forgetting_a_record_that_is_being_read() -> None:
     index.unpin(entry)
     assert index.take_dropped(0) == [slot]
     assert index.take_dropped(0) == []
+
+
+def test_a_block_that_is_being_read_up_for_another(held: RoomOverHeldStore) -> None:
+    """Two engines with one prompt: the second was told that the disk had nothing, while it read the
+    block for the first."""
+    (key,) = make_keys(1)
+    (stored,) = KeySalt(SECRET, "tenant").stored([key])
+    proof = proof_of(key, memoryview(content(key)), TINY)
+    buffer = memoryview(bytearray(content(key)))
+    held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
+    assert held.room.lookup([key]) == [State.HIT]
+    held.store.hold_loads = True
+    loans = [held.room.begin_load([key])]
+    assert held.room.lookup([key]) == [State.HIT]
+    loans.append(held.room.begin_load([key]))
+    held.store.hold_loads = False
+    held.store.release()
+    for loan in loans:
+        held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
+        (slot,) = loan.slots
+        assert slot is not None and bytes(held.room.buffer(slot)) == content(key)
+        held.room.end_load(loan)
