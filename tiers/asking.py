@@ -43,13 +43,14 @@ class Asking:
                 continue
             try:
                 future = store.ask(keys)
+                when_done = None if future is None else future.add_done_callback
             except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
                 self._faults.count(store, error)
                 continue
-            if future is not None:
+            if when_done is not None:
                 is_open = True
                 self._open[store.name] += 1
-                future.add_done_callback(partial(self._ended, store))
+                when_done(partial(self._ended, store))
         return is_open
 
     def is_open(self, store: StoreTier) -> bool:

@@ -15,7 +15,8 @@ A caller may rely on this:
 A tier must do this:
 - keep the tag that a block came with (`tag.py`) and give it back with the block; make one only for
   a block that came without. The digest in a proof from `load` is that of the bytes in the buffer;
-- use the caller's buffers (no copies of payloads), touch them only until the future ends;
+- use the caller's buffers (no copies of payloads), touch them only until the future ends, and not
+  after a call that raised, whose caller gives them to other blocks at once;
 - stay within its capacity in bytes at every moment;
 - bound its queue: refuse with TierBusy rather than grow;
 - accept calls from any one thread at a time; futures may complete on the tier's own threads.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class Leases:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._leases: dict[int, Lease] = {}
+        self._held: Counter[bytes] = Counter()  # by how many leases
         self._deadlines: list[tuple[float, int]] = []  # a heap; renewed ones are in it twice
 
     def __len__(self) -> int:
@@ -59,6 +61,7 @@ class Leases:
         self._slab.unpin([key for key, slot in beyond if slot is not None])
         lease = Lease(next(self._numbers), list(keys[: len(slots)]), slots, deadline)  # type: ignore[arg-type]
         self._leases[lease.number] = lease
+        self._held.update(lease.keys)
         heapq.heappush(self._deadlines, (deadline, lease.number))
         return lease
 
@@ -78,8 +81,16 @@ class Leases:
         lease = self._leases.pop(number, None)
         if lease is None:
             return False
+        for key in lease.keys:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
         self._slab.unpin(lease.keys)
         return True
+
+    def has(self, key: bytes) -> bool:
+        """Whether a lease holds this block."""
+        return key in self._held
 
     def holds(self, number: int) -> bool:
         """Whether a lease still runs: what was read under it is good only if it does."""

@@ -64,8 +64,15 @@ class LookUp:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """Of each key on its own, wherever it is. PENDING: on its way into the slab."""
+        """Of each key on its own, wherever it is. PENDING: on its way into the slab, in a way
+        that a load cannot wait for; what is being read up is a HIT, since a load joins the read."""
         answers = self._slab.lookup(keys)
+        for i, answer in enumerate(answers):
+            if answer is not Answer.PENDING:
+                continue
+            read = self._reads.of(keys[i])
+            if read is not None and read.brings(keys[i]):
+                answers[i] = Answer.HIT
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
         if missing:
             places = self.stores_of([keys[i] for i in missing])

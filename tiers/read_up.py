@@ -127,13 +127,14 @@ class ReadUp:
         self.version += 1
         try:
             future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
+            when_done = future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self._faults.count(store, error)
             traffic.promotion_failures += 1
             self._end(read, [None] * len(keys), name_of(error))
             return
         self._set_alarm(read.deadline)
-        future.add_done_callback(lambda done: self._deliver(lambda: self._arrived(read, done)))
+        when_done(lambda done: self._deliver(lambda: self._arrived(read, done)))
 
     def give_up_late(self) -> None:
         """Fail the reads whose deadline has passed."""

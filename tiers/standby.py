@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 DOWN = "down"  # the key in `TierStats.errors`: times it could not be opened
+# Blocks that are to be forgotten once it opens; with more, everything is.
+MOST_DROPPED = 65536
 
 _T = TypeVar("_T")
 
@@ -59,6 +61,7 @@ class StandbyStore(StoreTier):
         self._store: StoreTier | None = None
         self._times_down = 1
         self._is_cleared = False  # what it held before is forgotten
+        self._dropped: set[bytes] = set()  # so are these
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"stratakv-standby-{name}", daemon=True
@@ -113,7 +116,15 @@ class StandbyStore(StoreTier):
         return None if self._store is None else self._store.trial_read(seconds)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        return 0 if self._store is None else self._store.drop(keys)
+        """As promised by StoreTier, also of what it will turn out to hold, of which none is known
+        now."""
+        with self._lock:
+            store = self._store
+            if store is None and not self._is_cleared:
+                self._dropped.update(keys)
+                if len(self._dropped) > MOST_DROPPED:
+                    self._is_cleared, self._dropped = True, set()
+        return 0 if store is None else store.drop(keys)
 
     def clear(self) -> None:
         """As promised by StoreTier, also of what it will turn out to hold."""
@@ -126,7 +137,9 @@ class StandbyStore(StoreTier):
     def wait_forgotten(self, timeout_seconds: float) -> bool:
         """As promised by StoreTier. While it is down what it was told to forget is still there."""
         store = self._store
-        return not self._is_cleared if store is None else store.wait_forgotten(timeout_seconds)
+        if store is not None:
+            return store.wait_forgotten(timeout_seconds)
+        return not (self._is_cleared or self._dropped)
 
     def stats(self) -> TierStats:
         store = self._store
@@ -169,6 +182,8 @@ class StandbyStore(StoreTier):
             if not self._closing.is_set():
                 if self._is_cleared:
                     store.clear()
+                store.drop(sorted(self._dropped))
+                self._dropped = set()
                 self._store = store
                 log.info("the %s tier is open and in use", self.name)
                 return

@@ -111,6 +111,7 @@ class Writes:
         try:
             buffers = [self._slab.buffer(slot) for slot in slots]
             future = self._store.store(keys, buffers, self._slab.proofs(keys))
+            when_done = future.add_done_callback
         except TierBusy as error:
             self._unpin(keys)
             self._faults.count(self._store, error)
@@ -123,7 +124,7 @@ class Writes:
         self._batches.append(batch)
         self._traffic.active_cascades += 1
         self._watch()
-        future.add_done_callback(lambda done: self._deliver(lambda: self._ended(batch, done)))
+        when_done(lambda done: self._deliver(lambda: self._ended(batch, done)))
         return True
 
     def give_up_late(self) -> None:

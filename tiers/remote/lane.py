@@ -47,13 +47,13 @@ class Lane:
 
     def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
         """Have `work(deadline)` done; its result, or the TierError it ended with. Raises TierBusy
-        where too much waits, TierClosed after `close`."""
+        where too much waits, which what has no size never meets, TierClosed after `close`."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
             if self._closed:
                 raise TierClosed(f"the {self._name} was closed")
-            if self._bytes and self._bytes + size > self._most_bytes:
+            if size and self._bytes and self._bytes + size > self._most_bytes:
                 raise TierBusy(f"{self._bytes} bytes wait for the {self._name} already")
             self._bytes += size
             self._jobs.append(_Job(work, deadline, size, future))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
@@ -30,6 +31,8 @@ from .transfers import Transfers
 from .wire import State
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 NAME = "remote"
 _OUTCOMES = {State.KEPT: Stored.KEPT, None: Stored.DAMAGED}
@@ -147,7 +150,8 @@ class RemoteStore(StoreTier):
     ) -> Future[list[Proof | None]]:
         self._check(keys, buffers)
         answers: list[Proof | None] = [None] * len(keys)
-        futures = []
+        begun: list[Future[list[Proof | None]]] = []
+        futures: list[Future[None]] = []
         for server, places in self._divided(keys):
             with self._lock:
                 clearing = bool(server.clearing)
@@ -156,8 +160,10 @@ class RemoteStore(StoreTier):
                 continue
             wanted = [keys[i] for i in places]
             memory = [_bytes(buffers[i]) for i in places]
-            moved = server.loads.submit(wanted, memory, [None] * len(wanted))
+            moved = _submit(server.loads, wanted, memory, [None] * len(wanted))
+            begun.append(moved)
             futures.append(then(moved, partial(self._loaded, server, places, wanted, answers)))
+        _raise_if_none_began(begun)
         return all_of(futures, lambda: self._count_loads(answers))
 
     def store(
@@ -172,15 +178,18 @@ class RemoteStore(StoreTier):
             # Not broken but not there yet: what is computed meanwhile is to be offered again.
             raise TierBusy(f"no server of the {self.name} tier has been attached yet")
         outcomes = [Stored.REFUSED] * len(keys)
-        futures = []
+        begun: list[Future[list[State | None]]] = []
+        futures: list[Future[None]] = []
         for server, places in self._divided(keys):
             wanted = [keys[i] for i in places]
             known = server.link.beliefs.answers(wanted)
             memory = [_bytes(buffers[i]) for i in places]
-            moved = server.stores.submit(wanted, memory, [given[i] for i in places])
+            moved = _submit(server.stores, wanted, memory, [given[i] for i in places])
+            begun.append(moved)
             server.link.beliefs.asked(wanted)  # PENDING while they are on their way
             moved.add_done_callback(partial(_sent, server.link.beliefs, wanted))
             futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
+        _raise_if_none_began(begun)
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
@@ -347,6 +356,30 @@ def _store(
     deadline: float,
 ) -> list[State | None]:
     return connection.store(keys, buffers, proofs, deadline)
+
+
+def _submit(
+    transfers: Transfers[_T],
+    keys: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    proofs: Proofs,
+) -> Future[list[_T]]:
+    """As `Transfers.submit`; what that raises is the future's. Another server may have begun to use
+    the caller's buffers, which are the caller's again when all have ended."""
+    try:
+        return transfers.submit(keys, buffers, proofs)
+    except TierError as error:
+        refused: Future[list[_T]] = Future()
+        refused.set_exception(error)
+        return refused
+
+
+def _raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
+    """Where every server refused at once nobody uses the buffers: what the first one raised."""
+    errors = [future.exception() for future in begun if future.done()]
+    refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
+    if begun and len(refusals) == len(begun):
+        raise refusals[0]
 
 
 def _bytes(buffer: memoryview) -> memoryview:

@@ -33,7 +33,9 @@ from .wire import State
 
 log = logging.getLogger(__name__)
 
-FORGET_SECONDS = 5.0  # for a disk to write down that blocks were deleted
+# For a disk to write down that blocks were deleted: shorter than clients wait for the answer
+# (`RemoteSettings.store_seconds`), who would take the server for lost.
+FORGET_SECONDS = 3.0
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
@@ -276,20 +278,20 @@ class Room:
                 store.touch(stored)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that are pinned; the number that was known. Waits for the
-        disk, so that they stay forgotten."""
+        """Forget blocks, except those that a lease holds; the number that was known. One that is
+        just being read or written is forgotten too. Waits for the disk, so that they stay so."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
+            self._leases.expire()
             before = self._hierarchy.lookup(stored)
-            self._slab.drop(stored)
-            for store in self._stores:
-                store.drop(stored)
+            self._hierarchy.drop([key for key in stored if not self._leases.has(key)])
+            self._hierarchy.poll()
             after = self._hierarchy.lookup(stored)
             gone = [
                 key
                 for key, was, now in zip(keys, before, after, strict=True)
-                if was is Answer.HIT and now is Answer.MISS
+                if was is not Answer.MISS and now is Answer.MISS
             ]
             for listener in self._listeners:
                 listener.removed(gone)

@@ -167,14 +167,13 @@ class SlotIndex:
 
     def take_dropped(self, after: int) -> list[int]:
         """Free slots that still hold the record of a block forgotten by name, if it was written
-        after that generation; of the latest `_MOST_DROPPED`."""
+        after that generation; of the latest `_MOST_DROPPED`. Those that somebody still reads come
+        another time."""
         dropped, generations = list(self._dropped), self._generations
+        there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
-        return [
-            slot
-            for slot, generation in dropped
-            if slot in self._free and after < generation == generations[slot]
-        ]
+        self._dropped.extend(each for each in there if each[0] not in self._free)  # being read
+        return [slot for slot, _ in there if slot in self._free]
 
     def make_room(self, count: int) -> int:
         """Evict so that `count` slots become free once what is leaving has left; how many."""
