@@ -97,7 +97,7 @@ def _du(words: list[str]) -> int:
         return 0
     for entry in found:
         print(f"{_size(entry.allocated_bytes):>10}  {one_line(str(entry.path))}")
-    print(f"{_size(total):>10}  in {len(found)} SSD tiers")
+    print(f"{_size(total):>10}  in {len(found)} SSD tier{'s' * (len(found) != 1)}")
     return 0
 
 
