@@ -194,8 +194,11 @@ class SlotIndex:
         return [self._entry(slot) for slot in slots]
 
     def keep_leaving(self, entries: Sequence[Entry]) -> None:
-        """Their rows could not be removed; try again later."""
-        self._leaving.extend(entry.slot for entry in entries)
+        """Their rows could not be removed, or may be on the disk though their commit failed; try
+        again later."""
+        for entry in entries:
+            self._generations[entry.slot] = entry.generation
+            self._leaving.append(entry.slot)
 
     def release(self, entries: Iterable[Entry]) -> None:
         """Their rows are gone: the slots are free, or will be after the last reader."""

@@ -11,7 +11,7 @@ import pytest
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.ssd.index_file import IndexFile, Row, batch_of
 from stratakv.tiers.ssd.slot_file import SlotFile, runs
-from stratakv.tiers.ssd.slot_index import SlotIndex
+from stratakv.tiers.ssd.slot_index import Entry, SlotIndex
 from stratakv.tiers.ssd.space import plan_space
 
 from ..blocks import ODD, SMALL, make_keys
@@ -92,6 +92,16 @@ def test_the_index_never_outgrows_its_room(tmp_path: Path, rng: random.Random, s
     assert len(list(index.rows())) == plan.num_slots
     assert index.file_bytes() <= plan.index_bytes
     index.close()
+
+
+def test_a_row_of_a_failed_commit_is_one_that_leaves() -> None:
+    """A block dropped during a commit that failed was said to be gone, though its row may be on the
+    disk."""
+    index = SlotIndex(4)
+    (slot,) = index.allocate(1)
+    index.keep_leaving([Entry(make_keys(1)[0], slot, 77)])
+    assert index.has_leaving_after(76)
+    assert not index.has_leaving_after(77)
 
 
 def test_the_plan_uses_what_it_is_given() -> None:
