@@ -15,31 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from stratakv.benchmarks.gpu import engine_model
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.models.weights import expected_tensors
 from stratakv.engine.options import EMBEDDED_MODEL
 
-LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+LLAMA_3_1_8B: dict[str, Any] = engine_model.LLAMA_3_1_8B | {
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
     "torch_dtype": "bfloat16",
