@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .core_cases import (
-    BLOCK_SIZE,
-    NUM_RUNNING,
-    NUM_WAITING,
-    PROMPT_TOKENS,
-    Case,
-    hashed_dtype,
-)
+from .core_cases import BLOCK_SIZE, NUM_RUNNING, NUM_WAITING, PROMPT_TOKENS, Case, hashed_dtype
 from .plots import new_figure, save_figure
 from .report import Report, median, print_table
 

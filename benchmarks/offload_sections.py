@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ..tiers.admission import DEFAULT_FILTER
 from ..tiers.base import StoreTier
-from ..tiers.fault_plan import FaultPlan, Rule
-from ..tiers.faulty import FaultyStore
+from ..tiers.fault_injection.plan import FaultPlan, Rule
+from ..tiers.fault_injection.store import FaultyStore
 from .offload_bench import FILLERS, Bench, Figures, blocks_of, greedy, prime
 from .offload_engines import MeasuredEngine, Prompts, Run, RunFailed
 from .offload_pairs import Pairs

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from ..tiers.hierarchy import Hierarchy
-from ..tiers.read_up import LoadTicket
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.promotions import LoadTicket
 from .base import ConnectorMetadata, CopyJob, FrontState, LoadReport
 from .counters import OffloadCounters
 from .economics import MEETING_PARTS, PIECES_AT_ONCE

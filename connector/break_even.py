@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 
-from ..tiers.hierarchy import Hierarchy
+from ..tiers.hierarchy.hierarchy import Hierarchy
 from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 from .economics import Economics
 from .jobs import JobIds

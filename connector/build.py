@@ -17,7 +17,8 @@ from ..tiers.block import BlockLayout
 from ..tiers.codecs.choice import DEFAULT_CODEC, make_codec
 from ..tiers.cpu import CpuSlab
 from ..tiers.errors import TierDown
-from ..tiers.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.hierarchy.write_budget import WriteBudget
 from ..tiers.mac_key import MacKey
 from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, policy_factory
 from ..tiers.registry import TierRequest, open_tier
@@ -26,7 +27,6 @@ from ..tiers.remote.credentials import Credentials
 from ..tiers.ssd.store import SsdStore
 from ..tiers.standby import open_or_wait
 from ..tiers.tag import Tagger
-from ..tiers.write_budget import WriteBudget
 from .device.choice import make_device
 from .economics import Choice
 from .fp8_codec import Fp8Codec
@@ -100,7 +100,8 @@ def build_offload(
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
     `progress` is called with bytes done and bytes in all while memory is faulted in, and on CUDA
     again, from another thread, while it is page-locked. `wrap_store`
-    may put something around each store below the slab, such as `tiers/faulty.py` for a drill.
+    may put something around each store below the slab, such as
+    `tiers/fault_injection/store.py` for a drill.
     Raises TierConfigError for sizes, paths and names that cannot work, and for a device that is not
     there; nothing stays open then. A store that is down is waited for behind the scenes, unless the
     settings require it: then TierDown says which.
@@ -161,8 +162,8 @@ def _open_ssd(layout: BlockLayout, ssd: SsdSettings, namespace: bytes) -> SsdSto
 
 def _open_remote(layout: BlockLayout, remote: RemoteTier, require: bool) -> StoreTier:
     # Here, so that engines without cache servers do not load grpc.
-    from ..tiers.remote.remote_settings import RemoteSettings
     from ..tiers.remote.remote_store import open_remote
+    from ..tiers.remote.settings import RemoteSettings
 
     tag_key = None if remote.tag_key is None else remote.tag_key.tag_key
     settings = RemoteSettings(credentials=remote.credentials, tag_key=tag_key)

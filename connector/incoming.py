@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ..tiers.hierarchy import Hierarchy
-from ..tiers.read_up import LoadTicket
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.promotions import LoadTicket
 from .base import ConnectorMetadata, CopyJob, LoadReport
 from .counters import OffloadCounters
 from .jobs import JobIds

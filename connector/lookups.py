@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tiers.hierarchy import Hierarchy
-from ..tiers.read_up import LoadTicket
-from ..tiers.tickets import Prefix
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.promotions import LoadTicket
+from ..tiers.hierarchy.tickets import Prefix
 from .base import RequestView
 from .counters import OffloadCounters
 from .economics import Economics, Plan

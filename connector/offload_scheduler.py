@@ -20,7 +20,7 @@ from dataclasses import asdict
 
 from ..tiers.alarm import Alarm
 from ..tiers.block import key_suffix
-from ..tiers.hierarchy import Hierarchy
+from ..tiers.hierarchy.hierarchy import Hierarchy
 from .back_loads import BackLoads
 from .base import (
     NOTHING_FINISHED,

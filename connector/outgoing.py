@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tiers.hierarchy import Hierarchy
-from ..tiers.tickets import StoreTicket
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.tickets import StoreTicket
 from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
 from .jobs import JobIds

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..tiers.read_up import LoadTicket
+from ..tiers.hierarchy.promotions import LoadTicket
 from .rates import LinkRate
 
 

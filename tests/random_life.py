@@ -34,14 +34,7 @@ from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.ssd.store import SsdStore
 
 from .checked_logprobs import check_logprobs
-from .faulty_parts import (
-    MODEL_FAULT,
-    FaultyStore,
-    Mischief,
-    damage,
-    faulty_copies,
-    faulty_forward,
-)
+from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, damage, faulty_copies, faulty_forward
 from .leftovers import check_nothing_left, check_references, is_busy
 from .random_wishes import World, draw_params
 from .threads import check_threads

@@ -34,7 +34,7 @@ from stratakv.engine.settings.environment import CACHE_SERVER_PREFIX, OTHER_VARI
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.settings.server import SERVER_OPTIONS
-from stratakv.tiers.remote.tenants import read_tenants
+from stratakv.tiers.cache_server.access.tenants import read_tenants
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}

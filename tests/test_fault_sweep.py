@@ -26,10 +26,10 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
-from stratakv.tiers.breaker import BreakerState
-from stratakv.tiers.fault_plan import FaultPlan, parse_faults
-from stratakv.tiers.faulty import FaultyStore
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
+from stratakv.tiers.fault_injection.store import FaultyStore
+from stratakv.tiers.hierarchy.breaker import BreakerState
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.tag import Proof, Proofs

@@ -27,8 +27,8 @@ from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.fault_plan import FaultPlan, parse_faults
-from stratakv.tiers.faulty import FaultyStore
+from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
+from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
 
 from .faulty_parts import Mischief, faulty_copies

@@ -45,7 +45,7 @@ BANNED_TRUE_KEYWORDS = {
 # Wall-clock time jumps. It may be shown to people, and decides nothing: leases, time-outs and ages
 # use time.monotonic(). path -> what the wall clock is for there.
 WALL_CLOCK: dict[str, str] = {
-    "tiers/remote/server_metrics.py": "the moment of the start, which scrapers compare with theirs",
+    "tiers/cache_server/metrics.py": "the moment of the start, which scrapers compare with theirs",
 }
 
 # folder -> the folders it may import. The longest matching prefix decides.

@@ -21,9 +21,9 @@ import trustme
 from stratakv.engine.llm import LLM
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.proto.v1 import cache_service_pb2 as messages
-from stratakv.tiers.remote.tenants import token_digest
+from stratakv.tiers.cache_server.access.tenants import token_digest
 
-from .tiers.remote.rig import ServerProcess, free_ports, server_process, token_of
+from .tiers.cache_server.rig import ServerProcess, free_ports, server_process, token_of
 from .tiny_models import make_llama
 from .two_engines import (
     BLOCK_BYTES,

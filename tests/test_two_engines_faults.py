@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.llm import LLM
-from stratakv.tiers.remote.remote_settings import RemoteSettings
+from stratakv.tiers.remote.settings import RemoteSettings
 
-from .tiers.remote.rig import LAYOUT, ServerProcess, server_process
+from .tiers.cache_server.rig import LAYOUT, ServerProcess, server_process
 from .tiny_models import make_llama
 from .two_engines import GREEDY, SEEDED, ask, engines, from_remote, prompt, remote, tier
 

@@ -23,7 +23,7 @@ from typing import Any
 from stratakv.engine.llm import LLM, RequestOutput
 from stratakv.engine.sampling_params import SamplingParams
 
-from .tiers.remote.rig import WAIT_SECONDS, Client
+from .tiers.cache_server.rig import WAIT_SECONDS, Client
 from .tiny_models import VOCAB
 
 BLOCK_TOKENS = 16

@@ -20,14 +20,7 @@ from torch import Tensor
 
 from ..plots import new_figure, save_figure
 from . import decode, prefill
-from .attention_cases import (
-    Batch,
-    Case,
-    check_attention,
-    decode_case,
-    make_batch,
-    time_checked,
-)
+from .attention_cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 from .case_loop import one_line, run_cases
 from .peer import Peer, PeerRefused
 from .peer_flash_attention import FlashAttention3

@@ -23,10 +23,10 @@ from ...tiers.block import DIGEST_BYTES, pack_key
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
 from ...tiers.remote.membership import StaticMembership
-from ...tiers.remote.remote_settings import RemoteSettings
 from ...tiers.remote.remote_store import RemoteStore
 from ...tiers.remote.server_link import ServerLink
-from ...tiers.remote.wire import MAX_BLOCKS, State, pack_keys
+from ...tiers.remote.settings import RemoteSettings
+from ...tiers.wire.frames import MAX_BLOCKS, State, pack_keys
 from ..tiers.contest import WrongWork
 from .blocks import Blocks
 

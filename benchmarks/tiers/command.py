@@ -27,13 +27,7 @@ from ..report import Report, median
 from . import checksum_case
 from .codec_case import measure_codecs, print_codecs
 from .contest import Outcome, WrongWork, quartiles, take_rounds
-from .gates import (
-    BYTES_PER_ENTRY,
-    GATES,
-    LOOK_UPS,
-    LOOK_UPS_WHILE_CHURNING,
-    REOPEN,
-)
+from .gates import BYTES_PER_ENTRY, GATES, LOOK_UPS, LOOK_UPS_WHILE_CHURNING, REOPEN
 from .index_case import IndexCase
 from .place import check_huge_pages, working_folder
 from .report import plot_tiers, print_tiers

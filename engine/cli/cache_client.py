@@ -94,7 +94,7 @@ class CacheClient:
     def _ask(self, method: Any, request: Any) -> Any:
         import grpc
 
-        from ...tiers.remote.status import verdict_of
+        from ...tiers.wire.status import verdict_of
 
         try:
             return method(request, timeout=CALL_SECONDS, metadata=self._metadata)
@@ -131,8 +131,8 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
     """A channel, the calls of the service, and that of grpc.health.v1."""
     from grpc_health.v1 import health_pb2
 
-    from ...tiers.remote.rpc import Stub
     from ...tiers.remote.server_link import open_channel
+    from ...tiers.wire.rpc import Stub
 
     channel = open_channel(address, credentials)
     health = channel.unary_unary(

@@ -29,17 +29,13 @@ from ..config_values import ConfigError, show_size
 from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, Option, flag_of
 from ..settings import readers
-from ..settings.environment import (
-    CACHE_SERVER_PREFIX,
-    MAX_NAME_CHARACTERS,
-    is_service_link,
-)
+from ..settings.environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
 from ..settings.file import called, read_file
 
 if TYPE_CHECKING:
-    from ...tiers.remote.limits import Limits
-    from ...tiers.remote.server import CacheServer, ServerSettings
-    from ...tiers.remote.tenants import Tenants
+    from ...tiers.cache_server.access.tenants import Tenants
+    from ...tiers.cache_server.server import CacheServer, ServerSettings
+    from ...tiers.wire.limits import Limits
 
 DESCRIPTION = "Keep blocks for many engines; they use it with --kv-offload ...,grpc://host:port."
 
@@ -214,8 +210,8 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
     """Raises ConfigError or TierConfigError."""
-    from ...tiers.remote.secret import read_secret
-    from ...tiers.remote.server import ServerSettings
+    from ...tiers.cache_server.secret import read_secret
+    from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]
     if (ssd_path is None) != (options["ssd_bytes"] is None):
@@ -256,7 +252,7 @@ def _mac_key(options: Mapping[str, Any]) -> Any:
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
-    from ...tiers.remote.limits import Limits
+    from ...tiers.wire.limits import Limits
 
     names = ("max_calls", "max_data_connections", "max_bytes_in_flight", "call_seconds")
     return Limits(**{name: options[name] for name in names})
@@ -272,7 +268,7 @@ def _data_port(options: Mapping[str, Any]) -> int | None:
 
 
 def _tls(options: Mapping[str, Any]) -> Any:
-    from ...tiers.remote.tls import TlsFiles
+    from ...tiers.cache_server.access.tls import TlsFiles
 
     cert, key, client_ca = (options[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
     if (cert is None) != (key is None) or (client_ca is not None and cert is None):
@@ -282,8 +278,13 @@ def _tls(options: Mapping[str, Any]) -> Any:
 
 def _tenants(options: Mapping[str, Any]) -> tuple[Tenants, str | None]:
     """All tenants, and the token to be left for clients of this user, if there is to be one."""
-    from ...tiers.remote.listen import is_loopback
-    from ...tiers.remote.tenants import check_totals, new_token, only_tenant, read_tenants
+    from ...tiers.cache_server.access.tenants import (
+        check_totals,
+        new_token,
+        only_tenant,
+        read_tenants,
+    )
+    from ...tiers.wire.listen import is_loopback
 
     path, token_file = options["tenants"], options["token_file"]
     cpu_bytes, ssd_bytes = options["cpu_bytes"], options["ssd_bytes"] or 0
@@ -325,7 +326,7 @@ def _text_of(path: Path, flag: str) -> str:
 
 
 def _print_new_token(name: str) -> int:
-    from ...tiers.remote.tenants import new_token, token_digest
+    from ...tiers.cache_server.access.tenants import new_token, token_digest
 
     readers.text("--new-token", name)
     token = new_token()
@@ -367,7 +368,7 @@ def _keep_freed_memory() -> None:
 
 
 async def _serve(settings: ServerSettings) -> int:
-    from ...tiers.remote.server import CacheServer
+    from ...tiers.cache_server.server import CacheServer
 
     told = asyncio.Event()
     loop = asyncio.get_running_loop()

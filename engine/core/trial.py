@@ -22,12 +22,7 @@ import numpy as np
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
 from ..sampling_params import SamplingParams
-from ..scheduler.output import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .ledger import MIN_PROMPT_TOKENS, Ledger, PromptCost
 
 logger = logging.getLogger(__name__)

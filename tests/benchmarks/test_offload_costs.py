@@ -26,8 +26,8 @@ from stratakv.engine.cli.main import main
 from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.base import StoreTier
-from stratakv.tiers.fault_plan import parse_faults
-from stratakv.tiers.faulty import FaultyStore
+from stratakv.tiers.fault_injection.plan import parse_faults
+from stratakv.tiers.fault_injection.store import FaultyStore
 
 TINY = dataclasses.replace(
     QUICK_COSTS,

@@ -19,7 +19,7 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 
 from ..simulation.small_slab import small_slab
 from .order_checker import Choose, RecordingDevice

@@ -16,7 +16,7 @@ from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")

@@ -15,10 +15,10 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import pack_key
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
-from ..tiers.asking_store import AskingStore
+from ..tiers.hierarchy.asking_store import AskingStore
 from .test_offload_scheduler import LAYOUT, WAIT_SECONDS, digest, evicted, request
 
 NONE, LOAD, RETRY = MatchKind.NONE, MatchKind.LOAD, MatchKind.RETRY

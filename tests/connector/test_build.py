@@ -15,8 +15,8 @@ from stratakv.connector.base import EvictedBlock, LoadReport
 from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.fault_plan import FaultPlan
-from stratakv.tiers.faulty import FaultyStore
+from stratakv.tiers.fault_injection.plan import FaultPlan
+from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd.identity_file import read_note
 from stratakv.tiers.ssd.made_for import unpack

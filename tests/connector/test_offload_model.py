@@ -31,7 +31,7 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierError
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
 LAYOUT = BlockLayout(1, 2, 1, 4, "float32")  # 64 bytes

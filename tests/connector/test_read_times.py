@@ -7,7 +7,7 @@ import pytest
 
 from stratakv.connector.rates import LinkRate
 from stratakv.connector.read_times import ReadTimes
-from stratakv.tiers.read_up import LoadTicket
+from stratakv.tiers.hierarchy.promotions import LoadTicket
 
 BLOCK_BYTES = 1000
 

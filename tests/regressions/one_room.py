@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratakv.tiers.remote.room import Room
-from stratakv.tiers.remote.rooms import Rooms
-from stratakv.tiers.remote.status import NotReady
-from stratakv.tiers.remote.tenants import Quota
-from stratakv.tiers.remote.wire import State
+from stratakv.tiers.cache_server.access.tenants import Quota
+from stratakv.tiers.cache_server.tenant_store import Room
+from stratakv.tiers.cache_server.tenant_stores import Rooms
+from stratakv.tiers.wire.frames import State
+from stratakv.tiers.wire.status import NotReady
 
 from ..tiers.blocks import payload_of
-from ..tiers.remote.rig import LAYOUT, SECRET, proof_of
+from ..tiers.cache_server.rig import LAYOUT, SECRET, proof_of
 from ..tiers.store_contract import SECONDS
 
 

@@ -31,6 +31,9 @@ from stratakv.tiers.admission.base import AdmissionFilter
 from stratakv.tiers.admission.choice import FILTERS
 from stratakv.tiers.admission.contract import check_filter_contract
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.cache_server.access.tenants import Quota
+from stratakv.tiers.cache_server.tenant_store import Room
+from stratakv.tiers.cache_server.tenant_stores import Rooms
 from stratakv.tiers.contract import ContractBroken
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierConfigError
@@ -39,12 +42,9 @@ from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
 from stratakv.tiers.policies.contract import check_policy_contract
 from stratakv.tiers.policies.lru import LruPolicy
-from stratakv.tiers.remote.room import Room
-from stratakv.tiers.remote.rooms import Rooms
-from stratakv.tiers.remote.status import NotReady
-from stratakv.tiers.remote.tenants import Quota
 from stratakv.tiers.ssd.slot_file import SlotFile
 from stratakv.tiers.ssd.store import SsdStore
+from stratakv.tiers.wire.status import NotReady
 
 from .. import test_fault_sweep
 

@@ -23,20 +23,20 @@ import trustme
 from stratakv.engine.cli.main import main
 from stratakv.engine.settings.environment import read_environment
 from stratakv.proto.v1 import cache_service_pb2 as messages
+from stratakv.tiers.cache_server.access.tls import TlsFiles
+from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.contract import make_keys, put
 from stratakv.tiers.errors import TierConfigError, TierError
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.credentials import Credentials
-from stratakv.tiers.remote.memory_server import MemoryServer
-from stratakv.tiers.remote.own_token import find_token, leave_token, take_away_token
-from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import open_remote
-from stratakv.tiers.remote.sockets import ConnectionLost
-from stratakv.tiers.remote.tls import TlsFiles
-from stratakv.tiers.remote.wire import encode_greeting
+from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.wire.frames import encode_greeting
+from stratakv.tiers.wire.own_token import find_token, leave_token, take_away_token
+from stratakv.tiers.wire.sockets import ConnectionLost
 
-from ..tiers.remote.data_plane import TICKET, Plane
-from ..tiers.remote.rig import (
+from ..tiers.cache_server.data_plane import TICKET, Plane
+from ..tiers.cache_server.rig import (
     LAYOUT,
     WAIT_SECONDS,
     ServerProcess,

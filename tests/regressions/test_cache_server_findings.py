@@ -18,20 +18,17 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.base import Stored
+from stratakv.tiers.cache_server import tenant_store as room_module
+from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.contract import make_buffers, make_keys
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.remote import room as room_module
 from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.block_connection import Refused
 from stratakv.tiers.remote.data_client import DataConnection
-from stratakv.tiers.remote.limits import Limits
 from stratakv.tiers.remote.memory_client import MemoryConnection
-from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import open_remote
-from stratakv.tiers.remote.rpc import Stub
-from stratakv.tiers.remote.shares import Shares
-from stratakv.tiers.remote.sockets import ConnectionLost
-from stratakv.tiers.remote.wire import (
+from stratakv.tiers.remote.settings import RemoteSettings
+from stratakv.tiers.wire.frames import (
     WELCOME,
     State,
     Status,
@@ -39,10 +36,13 @@ from stratakv.tiers.remote.wire import (
     encode_greeting,
     encode_welcome,
 )
+from stratakv.tiers.wire.limits import Limits
+from stratakv.tiers.wire.rpc import Stub
+from stratakv.tiers.wire.sockets import ConnectionLost
 
-from ..tiers.remote.data_plane import BOOT_ID, TICKET, Plane, fetch, put
-from ..tiers.remote.raw_http2 import RawConnection
-from ..tiers.remote.rig import (
+from ..tiers.cache_server.data_plane import BOOT_ID, TICKET, Plane, fetch, put
+from ..tiers.cache_server.raw_http2 import RawConnection
+from ..tiers.cache_server.rig import (
     LAYOUT,
     WAIT_SECONDS,
     RunningServer,

@@ -26,7 +26,7 @@ from stratakv.engine.worker.device_runtime import is_device_lost
 from stratakv.engine.worker.input_batch import InputBatch
 from stratakv.kernels.copy_engine import CudaError
 from stratakv.tiers.base import Answer
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
 from ..engine import conftest as engine_conftest
@@ -38,7 +38,7 @@ from ..simulation.small_slab import small_slab
 from ..simulation.store import SimStore
 from ..simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, is_busy
 from ..stepping import step_outputs
-from ..tiers.remote.rig import running_server
+from ..tiers.cache_server.rig import running_server
 
 pytestmark = pytest.mark.regression
 tiny_model, greedy_reference = engine_conftest.tiny_model, engine_conftest.greedy_reference

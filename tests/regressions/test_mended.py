@@ -23,18 +23,18 @@ from stratakv.engine.wire import PROTOCOL_VERSION, Ready
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import BlockLayout, pack_key
-from stratakv.tiers.breaker import LATE_ANSWERS
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.fault_plan import parse_faults
-from stratakv.tiers.faulty import FaultyStore
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.fault_injection.plan import parse_faults
+from stratakv.tiers.fault_injection.store import FaultyStore
+from stratakv.tiers.hierarchy.breaker import LATE_ANSWERS
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
 from ..connector.order_checker import RecordingDevice
 from ..connector.order_walk import LAYOUT, Role, Walk
 from ..simulation.clock import VirtualClock, virtual_time
 from ..simulation.small_slab import small_slab
-from ..tiers.asking_store import AskingStore
+from ..tiers.hierarchy.asking_store import AskingStore
 
 
 def test_652341014_a_refused_store_ahead_of_need(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,17 +17,24 @@ from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of, put
 from stratakv.tiers.errors import TierError
 from stratakv.tiers.remote.address import ServerAddress
-from stratakv.tiers.remote.limits import Limits
-from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
-from stratakv.tiers.remote.rpc import Stub
+from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.remote.transfers import Transfers
-from stratakv.tiers.remote.wire import GREETING, REQUEST, encode_greeting
+from stratakv.tiers.wire.frames import GREETING, REQUEST, encode_greeting
+from stratakv.tiers.wire.limits import Limits
+from stratakv.tiers.wire.rpc import Stub
 
-from ..tiers.remote.data_plane import TICKET, Plane
+from ..tiers.cache_server.data_plane import TICKET, Plane
+from ..tiers.cache_server.raw_http2 import RawConnection
+from ..tiers.cache_server.rig import (
+    LAYOUT,
+    WAIT_SECONDS,
+    proof_of,
+    running_server,
+    tenant,
+    token_of,
+)
 from ..tiers.remote.fault_proxy import FaultProxy
-from ..tiers.remote.raw_http2 import RawConnection
-from ..tiers.remote.rig import LAYOUT, WAIT_SECONDS, proof_of, running_server, tenant, token_of
 
 PROXY = "127.0.0.2"
 LOOKUP = "/stratakv.cache.v1.CacheService/Lookup"

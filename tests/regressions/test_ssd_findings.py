@@ -20,15 +20,15 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
-from stratakv.tiers.remote.lane import RemoteLate
-from stratakv.tiers.remote.sockets import ConnectionLost
+from stratakv.tiers.remote.transfer_queue import RemoteLate
 from stratakv.tiers.remote.transfers import Transfers
-from stratakv.tiers.remote.wire import State
 from stratakv.tiers.ssd import SsdStore, guard, index_file, opening, slot_file
 from stratakv.tiers.ssd.index_file import IndexFile
 from stratakv.tiers.ssd.io_lane import IoLane
 from stratakv.tiers.ssd.linux_aio import AioContext
 from stratakv.tiers.ssd.row_writer import RowWriter
+from stratakv.tiers.wire.frames import State
+from stratakv.tiers.wire.sockets import ConnectionLost
 
 from ..tiers.blocks import SMALL, make_buffers, make_keys
 from ..tiers.ssd.stores import capacity_for

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from stratakv.tiers.breaker import MAX_PROBES
-from stratakv.tiers.hierarchy import Hierarchy
-from stratakv.tiers.write_back import BATCHES_IN_FLIGHT, SHARES_OF_SLAB
-from stratakv.tiers.writes import LATE_SHARE
+from stratakv.tiers.hierarchy.breaker import MAX_PROBES
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT, SHARES_OF_SLAB
+from stratakv.tiers.hierarchy.writes import LATE_SHARE
 
 
 def check_writes(hierarchy: Hierarchy) -> None:

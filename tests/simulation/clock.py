@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from stratakv.tiers import completions
 from stratakv.tiers.alarm import Alarm
-from stratakv.tiers.breaker import Breaker
+from stratakv.tiers.hierarchy import completions
+from stratakv.tiers.hierarchy.breaker import Breaker
 
 PRODUCT = "stratakv."
 

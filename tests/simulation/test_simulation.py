@@ -29,8 +29,8 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.worker.batch_update import BatchUpdate
 from stratakv.engine.worker.step_batch import StepBatch
-from stratakv.tiers.hierarchy import Hierarchy
-from stratakv.tiers.read_up import LoadTicket, Read, ReadUp
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.promotions import LoadTicket, Read, ReadUp
 from stratakv.tiers.tag import Proof
 
 from .store import MODES

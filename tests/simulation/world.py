@@ -25,9 +25,9 @@ from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.scheduler import LOAD_FAILED, RETRY_SECONDS
 from stratakv.tiers.admission import make_filter
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.writes import STALL_SECONDS
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
-from stratakv.tiers.writes import STALL_SECONDS
 
 from ..engine.scheduler.conftest import SIZE, reference
 from ..engine.scheduler.test_random_lives import check_invariants

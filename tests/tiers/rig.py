@@ -17,12 +17,12 @@ import pytest
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.promotions import LoadTicket
+from stratakv.tiers.hierarchy.traffic import Traffic
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.policies.base import EvictionPolicy
-from stratakv.tiers.read_up import LoadTicket
 from stratakv.tiers.tag import Proof, Proofs
-from stratakv.tiers.traffic import Traffic
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")
 WAIT_SECONDS = 10.0

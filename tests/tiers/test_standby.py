@@ -15,7 +15,7 @@ import pytest
 from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.contract import check_store_contract
 from stratakv.tiers.errors import TierConfigError, TierDown
-from stratakv.tiers.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.standby import StandbyStore, open_or_wait

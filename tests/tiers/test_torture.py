@@ -34,11 +34,11 @@ from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.tag import Proofs
 
 from .blocks import SMALL
-from .remote.bare_client import ROOT
-from .remote.data_plane import Plane, fetch
-from .remote.data_plane import put as send
-from .remote.rig import LAYOUT as TINY
-from .remote.rig import ServerProcess, server_process
+from .cache_server.bare_client import ROOT
+from .cache_server.data_plane import Plane, fetch
+from .cache_server.data_plane import put as send
+from .cache_server.rig import LAYOUT as TINY
+from .cache_server.rig import ServerProcess, server_process
 from .torture_client import KEYS, LAYOUT, Client, open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.regression]

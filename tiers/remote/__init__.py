@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache service: a server that keeps blocks for many engines, and the tier that asks it."""
+"""The remote tier: a store like `tiers/ssd`, whose blocks are kept by cache servers."""

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..block import BlockLayout
 from ..tag import Proof, Proofs, Tagger
-from .sockets import ConnectionLost
-from .wire import State, Status
+from ..wire.frames import State, Status
+from ..wire.sockets import ConnectionLost
 
 
 class Refused(ConnectionLost):

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TierConfigError
+from ..wire.listen import is_loopback
+from ..wire.own_token import find_token
 from .address import ServerAddress
-from .listen import is_loopback
-from .own_token import find_token
 
 log = logging.getLogger(__name__)
 

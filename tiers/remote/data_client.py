@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from ..block import BlockLayout
 from ..tag import TAG_BYTES, Proof, Proofs
-from .blocks_on_wire import receive_block, send_blocks
+from ..wire.blocks import receive_block, send_blocks
+from ..wire.frames import NO_PROOF, State, Verb, encode_request, pack_keys
+from ..wire.sockets import Connection, ConnectionLost, connect
 from .socket_connection import SocketConnection, greet
-from .sockets import Connection, ConnectionLost, connect
-from .wire import NO_PROOF, State, Verb, encode_request, pack_keys
 
 
 class DataConnection(SocketConnection):

@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 from ..block import BlockLayout
 from ..shared_memory import has_fixed_size
 from ..tag import TAG_BYTES, Proof, Proofs
-from .socket_connection import SocketConnection, welcomed
-from .sockets import Connection, ConnectionLost
-from .wire import (
+from ..wire.frames import (
     MAX_LEASE_SECONDS,
     NO_PROOF,
     SLOT_BYTES,
@@ -40,6 +38,8 @@ from .wire import (
     pack_keys,
     part_blocks,
 )
+from ..wire.sockets import Connection, ConnectionLost
+from .socket_connection import SocketConnection, welcomed
 
 COPY_BYTES = 256 * 1024  # copied, then hashed while they are warm
 LOAD_BYTES = 32 * 1024**2  # of one part: few messages

@@ -20,15 +20,15 @@ from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierError
 from ..tag import Proof, Proofs
+from ..wire.frames import State
 from .address import ServerAddress
-from .beliefs import Beliefs
 from .block_connection import BlockConnection
 from .gather import all_of, then
 from .membership import Membership, Rendezvous, StaticMembership
-from .remote_settings import RemoteSettings
+from .presence_cache import Beliefs
 from .server_link import ServerLink
+from .settings import RemoteSettings
 from .transfers import Transfers
-from .wire import State
 
 log = logging.getLogger(__name__)
 

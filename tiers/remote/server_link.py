@@ -23,20 +23,20 @@ import grpc
 from ...proto.v1 import cache_service_pb2 as messages
 from ..block import BlockLayout
 from ..errors import TierConfigError
+from ..wire.frames import MAX_KEYS, State, pack_keys
+from ..wire.messages import layout_message
+from ..wire.rpc import Stub
+from ..wire.sockets import ConnectionLost
+from ..wire.status import Retry, verdict_of
 from .address import ServerAddress
-from .beliefs import Beliefs
 from .block_connection import BlockConnection
 from .credentials import Credentials
 from .data_client import DataConnection
-from .lane import RemoteError, RemoteLate
 from .memory_client import MemoryConnection
-from .messages import layout_message
-from .remote_settings import RemoteSettings
-from .rpc import Stub
-from .sockets import ConnectionLost
-from .status import Retry, verdict_of
+from .presence_cache import Beliefs
+from .settings import RemoteSettings
 from .stream_client import StreamConnection
-from .wire import MAX_KEYS, State, pack_keys
+from .transfer_queue import RemoteError, RemoteLate
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..block import BlockLayout
-from .block_connection import BlockConnection, Refused, Tags
-from .sockets import Connection, ConnectionLost
-from .wire import (
+from ..wire.frames import (
     REPLY,
     WELCOME,
     Reply,
@@ -25,6 +23,8 @@ from .wire import (
     decode_welcome,
     encode_greeting,
 )
+from ..wire.sockets import Connection, ConnectionLost
+from .block_connection import BlockConnection, Refused, Tags
 
 _Words = TypeVar("_Words")
 _STATES = {int(state): state for state in State}

@@ -15,13 +15,13 @@ import grpc
 from ...proto.v1 import cache_service_pb2 as messages
 from ..block import BlockLayout
 from ..tag import Proof, Proofs, unpack_proof
+from ..wire.frames import NO_PROOF, State, WireError, pack_keys
+from ..wire.limits import PIECE_BYTES
+from ..wire.messages import header_message, read_header
+from ..wire.raw_messages import Piece
+from ..wire.rpc import Stub
+from ..wire.sockets import ConnectionLost
 from .block_connection import BlockConnection, Tags
-from .limits import PIECE_BYTES
-from .messages import header_message, read_header
-from .raw_messages import Piece
-from .rpc import Stub
-from .sockets import ConnectionLost
-from .wire import NO_PROOF, State, WireError, pack_keys
 
 _STATES: dict[int, State] = {int(state): state for state in State}
 

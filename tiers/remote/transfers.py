@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from ..tag import Proofs
+from ..wire.frames import MAX_BLOCKS
+from ..wire.sockets import ConnectionLost
 from .block_connection import BlockConnection
-from .lane import Lane, RemoteError, RemoteLate
 from .server_link import ServerLink
-from .sockets import ConnectionLost
-from .wire import MAX_BLOCKS
+from .transfer_queue import Lane, RemoteError, RemoteLate
 
 _T = TypeVar("_T")
 

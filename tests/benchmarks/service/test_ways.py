@@ -19,10 +19,10 @@ from stratakv.benchmarks.service.servers import certificate, find_redis, redis_s
 from stratakv.benchmarks.service.ways import Plan, Way
 from stratakv.benchmarks.tiers.contest import WrongWork
 from stratakv.benchmarks.tiers.scale import layout_of
+from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.remote.address import ServerAddress
-from stratakv.tiers.remote.tls import TlsFiles
 
-from ...tiers.remote.rig import RunningServer, running_server
+from ...tiers.cache_server.rig import RunningServer, running_server
 
 BLOCK_BYTES = 16 * 1024
 COUNT = 300  # more than the protocol takes at a time

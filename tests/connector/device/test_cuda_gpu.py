@@ -20,13 +20,7 @@ import torch
 
 from stratakv.connector.device.base import CopyDevice, Event, Stream
 from stratakv.connector.device.contract import CHECKS
-from stratakv.connector.device.contract_rig import (
-    LAYOUTS,
-    WAIT_SECONDS,
-    Gate,
-    Rig,
-    Surroundings,
-)
+from stratakv.connector.device.contract_rig import LAYOUTS, WAIT_SECONDS, Gate, Rig, Surroundings
 from stratakv.connector.device.cuda import QUICK_BLOCKS, CudaCopyDevice
 from stratakv.connector.device.cuda_runtime import TorchRuntime
 from stratakv.kernels.copy_engine import cuda_library

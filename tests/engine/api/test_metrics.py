@@ -23,7 +23,7 @@ from stratakv.engine.core.figures import Figures
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.traffic import Traffic
+from stratakv.tiers.hierarchy.traffic import Traffic
 
 EXPECTED = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",

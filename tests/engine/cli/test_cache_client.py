@@ -17,11 +17,11 @@ import trustme
 from stratakv.engine.cli import describe, ping
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
+from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.contract import make_keys
-from stratakv.tiers.remote.rpc import Stub
-from stratakv.tiers.remote.tls import TlsFiles
+from stratakv.tiers.wire.rpc import Stub
 
-from ...tiers.remote.rig import (
+from ...tiers.cache_server.rig import (
     LAYOUT,
     RunningServer,
     free_ports,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.core.engine_core import MIN_COPY_SECONDS, EngineCore
-from stratakv.tiers import writes
+from stratakv.tiers.hierarchy import writes
 
 from .conftest import MakeCore, Reference, prompt_of, request, run
 

@@ -12,11 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.engine.models.attention import TILE_ROWS, AttentionPlan
-from stratakv.engine.worker.attention_metadata import (
-    SMALL_BUCKET_BLOCKS,
-    AttentionPlanner,
-    ranges,
-)
+from stratakv.engine.worker.attention_metadata import SMALL_BUCKET_BLOCKS, AttentionPlanner, ranges
 from stratakv.engine.worker.block_table import BlockTable
 from stratakv.tiers.block import BlockLayout
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratakv.tiers.remote.wire import GREETING, WELCOME
+from stratakv.tiers.wire.frames import GREETING, WELCOME
 
 _READ_BYTES = 65536
 _WAIT_SECONDS = 30.0

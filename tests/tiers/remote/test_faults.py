@@ -20,13 +20,13 @@ from typing import Any
 import grpc
 import pytest
 
-from stratakv.tiers.remote.rpc import SERVICE_NAME
-from stratakv.tiers.remote.service import DataPlane
-from stratakv.tiers.remote.wire import GREETING, MAGIC, WELCOME, Status
+from stratakv.tiers.cache_server.service import DataPlane
+from stratakv.tiers.wire.frames import GREETING, MAGIC, WELCOME, Status
+from stratakv.tiers.wire.rpc import SERVICE_NAME
 
-from .bare_client import BareClient
+from ..cache_server.bare_client import BareClient
+from ..cache_server.rig import WAIT_SECONDS, free_ports, running_server, server_process
 from .fault_proxy import FaultProxy
-from .rig import WAIT_SECONDS, free_ports, running_server, server_process
 
 HOST = "127.0.0.2"  # the proxies': what a client is told of ports holds for them too
 SECONDS = {"attach_seconds": 0.5, "lookup_seconds": 0.1, "load_seconds": 0.2, "store_seconds": 0.2}

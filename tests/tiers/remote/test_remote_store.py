@@ -27,10 +27,17 @@ from stratakv.tiers.contract import (
 from stratakv.tiers.errors import TierBusy, TierConfigError, TierError
 from stratakv.tiers.remote.address import ServerAddress, parse_address
 from stratakv.tiers.remote.credentials import Credentials
-from stratakv.tiers.remote.remote_settings import RemoteSettings
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
+from stratakv.tiers.remote.settings import RemoteSettings
 
-from .rig import LAYOUT, WAIT_SECONDS, running_server, server_process, tenant, token_of
+from ..cache_server.rig import (
+    LAYOUT,
+    WAIT_SECONDS,
+    running_server,
+    server_process,
+    tenant,
+    token_of,
+)
 
 HIT, MISS, PENDING = Answer.HIT, Answer.MISS, Answer.PENDING
 # How blocks move: what the server offers, what the client takes.
@@ -315,6 +322,6 @@ def test_a_lost_connection_is_opened_again_without_a_word() -> None:
 
 
 def _short() -> Any:
-    from stratakv.tiers.remote.limits import Limits
+    from stratakv.tiers.wire.limits import Limits
 
     return Limits(idle_seconds=0.2)

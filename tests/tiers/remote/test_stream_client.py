@@ -14,14 +14,14 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.contract import filled_buffers, make_buffers, make_keys, payload_of
-from stratakv.tiers.remote.messages import header_message
-from stratakv.tiers.remote.raw_messages import Piece, encode_piece
-from stratakv.tiers.remote.rpc import SERVICE_NAME, Stub
-from stratakv.tiers.remote.sockets import ConnectionLost
 from stratakv.tiers.remote.stream_client import StreamConnection
-from stratakv.tiers.remote.wire import State
+from stratakv.tiers.wire.frames import State
+from stratakv.tiers.wire.messages import header_message
+from stratakv.tiers.wire.raw_messages import Piece, encode_piece
+from stratakv.tiers.wire.rpc import SERVICE_NAME, Stub
+from stratakv.tiers.wire.sockets import ConnectionLost
 
-from .rig import LAYOUT, WAIT_SECONDS, pieces_of, proof_of, running_server
+from ..cache_server.rig import LAYOUT, WAIT_SECONDS, pieces_of, proof_of, running_server
 
 KEYS = make_keys(3)
 SIZE = LAYOUT.page_bytes

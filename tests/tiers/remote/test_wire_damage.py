@@ -14,13 +14,13 @@ import pytest
 
 from stratakv.tiers.contract import make_buffers, make_keys, payload_of
 from stratakv.tiers.remote.block_connection import BlockConnection
-from stratakv.tiers.remote.limits import Limits
-from stratakv.tiers.remote.sockets import ConnectionLost
+from stratakv.tiers.wire.limits import Limits
+from stratakv.tiers.wire.sockets import ConnectionLost
 
-from .data_plane import KINDS as PATHS
-from .data_plane import Plane
+from ..cache_server.data_plane import KINDS as PATHS
+from ..cache_server.data_plane import Plane
+from ..cache_server.rig import LAYOUT
 from .fault_proxy import KINDS, Damage, FaultProxy
-from .rig import LAYOUT
 
 # Of each path: transfers in CI, and in a long run.
 TRANSFERS = (1000, 25_000)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing down to the store below: when, what, in which order, and what a slow store costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from stratakv.tiers.base import Answer
+from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.errors import TierBusy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT
+from stratakv.tiers.memory import MemoryStore
+
+from ..rig import LAYOUT, WAIT_SECONDS, Rig, key, keys
+
+
+def test_eviction_loses_nothing_where_the_disk_keeps_up(rig: Rig) -> None:
+    for number in range(0, 100, 2):
+        rig.put(number, number + 1)
+    assert rig.hierarchy.stats()["cpu"].dropped_stores == 0
+    for number in range(100):
+        assert rig.get(number) == [0]
+
+
+def test_nothing_is_written_while_the_slab_has_room(rig: Rig) -> None:
+    rig.put(*range(12))
+    assert rig.store.batches == []
+    rig.put(12)
+    assert rig.store.batches
+    # The longest unused first: of blocks stored together that is the tail.
+    assert rig.store.written[0] == key(11)
+
+
+def test_a_used_block_is_written_later(rig: Rig) -> None:
+    rig.put(*range(12))
+    rig.get(11)
+    rig.put(12)
+    assert rig.store.written[0] == key(10)
+
+
+def test_a_slow_disk_delays_nobody_and_the_loss_is_counted(rig: Rig) -> None:
+    rig.store.hold_stores = True
+    rig.put_below(200)
+    for number in range(60):
+        rig.put(number)
+    assert rig.get(59) == [0]
+    assert rig.get(200) == [0]
+    kept = [number for number in range(60) if rig.tiers(number)]
+    # At most three eighths of the slab are held by batches that do not end.
+    assert len(kept) >= rig.slab.num_slots - 1
+    lost = rig.hierarchy.stats()["cpu"].dropped_stores
+    assert lost == 60 - len(kept)
+    traffic = rig.traffic()
+    assert (traffic.lost_blocks, traffic.active_cascades) == (lost, BATCHES_IN_FLIGHT)
+    assert 1 <= traffic.lost_stores <= lost
+    rig.store.hold_stores = False
+    rig.store.release()
+    rig.hierarchy.poll()
+    assert (rig.traffic().cascade_failures, rig.traffic().active_promotions) == (0, 0)
+
+
+def test_a_busy_store_is_asked_again(rig: Rig) -> None:
+    def busy(op: str, _keys: Sequence[bytes]) -> None:
+        if op == "store":
+            raise TierBusy("full")
+
+    rig.store.fault = busy
+    rig.put(*range(14))
+    assert rig.errors()["TierBusy"] > 0
+    assert rig.traffic().cascade_failures == 0
+    rig.store.fault = None
+    rig.hierarchy.poll()
+    assert rig.store.lookup(keys(13)) == [Answer.HIT]
+
+
+def test_a_store_that_breaks_while_writing_costs_only_its_copy(rig: Rig) -> None:
+    def broken(op: str, _keys: Sequence[bytes]) -> None:
+        if op == "store":
+            raise OSError("the disk is gone")
+
+    rig.store.fault = broken
+    rig.put(*range(14))
+    assert rig.errors()["OSError"] > 0
+    assert rig.traffic().cascade_failures > 0
+    assert rig.get(*range(14)) == list(range(14))
+    rig.store.fault = None
+
+
+def test_a_flush_writes_all_that_the_store_lacks(rig: Rig) -> None:
+    rig.put_below(2)
+    rig.put(1, 2, 3)
+    assert rig.hierarchy.flush(WAIT_SECONDS)
+    assert sorted(rig.store.written) == keys(1, 3)
+    assert rig.store.lookup(keys(1, 2, 3)) == [Answer.HIT] * 3
+
+
+def test_a_flush_into_a_hung_store_ends_in_time(rig: Rig) -> None:
+    rig.put(1, 2, 3)
+    rig.store.hold_stores = True
+    began = time.monotonic()
+    assert not rig.hierarchy.flush(0.1)
+    assert 0.1 <= time.monotonic() - began < 2.0
+    rig.store.hold_stores = False
+
+
+def test_a_flush_into_a_small_store_keeps_the_most_recently_used() -> None:
+    slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
+    unit = LAYOUT.slot_bytes + 4096
+    store = MemoryStore(LAYOUT, 4 * unit)
+    hierarchy = Hierarchy(slab, [store], wakeup=lambda: None)
+    for number in range(8):
+        hierarchy.end_store(hierarchy.begin_store(keys(number)), ok=True)
+    assert hierarchy.flush(WAIT_SECONDS)
+    assert store.lookup(keys(*range(8))) == [Answer.MISS] * 4 + [Answer.HIT] * 4
+    assert hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_flush_does_not_write_down_what_was_forgotten(rig: Rig) -> None:
+    rig.store.hold_stores = True
+    rig.put(*range(13))
+    written = list(rig.store.written)
+    rig.hierarchy.clear()
+    first_batch = rig.store.held[0]
+    rig.store.held.remove(first_batch)
+    first_batch()
+    assert not rig.hierarchy.flush(0.02)  # the others are still being written, and pinned
+    rig.store.release()
+    assert rig.hierarchy.flush(WAIT_SECONDS)
+    assert rig.store.written == written
+    assert rig.store.stats().blocks == 0
+    rig.store.hold_stores = False
+
+
+def _full_rig() -> Rig:
+    """64 slots, each with a block that the store has; batches of 8."""
+    rig = Rig(64)
+    for number in range(64):
+        rig.put(number)
+    assert sorted(rig.store.written) == keys(*range(64))
+    return rig
+
+
+def test_a_batch_waits_to_be_full() -> None:
+    rig = _full_rig()
+    for number in range(64, 71):
+        rig.put(number)
+    assert len(rig.store.written) == 64
+    rig.put(71)
+    assert rig.store.batches[-1] == ("store", 8)
+    assert rig.store.written[64:] == keys(*range(64, 72))
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_batch_that_nothing_fills_goes_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_backs.FILL_SECONDS", 0.05)
+    rig = _full_rig()
+    rig.woken.clear()
+    rig.put(64)
+    while rig.store.written[64:] != keys(64):
+        assert rig.woken.wait(WAIT_SECONDS), "no wake-up came"  # an earlier one may come first
+        rig.woken.clear()
+        rig.hierarchy.poll()
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_later_batch_goes_after_its_own_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alarm that is set was for an earlier batch, which filled up before."""
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_backs.FILL_SECONDS", 0.2)
+    rig = _full_rig()
+    rig.put(64)
+    for number in range(65, 72):
+        rig.put(number)
+    assert rig.store.written[64:] == keys(*range(64, 72))
+    time.sleep(0.1)
+    rig.hierarchy.poll()
+    rig.put(72)
+    began = time.monotonic()
+    while rig.store.written[72:] != keys(72):
+        assert rig.woken.wait(WAIT_SECONDS), "no wake-up came"
+        rig.woken.clear()
+        rig.hierarchy.poll()
+    assert 0.15 < time.monotonic() - began < WAIT_SECONDS
+    assert rig.hierarchy.close(WAIT_SECONDS)
+
+
+def test_a_block_that_goes_next_is_written_at_once() -> None:
+    rig = _full_rig()
+    rig.put(64)
+    rig.get(*range(2, 64))
+    rig.put(65)  # in the place of 1; the next to go is 64
+    assert rig.store.written[64:] == keys(64, 65)
+    rig.hierarchy.poll()
+    rig.put(66)
+    assert rig.tiers(64) == ["ssd"]
+    assert rig.traffic().lost_blocks == 0
+    assert rig.hierarchy.close(WAIT_SECONDS)

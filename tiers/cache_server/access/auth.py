@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who calls: from a call's credentials to its tenant, which its handler reads here.
+
+A token in `authorization: Bearer ...` or a client certificate that TLS has verified (expired ones
+do not get that far). Where a call brings both they must name the same tenant. Knows nothing of
+what is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+
+from ...wire.status import Unauthenticated
+from .tenants import Tenant, Tenants
+
+_HEADER = "authorization"
+_SCHEME = "bearer"
+_CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
+
+_TENANT: ContextVar[Tenant] = ContextVar("tenant")
+
+
+def set_tenant(tenant: Tenant) -> None:
+    """Of the call that runs in this task."""
+    _TENANT.set(tenant)
+
+
+def current_tenant() -> Tenant:
+    """The tenant of the call that runs in this task."""
+    return _TENANT.get()
+
+
+class Authenticator:
+    """Finds the tenant of a call."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def tenant_of(
+        self,
+        metadata: Iterable[tuple[str, str | bytes]],
+        peer: Mapping[str, Sequence[bytes]],
+    ) -> Tenant:
+        """`metadata` is the call's, `peer` what grpc says of the connection. Raises
+        Unauthenticated, which does not say what was wrong with the credentials."""
+        tenants = self._tenants
+        if tenants.anyone is not None:
+            return tenants.anyone
+        headers = [value for key, value in metadata if key.lower() == _HEADER]
+        by_token = tenants.by_token(_token(headers)) if headers else None
+        names = _names(peer)
+        by_certificate = tenants.by_certificate(names) if names else None
+        tenant = by_token or by_certificate
+        if tenant is None or (headers and by_token is None):
+            raise Unauthenticated("the call has no credentials that this server knows")
+        if by_certificate is not None and by_certificate is not tenant:
+            raise Unauthenticated("the call's token and its certificate are those of two tenants")
+        return tenant
+
+
+def _token(headers: Sequence[str | bytes]) -> bytes:
+    """The token of the only header; empty, which is nobody's, for anything else."""
+    header = headers[0]
+    raw = header if isinstance(header, bytes) else header.encode("utf-8", "surrogateescape")
+    scheme, _, token = raw.partition(b" ")
+    is_bearer = scheme.lower() == _SCHEME.encode()
+    return token.strip() if len(headers) == 1 and is_bearer else b""
+
+
+def _names(peer: Mapping[str, Sequence[bytes]]) -> list[str]:
+    return [
+        name.decode("utf-8", "replace")
+        for kind in _CERTIFICATE_NAMES
+        for name in peer.get(kind, ())
+    ]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections that calls come through: who has not shown in time who it is has to leave.
+
+grpc hands out neither its connections nor a word about them. They are descriptors of this process
+all the same: a thread looks at those of the calls' port a few times a second, and shuts down
+
+    strangers        on whose connection no call has had good credentials: after a time, and the
+                     oldest ones where an address, or all together, have too many
+    tenants' newest  of a tenant that has more than its share
+
+What is shut down grpc closes itself. A connection is never mistaken for another: each is known by
+its inode, which is compared again on the duplicate that is shut down. Knows nothing of calls.
+"""
+
+from __future__ import annotations
+
+import collections
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ...wire.limits import Limits
+from .shares import Shares
+
+log = logging.getLogger(__name__)
+
+# Why a connection is ended: no good credentials in time; too many without them of one address, or
+# of all; a tenant's beyond its share.
+SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
+
+LOOK_SECONDS = 0.2  # between two looks
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_OWN_FILES = "/proc/self/fd"
+
+Peer = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """One of the calls' port."""
+
+    fd: int
+    inode: int
+    peer: Peer
+    seen_at: float  # first
+
+
+class CallConnections:
+    """`start` with the port, then `close`. `known` is called for each call that was let in."""
+
+    def __init__(
+        self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None
+    ) -> None:
+        self._limits = limits
+        self._num_tenants = num_tenants
+        self._count = count
+        self._port = 0
+        self._seen: dict[int, _Connection | None] = {}  # by inode; None for what is no such thing
+        self._lock = threading.Lock()
+        self._tenants: dict[str, str] = {}  # by what grpc calls the peer
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.turned_away: collections.Counter[str] = collections.Counter()
+
+    @property
+    def most_known(self) -> int:
+        """Connections that tenants may have, all together: strangers find a place beside them."""
+        return max(1, self._limits.max_connections - self._limits.max_strangers)
+
+    def start(self, port: int) -> None:
+        """Look at this port's connections from now on."""
+        self._port = port
+        self._thread = threading.Thread(
+            target=self._look_for_ever, name="stratakv-connections", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(10 * LOOK_SECONDS)
+
+    def known(self, peer: str, tenant: str) -> None:
+        """A call from `peer`, as grpc writes it, has shown credentials of `tenant`."""
+        if self._tenants.get(peer) != tenant:
+            with self._lock:
+                self._tenants[peer] = tenant
+
+    def _look_for_ever(self) -> None:
+        while not self._ending.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception:  # without this thread strangers could stay
+                log.exception("the connections of calls could not be looked at")
+
+    def look(self) -> None:
+        """Look once, and shut down what has to go."""
+        with self._lock:
+            known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
+        connections = self._connections()
+        here = {connection.peer for connection in connections}
+        with self._lock:  # those that are here no more; not who has come since we looked
+            for peer, (text, _) in known.items():
+                if peer not in here:
+                    del self._tenants[text]
+        strangers: list[_Connection] = []
+        shares = Shares(self.most_known, self._num_tenants)
+        for connection in sorted(connections, key=lambda each: each.seen_at):
+            if connection.peer not in known:
+                strangers.append(connection)
+            elif not shares.take(known[connection.peer][1]):
+                self._turn_away([connection], SHARE)
+        self._judge(strangers)
+
+    def _judge(self, strangers: list[_Connection]) -> None:
+        """Strangers, the oldest first."""
+        limits = self._limits
+        begun = time.monotonic() - limits.stranger_seconds
+        late = [each for each in strangers if each.seen_at <= begun]
+        self._turn_away(late, SILENT)
+        rest: list[_Connection] = []
+        of_address: collections.Counter[str] = collections.Counter()
+        for each in reversed(strangers[len(late) :]):
+            of_address[each.peer[0]] += 1
+            if of_address[each.peer[0]] > limits.max_strangers_per_address:
+                self._turn_away([each], ADDRESS)
+            else:
+                rest.append(each)
+        self._turn_away(rest[limits.max_strangers :], STRANGERS)
+
+    def _connections(self) -> list[_Connection]:
+        """Those that are open."""
+        now = time.monotonic()
+        seen: dict[int, _Connection | None] = {}
+        for name in os.listdir(_OWN_FILES):
+            fd = int(name)
+            try:
+                status = os.fstat(fd)
+            except OSError:
+                continue  # closed meanwhile
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
+                continue
+            if status.st_ino in self._seen:
+                seen[status.st_ino] = self._seen[status.st_ino]
+            else:
+                seen[status.st_ino] = self._look_at(fd, status.st_ino, now)
+        self._seen = seen
+        return [each for each in seen.values() if each is not None]
+
+    def _look_at(self, fd: int, inode: int, now: float) -> _Connection | None:
+        duplicate = _duplicate(fd, inode)
+        if duplicate is None:
+            return None
+        with duplicate:
+            try:
+                if duplicate.family not in _FAMILIES or duplicate.getsockname()[1] != self._port:
+                    return None
+                host, port = duplicate.getpeername()[:2]
+            except OSError:
+                return None  # it listens, or has gone
+        return _Connection(fd, inode, (_plain(host), port), now)
+
+    def _turn_away(self, connections: Iterable[_Connection], why: str) -> None:
+        for connection in connections:
+            duplicate = _duplicate(connection.fd, connection.inode)
+            if duplicate is None:
+                continue
+            with duplicate:
+                try:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # it has gone by itself
+            # Should grpc be slow to close it, it is not shut down and counted twice.
+            self._seen[connection.inode] = None
+            self.turned_away[why] += 1
+            self._count(why)
+
+
+def _duplicate(fd: int, inode: int) -> socket.socket | None:
+    """The socket at `fd`, if it is still the one with this inode."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        if os.fstat(copy).st_ino == inode:
+            return socket.socket(fileno=copy)
+    except OSError:
+        pass
+    os.close(copy)
+    return None
+
+
+def _peer(text: str) -> Peer:
+    """From what grpc writes, such as `ipv4:127.0.0.1:80` or `ipv6:%5B::1%5D:80`."""
+    host, _, port = urllib.parse.unquote(text).partition(":")[2].rpartition(":")
+    return _plain(host.strip("[]")), int(port) if port.isdecimal() else 0
+
+
+def _plain(host: str) -> str:
+    """One way to write an address: without its zone, and that of IPv4 as such."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

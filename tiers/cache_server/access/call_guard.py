@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens around every call: who calls is found out, the call has a deadline and takes a place
+of its tenant's, what goes wrong becomes a status of the one table, and all of it is counted.
+
+Calls of grpc.health.v1 pass as they are: who asks whether a server is well need not be known to it.
+Knows nothing of what calls do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import grpc
+
+from ...wire.rpc import wrapped
+from ...wire.status import REASON_KEY, Draining, Ending, TooMuch, ending_of
+from .auth import Authenticator, set_tenant
+from .shares import Shares
+
+log = logging.getLogger(__name__)
+
+_OPEN_PREFIX = "/grpc.health.v1.Health/"
+
+_LOOK_SECONDS = 0.01  # between two looks at whether calls still run, at the end
+
+# Called at the end of each call with its path, its status code by name, and how long it took.
+Observer = Callable[[str, str, float], None]
+# Called for each call that was let in, with its peer as grpc writes it and its tenant's name.
+Known = Callable[[str, str], None]
+
+
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """`endless` are the paths of calls that run until their client ends them."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        *,
+        call_seconds: float,
+        endless: frozenset[str],
+        observe: Observer,
+        known: Known,
+        max_calls: int,
+        num_tenants: int,
+    ) -> None:
+        self._authenticator = authenticator
+        self._call_seconds = call_seconds
+        self._endless = endless
+        self._observe = observe
+        self._known = known
+        self._shares = Shares(max_calls, num_tenants)
+        self._draining = False
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Calls that run now."""
+        return self._running
+
+    def drain(self) -> None:
+        """Refuse calls that come from now on."""
+        self._draining = True
+
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Wait until no call runs; False if some still do after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return not self._running
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """As grpc asks it of an interceptor: the handler of a call, ours around its own."""
+        handler = await continuation(handler_call_details)
+        path: str = handler_call_details.method
+        if handler is None or path.startswith(_OPEN_PREFIX):
+            return handler
+        return wrapped(handler, path, self._around)
+
+    @asynccontextmanager
+    async def _around(self, path: str, context: Any) -> AsyncIterator[None]:
+        began = time.monotonic()
+        code = grpc.StatusCode.OK
+        self._running += 1
+        try:
+            tenant = self._authenticator.tenant_of(
+                context.invocation_metadata() or (), context.auth_context() or {}
+            )
+            set_tenant(tenant)
+            self._known(context.peer(), tenant.name)
+            if self._draining:
+                raise Draining("the server is going down")
+            with self._a_place_of(tenant.name):
+                async with asyncio.timeout(self._seconds(path, context)):
+                    yield
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.InternalError as error:
+            # What was to be written found nobody: the client has left.
+            code = grpc.StatusCode.CANCELLED
+            raise asyncio.CancelledError(f"{path}: the client has left") from error
+        except Exception as error:  # noqa: BLE001 - the border: every fault becomes a status
+            ending = ending_of(error)
+            code = ending.code
+            _log(path, error, ending)
+            await context.abort(
+                ending.code, ending.message, trailing_metadata=((REASON_KEY, ending.reason),)
+            )
+        finally:
+            self._running -= 1
+            self._observe(path, code.name, time.monotonic() - began)
+
+    @contextmanager
+    def _a_place_of(self, tenant: str) -> Iterator[None]:
+        if not self._shares.take(tenant):
+            raise TooMuch(f"{self._shares.of(tenant)} calls of {tenant} run already")
+        try:
+            yield
+        finally:
+            self._shares.give_back(tenant)
+
+    def _seconds(self, path: str, context: Any) -> float | None:
+        if path in self._endless:
+            return None
+        remaining: float | None = context.time_remaining()
+        return self._call_seconds if remaining is None else min(remaining, self._call_seconds)
+
+
+def _log(path: str, error: Exception, ending: Ending) -> None:
+    """What is nobody's fault but ours is told in full, what callers do wrong only if asked for."""
+    if ending.code is grpc.StatusCode.INTERNAL:
+        log.error("%s failed", path, exc_info=error)
+    else:
+        log.debug("%s ended with %s: %s", path, ending.code.name, ending.message)

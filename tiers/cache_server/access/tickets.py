@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets for the data connection: each opens one connection for one tenant, once and soon.
+
+A ticket says who comes, so that the data connection needs no credentials of its own; it is as good
+as a token while it lasts. Thread-safe. Knows nothing of connections.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from ...wire.frames import TICKET_BYTES
+from ...wire.status import TooMuch
+
+
+class Tickets:
+    """The tickets that were handed out and not used, at most `most` of one tenant."""
+
+    def __init__(
+        self, most: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most = most
+        self._seconds = seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        # In the order of their ends, since all run equally long.
+        self._open: dict[bytes, tuple[str, float]] = {}
+        self._count: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def issue(self, tenant: str) -> bytes:
+        """A new ticket. Raises TooMuch where too many wait to be used."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            if self._count.get(tenant, 0) >= self._most:
+                raise TooMuch(
+                    f"{self._most} tickets of {tenant} wait to be used; each lasts "
+                    f"{self._seconds:g} s"
+                )
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            self._open[ticket] = tenant, now + self._seconds
+            self._count[tenant] = self._count.get(tenant, 0) + 1
+            return ticket
+
+    def use(self, ticket: bytes) -> str | None:
+        """The tenant of a ticket, which is void from now on; None if it already was."""
+        with self._lock:
+            self._expire(self._clock())
+            return self._remove(ticket)
+
+    def _expire(self, now: float) -> None:
+        while self._open:
+            ticket, (_, end) = next(iter(self._open.items()))
+            if end > now:
+                return
+            self._remove(ticket)
+
+    def _remove(self, ticket: bytes) -> str | None:
+        tenant, _ = self._open.pop(ticket, (None, 0.0))
+        if tenant is not None:
+            self._count[tenant] -= 1
+            if not self._count[tenant]:
+                del self._count[tenant]
+        return tenant

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache server counts, for Prometheus: by room, by call, and of the server as a whole.
+
+Label values are those of the tenants file, of the protocol and of grpc, so there is an end to them.
+Rooms are asked at each scrape. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ..base import TierStats
+from ..errors import TierClosed
+from ..wire.rpc import METHODS
+from .access.call_connections import REASONS
+from .tenant_store import Room
+
+PREFIX = "stratakv_cache:"
+_OTHER = "other"  # calls that are not of this service
+_CALL_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+# Metric, is it a counter, help, field of TierStats.
+_TIERS = (
+    ("tier_capacity_bytes", False, "Bytes the tier may hold.", "capacity_bytes"),
+    ("tier_used_bytes", False, "Bytes it holds.", "used_bytes"),
+    ("tier_blocks", False, "Blocks it holds.", "blocks"),
+    ("tier_hits", True, "Blocks asked for and there.", "hits"),
+    ("tier_misses", True, "Blocks asked for and not there.", "misses"),
+    ("tier_stored_blocks", True, "Blocks taken in.", "stored_blocks"),
+    ("tier_loaded_blocks", True, "Blocks given out.", "loaded_blocks"),
+    ("tier_stored_bytes", True, "Bytes taken in.", "stored_bytes"),
+    ("tier_loaded_bytes", True, "Bytes given out.", "loaded_bytes"),
+    ("tier_evicted_blocks", True, "Blocks displaced by others.", "evicted_blocks"),
+    ("tier_dropped_stores", True, "Blocks refused or lost.", "dropped_stores"),
+)
+
+
+class ServerMetrics:
+    """All figures, in a registry of their own. `rooms` gives those that are open, `gauges` what
+    the rest of the server says of itself now: name without prefix → help and value."""
+
+    def __init__(
+        self,
+        rooms: Callable[[], Mapping[str, Room]],
+        gauges: Callable[[], Mapping[str, tuple[str, float]]],
+    ) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_State(rooms, gauges))
+        ProcessCollector(registry=self.registry)
+        self._turned_away = Counter(
+            PREFIX + "connections_turned_away",
+            "Connections for calls that were ended: of strangers who showed no credentials in "
+            "time, or were too many, and of tenants beyond their share.",
+            ("reason",), registry=self.registry,
+        )  # fmt: skip
+        for reason in REASONS:  # counters that are there before anything has happened
+            self._turned_away.labels(reason)
+        self._names = {method.path: method.name for method in METHODS}
+        self._calls = Counter(
+            PREFIX + "calls", "Calls that ended.", ("method", "code"), registry=self.registry
+        )
+        seconds = Histogram(
+            PREFIX + "call_seconds", "From a call's arrival to its end.", ("method",),
+            buckets=_CALL_SECONDS, registry=self.registry,
+        )  # fmt: skip
+        # Looked up once: a look-up by label values costs as much as the observation.
+        self._seconds = {name: seconds.labels(name) for name in (*self._names.values(), _OTHER)}
+        self._received = Counter(
+            PREFIX + "stream_received_bytes", "Bytes of blocks that came by gRPC streams.",
+            ("tenant",), registry=self.registry,
+        )  # fmt: skip
+        self._sent = Counter(
+            PREFIX + "stream_sent_bytes", "Bytes of blocks that went by gRPC streams.",
+            ("tenant",), registry=self.registry,
+        )  # fmt: skip
+
+    def call_ended(self, path: str, code: str, seconds: float) -> None:
+        """One call has ended with the code of that name."""
+        name = self._names.get(path, _OTHER)
+        self._calls.labels(name, code).inc()
+        self._seconds[name].observe(seconds)
+
+    def turned_away(self, reason: str) -> None:
+        """A connection was ended, for this reason."""
+        self._turned_away.labels(reason).inc()
+
+    def received(self, tenant: str, num_bytes: int) -> None:
+        """Bytes of blocks came by a stream."""
+        self._received.labels(tenant).inc(num_bytes)
+
+    def sent(self, tenant: str, num_bytes: int) -> None:
+        """Bytes of blocks went by a stream."""
+        self._sent.labels(tenant).inc(num_bytes)
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _State(Collector):
+    """What is asked at each scrape."""
+
+    def __init__(
+        self,
+        rooms: Callable[[], Mapping[str, Room]],
+        gauges: Callable[[], Mapping[str, tuple[str, float]]],
+    ) -> None:
+        self._rooms = rooms
+        self._gauges = gauges
+        self._started = time.time()  # a moment, not a duration: Prometheus compares wall clocks
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """As the registry asks it of a collector."""
+        started = GaugeMetricFamily(PREFIX + "start_time_seconds", "When the server started.")
+        started.add_metric((), self._started)
+        yield started
+        for name, (text, value) in self._gauges().items():
+            family = GaugeMetricFamily(PREFIX + name, text)
+            family.add_metric((), value)
+            yield family
+        yield from _of_rooms(self._rooms())
+
+
+def _of_rooms(rooms: Mapping[str, Room]) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+    leases = GaugeMetricFamily(PREFIX + "leases", "Leases that run.", labels=("room",))
+    corrupt = CounterMetricFamily(
+        PREFIX + "corrupt_blocks", "Blocks refused for their bytes were wrong.", labels=("room",)
+    )
+    families = [
+        (CounterMetricFamily if is_counter else GaugeMetricFamily)(
+            PREFIX + name, text, labels=("room", "tier")
+        )
+        for name, is_counter, text, _ in _TIERS
+    ]
+    for name, room in rooms.items():
+        try:
+            tiers: Mapping[str, TierStats] = room.stats()
+        except TierClosed:
+            continue
+        leases.add_metric((name,), room.num_leases)
+        corrupt.add_metric((name,), room.corrupt_blocks)
+        for tier, stats in tiers.items():
+            for family, (*_, field) in zip(families, _TIERS, strict=True):
+                family.add_metric((name, tier), getattr(stats, field))
+    return [leases, corrupt, *families]

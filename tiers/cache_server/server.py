@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache server: rooms, calls, data connections and metrics, put together for one process.
+
+    start   rooms known from the disk are being made; data plane; gRPC; SERVING
+    drain   NOT_SERVING, new calls refused; running ones may finish; rooms are written down
+
+Everything it listens on is refused before anything is started, if it would let anybody in or is in
+use. Knows nothing of flags, signals or logs' form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ... import __version__
+from ..errors import TierConfigError
+from ..mac_key import MacKey
+from ..wire.frames import BOOT_ID_BYTES
+from ..wire.limits import Limits
+from ..wire.listen import check_exposure, check_free, check_metrics_exposure, host_port
+from ..wire.own_token import leave_token, take_away_token
+from ..wire.rpc import METHODS, SERVICE_NAME, generic_handler
+from .access.auth import Authenticator
+from .access.call_connections import CallConnections
+from .access.call_guard import CallGuard
+from .access.tenants import Tenants
+from .access.tickets import Tickets
+from .access.tls import TlsFiles
+from .health import MAX_CHECKS, MAX_WATCHERS, Health
+from .metrics import ServerMetrics
+from .metrics_endpoint import MetricsEndpoint
+from .service import CacheService, DataPlane, Traffic
+from .tenant_store import Room
+from .tenant_store_calls import RoomCalls
+from .tenant_stores import Rooms
+from .transports.data_server import DataServer
+from .transports.memory_server import MemoryServer
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 9400
+_LAST_SECONDS = 0.2  # for the last words of calls that were cut off
+# What runs until its client ends it.
+_ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
+_REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server is started with. Port 0 takes any that is free; None: not at all."""
+
+    tenants: Tenants
+    secret: bytes
+    # A tenant's, to be left in a file of this user's for clients on this machine.
+    own_token: str | None = None
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    data_port: int | None = DEFAULT_PORT + 1
+    shares_memory: bool = True  # with clients of the same user on this machine
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    metrics_exposed: bool = False  # to other machines
+    ssd_path: Path | None = None
+    mac_key: MacKey | None = None  # of what lies there
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    reflection: bool = False
+    drain_seconds: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class CacheServer:
+    """`start`, then `drain`, once each, on one event loop. Raises TierConfigError where a setting
+    cannot work."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.boot_id = secrets.token_bytes(BOOT_ID_BYTES)
+        self.port = 0
+        self.data_plane = DataPlane()
+        self.metrics_port = 0
+        self.token_path: Path | None = None  # of `own_token`
+        limits = settings.limits
+        self.rooms = Rooms(
+            settings.tenants.quotas,
+            settings.secret,
+            settings.ssd_path,
+            mac_key=settings.mac_key,
+            max_slots=limits.max_slots,
+        )
+        self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
+        self._metrics = ServerMetrics(self.rooms.open_rooms, self._gauges)
+        self._connections = CallConnections(
+            limits, len(settings.tenants), self._metrics.turned_away
+        )
+        self._guard = CallGuard(
+            Authenticator(settings.tenants),
+            call_seconds=limits.call_seconds,
+            endless=_ENDLESS,
+            observe=self._metrics.call_ended,
+            known=self._connections.known,
+            max_calls=limits.max_calls,
+            num_tenants=len(settings.tenants),
+        )
+        self._calls = RoomCalls(len(settings.tenants))
+        self._endpoint = MetricsEndpoint(self._metrics.exposition)
+        self._data: DataServer | None = None
+        self._memory: MemoryServer | None = None
+        self._grpc: Any = None
+        self._service: CacheService | None = None
+        self._health: Health | None = None
+
+    @property
+    def address(self) -> str:
+        """Host and port of the calls, once started."""
+        return host_port(self.settings.host, self.port)
+
+    async def start(self) -> None:
+        """Listen and serve. On an error nothing is left running."""
+        self._check()
+        try:
+            await self._start()
+        except BaseException:
+            await self.drain(0.0)
+            raise
+
+    async def drain(self, seconds: float | None = None) -> bool:
+        """End in an orderly way, within about so many seconds: no new calls, running ones may
+        finish in half of it, the rest is for writing rooms down. False if a room could not be
+        closed. Idempotent."""
+        if seconds is None:
+            seconds = self.settings.drain_seconds
+        end = time.monotonic() + seconds
+        self._guard.drain()
+        if self._health is not None:
+            self._health.drain()
+        if self._service is not None:
+            self._service.watches.end_all()
+        # Calls that come now are still answered, with UNAVAILABLE: grpc's own stop would let some
+        # of them hang.
+        await asyncio.gather(
+            self._guard.wait_until_idle(seconds / 2),
+            asyncio.to_thread(self._close_data, seconds / 2),
+        )
+        if self._grpc is not None:
+            await self._grpc.stop(_LAST_SECONDS)
+            self._grpc = None
+            await asyncio.to_thread(self._connections.close)
+        path, self.token_path = self.token_path, None
+        if path is not None and self.settings.own_token is not None:
+            take_away_token(path, self.settings.own_token)
+        self._calls.close()
+        closed = await asyncio.to_thread(self.rooms.close, max(0.1, end - time.monotonic()))
+        await self._endpoint.close()
+        return closed
+
+    def _check(self) -> None:
+        settings = self.settings
+        has_credentials = not any(tenant.takes_anyone for tenant in settings.tenants)
+        check_exposure(
+            settings.host,
+            has_tls=settings.tls is not None,
+            has_credentials=has_credentials,
+            insecure=settings.insecure,
+        )
+        if settings.metrics_port is not None:
+            check_metrics_exposure(settings.metrics_host, exposed=settings.metrics_exposed)
+        check_free(settings.host, settings.port, "--port")
+        if settings.data_port is not None:
+            check_free(settings.host, settings.data_port, "--data-port")
+        if settings.metrics_port is not None:
+            check_free(settings.metrics_host, settings.metrics_port, "--metrics-port")
+
+    async def _start(self) -> None:
+        settings = self.settings
+        credentials = None if settings.tls is None else settings.tls.server_credentials()
+        self.data_plane = DataPlane(self._start_data(), self._start_memory())
+        if settings.metrics_port is not None:
+            self.metrics_port = await self._endpoint.start(
+                settings.metrics_host, settings.metrics_port
+            )
+        self.rooms.start()
+        self._service = CacheService(
+            boot_id=self.boot_id,
+            version=__version__,
+            rooms=self.rooms,
+            tickets=self._tickets,
+            limits=settings.limits,
+            calls=self._calls,
+            data_plane=self.data_plane,
+            traffic=Traffic(self._metrics.received, self._metrics.sent),
+            num_tenants=len(settings.tenants),
+        )
+        self._health = Health(SERVICE_NAME)
+        server = grpc.aio.server(
+            interceptors=(self._guard,),
+            options=_options(settings.limits),
+            # The guard refuses more calls than there may be; this is for what it does not see.
+            maximum_concurrent_rpcs=2 * (settings.limits.max_calls + MAX_WATCHERS + MAX_CHECKS),
+        )
+        service = generic_handler(self._service, settings.limits.stall_seconds)
+        server.add_generic_rpc_handlers((service, self._health.handler()))
+        if settings.reflection:
+            _add_reflection(server)
+        self.port = _bind(server, settings.host, settings.port, credentials)
+        if settings.own_token is not None:
+            self.token_path = leave_token(self.port, settings.own_token)
+        self._grpc = server
+        await server.start()
+        self._connections.start(self.port)
+
+    def _start_data(self) -> int:
+        settings = self.settings
+        if settings.data_port is None:
+            return 0
+        self._data = DataServer(
+            self._resolve,
+            settings.host,
+            settings.data_port,
+            boot_id=self.boot_id,
+            limits=settings.limits,
+            tls=None if settings.tls is None else settings.tls.context(),
+            num_tenants=len(settings.tenants),
+        )
+        return self._data.start()
+
+    def _start_memory(self) -> str:
+        if not self.settings.shares_memory:
+            return ""
+        self._memory = MemoryServer(
+            self._resolve,
+            boot_id=self.boot_id,
+            limits=self.settings.limits,
+            num_tenants=len(self.settings.tenants),
+        )
+        return self._memory.start()
+
+    def _resolve(self, ticket: bytes) -> tuple[Room, str] | None:
+        """Use a ticket up: the room it opens, and the tenant's name."""
+        name = self._tickets.use(ticket)
+        tenant = None if name is None else self.settings.tenants.by_name(name)
+        if tenant is None:
+            return None
+        room = self.rooms.open_rooms().get(tenant.room)
+        return None if room is None else (room, tenant.name)
+
+    def _close_data(self, seconds: float) -> None:
+        """What waits, on a thread."""
+        end = time.monotonic() + seconds
+        for server in (self._data, self._memory):
+            if server is not None:
+                server.close(max(0.1, end - time.monotonic()))
+        self._data = self._memory = None
+
+    def _gauges(self) -> Mapping[str, tuple[str, float]]:
+        service, rooms = self._service, self.rooms.open_rooms()
+        result: dict[str, tuple[str, float]] = {
+            "calls_running": ("Calls that run.", self._guard.running),
+            "rooms_ready": ("Rooms whose memory is there.", len(rooms)),
+            "tickets": ("Tickets for data connections, not used yet.", len(self._tickets)),
+        }
+        if service is not None:
+            result["watchers"] = ("Streams of Watch.", len(service.watches))
+            result["stream_bytes_in_flight"] = (
+                "Bytes that running gRPC streams may hold.", service.streams.bytes_in_flight,
+            )  # fmt: skip
+        data, memory = self._data, self._memory
+        if data is not None:
+            result["data_connections"] = ("Data connections.", data.num_connections)
+        if memory is not None:
+            result["memory_connections"] = (
+                "Connections that share memory.", memory.num_connections,
+            )  # fmt: skip
+        return result
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        # Calls that have come and not begun: of more than so many some are ended, then all.
+        ("grpc.server.max_pending_requests", limits.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * limits.max_calls),
+        ("grpc.keepalive_time_ms", int(limits.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_seconds * 1000)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(limits.min_ping_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
+    """The port. Raises TierConfigError."""
+    address = host_port(host, port)
+    try:
+        if credentials is None:
+            bound: int = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
+    except RuntimeError as error:  # somebody was quicker than we were after looking
+        raise TierConfigError(
+            f"{address} cannot be opened ({error}); take another with --host and --port"
+        ) from error
+    return bound
+
+
+def _add_reflection(server: Any) -> None:
+    from grpc_reflection.v1alpha import reflection
+
+    names = (SERVICE_NAME, "grpc.health.v1.Health", _REFLECTION)
+    reflection.enable_server_reflection(names, server)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of the cache service, over rooms: see proto/v1/cache_service.proto for what each says.
+
+The event loop waits for no room (`room_calls.py`). What goes wrong is raised and becomes a status
+in `call_guard.py`. Knows nothing of sockets, credentials or how a room is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from ...proto.v1 import cache_service_pb2 as messages
+from ..wire.frames import MAX_BLOCKS, MAX_KEYS, MAX_LEASE_SECONDS, State, WireError, unpack_keys
+from ..wire.limits import PIECE_BYTES, Limits
+from ..wire.messages import layout_message, read_layout
+from .access.auth import current_tenant
+from .access.lease_owners import Pins
+from .access.tickets import Tickets
+from .tenant_store import Room
+from .tenant_store_calls import RoomCalls
+from .tenant_stores import Rooms
+from .transports.streams import Streams
+from .watch import Watches
+
+_READ_SECONDS = 6.0  # beyond the time after which the tiers give a read up themselves
+_QUICK_KEYS = 128
+_Result = TypeVar("_Result")
+
+
+class DataPlane(NamedTuple):
+    """Where blocks move without gRPC. Zero and empty: nowhere."""
+
+    port: int = 0
+    unix_path: str = ""
+
+
+class Traffic(NamedTuple):
+    """Called with a tenant's name and bytes of blocks that came or went by gRPC streams."""
+
+    received: Callable[[str, int], None]
+    sent: Callable[[str, int], None]
+
+
+class CacheService:
+    """One coroutine for each call, as `rpc.generic_handler` asks it."""
+
+    def __init__(
+        self,
+        *,
+        boot_id: bytes,
+        version: str,
+        rooms: Rooms,
+        tickets: Tickets,
+        limits: Limits,
+        calls: RoomCalls,
+        data_plane: DataPlane,
+        traffic: Traffic,
+        num_tenants: int,
+    ) -> None:
+        self._boot_id = boot_id
+        self._version = version
+        self._rooms = rooms
+        self._tickets = tickets
+        self._limits = limits
+        self._calls = calls
+        self._data_plane = data_plane
+        self._traffic = traffic
+        self._pins = Pins(limits.max_leases)
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.streams = Streams(limits, calls, num_tenants)
+        self.watches = Watches(limits, num_tenants)
+
+    async def describe(self, _request: Any, _context: Any) -> Any:
+        """What this server is and allows."""
+        tenant = current_tenant()
+        layout = self._rooms.layout(tenant.room)
+        room = self._rooms.open_rooms().get(tenant.room)
+        return messages.DescribeResponse(
+            boot_id=self._boot_id,
+            server_version=self._version,
+            layout=None if layout is None else layout_message(layout),
+            max_keys=MAX_KEYS,
+            max_blocks=MAX_BLOCKS,
+            max_piece_bytes=PIECE_BYTES,
+            capacity_bytes=0 if room is None else await self._capacity_bytes(room),
+            tenant=tenant.name,
+            max_lease_ms=int(MAX_LEASE_SECONDS * 1000),
+        )
+
+    async def attach(self, request: Any, _context: Any) -> Any:
+        """Say how the caller's blocks lie."""
+        if not request.HasField("layout"):
+            raise WireError("Attach needs the layout of the caller's blocks")
+        room = self._rooms.attach(current_tenant().room, read_layout(request.layout))
+        capacity_bytes = await self._capacity_bytes(room)
+        return messages.AttachResponse(boot_id=self._boot_id, capacity_bytes=capacity_bytes)
+
+    async def lookup(self, request: Any, _context: Any) -> Any:
+        """Which blocks are here. Never counts them as used."""
+        room, keys = self._room(), unpack_keys(request.keys)
+        states = await self._looked_up(room, keys)
+        prefix = sum(1 for _ in itertools.takewhile(lambda state: state is State.HIT, states))
+        return messages.LookupResponse(prefix=prefix, states=bytes(states), boot_id=self._boot_id)
+
+    async def load(self, request: Any, context: Any) -> None:
+        """Send blocks in pieces."""
+        tenant, room = current_tenant(), self._room()
+        keys = unpack_keys(request.keys, MAX_BLOCKS)
+        if keys:
+            sent = await self.streams.load(tenant.name, room, keys, context.write)
+            self._traffic.sent(tenant.name, sent)
+
+    async def store(self, requests: Any, _context: Any) -> Any:
+        """Take blocks in pieces."""
+        tenant, room = current_tenant(), self._room()
+        states, received = await self.streams.store(tenant.name, room, requests)
+        self._traffic.received(tenant.name, received)
+        return messages.StoreResponse(states=bytes(states), boot_id=self._boot_id)
+
+    async def pin(self, request: Any, _context: Any) -> Any:
+        """Lease the leading run of blocks that are here."""
+        tenant, room = current_tenant(), self._room()
+        keys = unpack_keys(request.keys, MAX_BLOCKS)
+        seconds = request.lease_ms / 1000
+        if not keys:
+            raise WireError("Pin needs keys")
+        if not 0 < seconds <= MAX_LEASE_SECONDS:
+            raise WireError(
+                f"a lease runs 1 to {int(MAX_LEASE_SECONDS * 1000)} ms, not {request.lease_ms}"
+            )
+        self._pins.check_room_for(tenant.name)
+        began = time.monotonic()
+        lease = await self._run(
+            lambda: room.pin(keys, seconds, began + min(seconds, _READ_SECONDS)),
+            undo=lambda granted: room.unpin(granted.number),
+        )
+        if not lease.keys:
+            await self._quick(room, lambda: room.unpin(lease.number))
+            return messages.PinResponse()
+        self._pins.add(tenant.name, lease.number, lease.deadline)
+        return messages.PinResponse(lease=lease.number, prefix=len(lease.keys))
+
+    async def unpin(self, request: Any, _context: Any) -> Any:
+        """End a lease early."""
+        if not request.lease:
+            raise WireError("Unpin needs the number of a lease, which is never zero")
+        room = self._room()
+        is_theirs = self._pins.remove(current_tenant().name, request.lease)
+        was_held = is_theirs and await self._quick(room, lambda: room.unpin(request.lease))
+        return messages.UnpinResponse(was_held=was_held)
+
+    async def touch(self, request: Any, _context: Any) -> Any:
+        """Count blocks as used now."""
+        room, keys = self._room(), unpack_keys(request.keys)
+        await self._run(lambda: room.touch(keys))
+        return messages.TouchResponse()
+
+    async def delete(self, request: Any, _context: Any) -> Any:
+        """Forget blocks."""
+        room, keys = self._room(), unpack_keys(request.keys)
+        if not request.all:
+            return messages.DeleteResponse(deleted=await self._run(lambda: room.drop(keys)))
+        if keys:
+            raise WireError("Delete takes keys or `all`, not both")
+        await self._run(room.clear)
+        return messages.DeleteResponse()
+
+    async def watch(self, _request: Any, context: Any) -> None:
+        """Tell of blocks that come and go."""
+        room, tenant = self._room(), current_tenant().name
+        watcher = self.watches.begin(room, tenant)
+        try:
+            await context.write(messages.WatchEvent(boot_id=self._boot_id))
+            for sequence in itertools.count(1):
+                happening = await watcher.next()
+                if happening is None:
+                    return
+                await context.write(
+                    messages.WatchEvent(
+                        sequence=sequence,
+                        stored=b"".join(happening.stored),
+                        removed=b"".join(happening.removed),
+                        cleared=happening.cleared,
+                        lost=happening.lost,
+                    )
+                )
+        finally:
+            self.watches.end(room, tenant, watcher)
+
+    async def stats(self, _request: Any, _context: Any) -> Any:
+        """What the tenant holds and what was done for it."""
+        room = self._room()
+        tiers = [
+            messages.TierStats(
+                name=name,
+                capacity_bytes=stats.capacity_bytes,
+                used_bytes=stats.used_bytes,
+                blocks=stats.blocks,
+                hits=stats.hits,
+                misses=stats.misses,
+                stored_blocks=stats.stored_blocks,
+                loaded_blocks=stats.loaded_blocks,
+                evicted_blocks=stats.evicted_blocks,
+            )
+            for name, stats in (await self._run(room.stats)).items()
+        ]
+        return messages.StatsResponse(
+            tiers=tiers, leases=room.num_leases, corrupt_blocks=room.corrupt_blocks
+        )
+
+    async def open_data(self, _request: Any, _context: Any) -> Any:
+        """Hand out a ticket for the data connection."""
+        self._room()
+        return messages.OpenDataResponse(
+            ticket=self._tickets.issue(current_tenant().name),
+            ticket_ms=int(self._limits.ticket_seconds * 1000),
+            port=self._data_plane.port,
+            unix_path=self._data_plane.unix_path,
+            boot_id=self._boot_id,
+        )
+
+    async def _looked_up(self, room: Room, keys: list[bytes]) -> list[State]:
+        """Many keys take a millisecond or more, in which the event loop would let nobody in: they
+        go to a thread, and one tenant has no more than one of those."""
+        if len(keys) <= _QUICK_KEYS:
+            return await self._quick(room, lambda: room.lookup(keys))
+        async with self._turns[current_tenant().name]:
+            return await self._run(lambda: room.lookup(keys))
+
+    async def _capacity_bytes(self, room: Room) -> int:
+        return await self._quick(room, lambda: room.capacity_bytes)
+
+    def _room(self) -> Room:
+        return self._rooms.ready(current_tenant().room)
+
+    async def _quick(self, room: Room, work: Callable[[], _Result]) -> _Result:
+        return await self._calls.quick(current_tenant().name, room, work)
+
+    async def _run(
+        self,
+        work: Callable[[], _Result],
+        undo: Callable[[_Result], object] | None = None,
+    ) -> _Result:
+        return await self._calls.run(current_tenant().name, work, undo)

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tenant's room: its own slab, its own store below it, its own names for blocks.
+
+A hierarchy belongs to one thread at a time; a room may be called from any, one after the other.
+Nobody holds the room while bytes are read, moved or hashed.
+
+    begin_load → wait → (bytes go out) → end_load        blocks stay pinned in between
+    begin_store → (bytes come in, checked) → end_store   seen by the next look-up from anyone
+                └ (the writer is too late) → abandon     slots are withheld until the writer ends
+
+Blocks move in and out of `buffer(slot)`. Takes the tenant's own keys and keeps blocks under salted
+ones. A tag is the business of the engines: it is kept beside its block in memory and on the disk,
+goes out with it, and is never made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from ..admission import AdmissionFilter
+from ..base import Answer, StoreTier, TierStats
+from ..cpu import CpuSlab
+from ..errors import TierClosed
+from ..hierarchy.hierarchy import Hierarchy
+from ..tag import NO_TAG, Proof, Proofs, payload_digest
+from ..wire.frames import State
+from .key_salt import KeySalt
+from .leases import Lease, Leases
+from .transfer_leases import Intake, Listener, Loan
+
+log = logging.getLogger(__name__)
+
+# For a disk to write down that blocks were deleted: shorter than clients wait for the answer
+# (`RemoteSettings.store_seconds`), who would take the server for lost.
+FORGET_SECONDS = 3.0
+KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
+_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
+
+SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the room is held
+_STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
+
+
+class Room:
+    """One slab and the stores below it, for one tenant. Takes them over: `close` closes them."""
+
+    def __init__(
+        self,
+        slab: CpuSlab,
+        stores: Sequence[StoreTier],
+        salt: KeySalt,
+        *,
+        admission: AdmissionFilter | None = None,
+    ) -> None:
+        self.layout = slab.layout
+        self.num_slots = slab.num_slots
+        self._slab = slab
+        self._stores = list(stores)
+        self._salt = salt
+        self._changed = threading.Condition()
+        self._woken = threading.Event()
+        self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
+        self._leases = Leases(slab)
+        self._listening = threading.Lock()  # for changes of the list, which is a new one each time
+        self._listeners: list[Listener] = []
+        self._corrupt_blocks = 0
+        self._keeper_failures = 0
+        self._closed = False
+        self._keeper = threading.Thread(target=self._keep, name="stratakv-room", daemon=True)
+        self._keeper.start()
+
+    @property
+    def page_bytes(self) -> int:
+        """The payload of one block."""
+        return self.layout.page_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that all tiers together hold."""
+        return sum(stats.capacity_bytes for stats in self.stats().values())
+
+    @property
+    def corrupt_blocks(self) -> int:
+        """Blocks refused since the start because their bytes did not match their tag."""
+        return self._corrupt_blocks
+
+    @property
+    def memory_fd(self) -> int:
+        """The memfd whose slots the tenant's processes on this host may map."""
+        return self._slab.fd
+
+    def try_hold(self) -> bool:
+        """Hold the room if nobody else does; then no call of this thread waits until `let_go`."""
+        return self._changed.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """After a `try_hold` that said yes."""
+        self._changed.release()
+
+    def buffer(self, slot: int) -> memoryview:
+        """The payload bytes of a slot that a loan or an intake names."""
+        return self._slab.buffer(slot)[: self.page_bytes]
+
+    def lookup(self, keys: Sequence[bytes]) -> list[State]:
+        """HIT, MISS or PENDING for each key."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            answers = self._hierarchy.lookup(stored)
+        return [_STATES[answer] for answer in answers]
+
+    def begin_load(self, keys: Sequence[bytes]) -> Loan:
+        """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            known = [
+                key
+                for key, answer in zip(stored, self._hierarchy.lookup(stored), strict=True)
+                if answer is Answer.HIT
+            ]
+            # A key given twice is read once.
+            ticket = self._hierarchy.begin_load(list(dict.fromkeys(known)))
+            self._hierarchy.poll()
+        return Loan(list(keys), [None] * len(keys), stored, ticket)
+
+    def wait(self, loan: Loan, deadline: float) -> None:
+        """Wait until the blocks of a loan are in their slots, until `deadline` (monotonic) at the
+        most. Those that are not are misses."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: loan.ticket.done() or self._closed, deadline - time.monotonic()
+            )
+            if not loan.ticket.done():
+                return
+            places = dict(zip(loan.ticket.keys, loan.ticket.slots, strict=True))
+            loan.slots = [places.get(key) for key in loan.stored]
+
+    def end_load(self, loan: Loan) -> None:
+        """Let go of the blocks. Idempotent."""
+        with self._changed:
+            if not self._closed:
+                self._hierarchy.end_load(loan.ticket)
+                self._hierarchy.poll()
+
+    def tags(self, loan: Loan) -> list[bytes]:
+        """The tag that came with each block of a loan; nothing but zeros for a miss."""
+        return [NO_TAG if proof is None else proof.tag for proof in self.proofs(loan)]
+
+    def proofs(self, loan: Loan) -> list[Proof | None]:
+        """What came with each block of a loan; None for a miss."""
+        proofs = self._slab.proofs(loan.stored)  # the slots are pinned
+        return [
+            None if slot is None else proof for slot, proof in zip(loan.slots, proofs, strict=True)
+        ]
+
+    def begin_store(self, keys: Sequence[bytes]) -> Intake:
+        """Slots for those blocks that are not here. PENDING: another is storing it now."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            answers = dict(zip(stored, self._hierarchy.lookup(stored), strict=True))
+            missing = [key for key, answer in answers.items() if answer is Answer.MISS]
+            ticket = self._hierarchy.begin_store(missing)
+            self._hierarchy.poll()
+        slot_of = dict(zip(ticket.keys, ticket.slots, strict=True))
+        states, slots = [], []
+        for key in stored:
+            slot = slot_of.pop(key, None)
+            slots.append(slot)
+            if slot is not None:
+                states.append(State.WANTED)
+                answers[key] = Answer.PENDING  # should it be given twice
+            elif answers[key] is Answer.HIT:
+                states.append(State.KEPT)
+            else:
+                pending = answers[key] is Answer.PENDING
+                states.append(State.PENDING if pending else State.NO_ROOM)
+        return Intake(list(keys), states, slots, stored, ticket)
+
+    def end_store(self, intake: Intake, proofs: Proofs) -> list[State]:
+        """End an intake: `proofs[i]` came with the i-th block, whose bytes have its digest; None
+        where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT, or
+        MISS for one that another did not store after all, or that was cleared meanwhile."""
+        by_key = {
+            key: proof
+            for key, slot, proof in zip(intake.stored, intake.slots, proofs, strict=True)
+            if slot is not None and proof is not None
+        }
+        verdicts = [key in by_key for key in intake.ticket.keys]
+        with self._changed:
+            if self._closed:
+                return [State.NO_ROOM] * len(intake.keys)
+            given = [by_key.get(key) for key in intake.ticket.keys]
+            self._hierarchy.end_store(intake.ticket, verdicts, given)
+            self._hierarchy.poll()
+            answers = self._hierarchy.lookup(intake.stored)
+            states = []
+            for stored, state, answer in zip(intake.stored, intake.states, answers, strict=True):
+                if answer is Answer.HIT:
+                    states.append(State.KEPT)
+                elif state is State.WANTED and stored not in by_key:
+                    states.append(State.CORRUPT)
+                else:
+                    states.append(State.NO_ROOM if state is State.NO_ROOM else State.MISS)
+            kept = [
+                key
+                for key, slot, state in zip(intake.keys, intake.slots, states, strict=True)
+                if slot is not None and state is State.KEPT
+            ]
+            self._corrupt_blocks += states.count(State.CORRUPT)
+            for listener in self._listeners:
+                listener.stored(kept)
+            self._changed.notify_all()
+        return states
+
+    def abandon(self, intake: Intake) -> list[int]:
+        """End an intake whose writer took too long and may still write: nothing is stored, and
+        the slots are withheld until `restore` is given them."""
+        with self._changed:
+            if self._closed:
+                return []
+            slots = self._hierarchy.withhold(intake.ticket)
+            self._changed.notify_all()
+            return slots
+
+    def restore(self, slots: Sequence[int]) -> None:
+        """Whoever could write to withheld slots has ended."""
+        with self._changed:
+            if not self._closed:
+                self._hierarchy.restore(slots)
+
+    def check(self, intake: Intake, proofs: Proofs) -> list[Proof | None]:
+        """`proofs`, but None where the bytes in the slot have another digest. For bytes that came
+        without being hashed on the way."""
+        return [
+            proof
+            if slot is not None
+            and proof is not None
+            and proof.digest == payload_digest(self.buffer(slot))
+            else None
+            for slot, proof in zip(intake.slots, proofs, strict=True)
+        ]
+
+    def pin(self, keys: Sequence[bytes], seconds: float, deadline: float) -> Lease:
+        """Lease the leading run of blocks that are here, reading up what is on the disk. Raises
+        InvalidBlock for a duration out of range, TierBusy where there are too many leases."""
+        loan = self.begin_load(keys)
+        try:
+            self.wait(loan, deadline)
+            with self._changed:
+                self._check_open()
+                lease = self._leases.grant(self._salt.stored(keys), seconds)
+                self._woken.set()  # the keeper must know of the new deadline
+                return lease
+        finally:
+            self.end_load(loan)
+
+    def unpin(self, lease: int) -> bool:
+        """End a lease; False if it has ended."""
+        with self._changed:
+            return not self._closed and self._leases.release(lease)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that run."""
+        return len(self._leases)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The blocks, head first, are as good as used."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            self._slab.touch(stored)
+            for store in self._stores:
+                store.touch(stored)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget blocks, except those that a lease holds; the number that was known. One that is
+        just being read or written is forgotten too. Waits for the disk, so that they stay so."""
+        stored = self._salt.stored(keys)
+        with self._changed:
+            self._check_open()
+            self._leases.expire()
+            before = self._hierarchy.lookup(stored)
+            self._hierarchy.drop([key for key in stored if not self._leases.has(key)])
+            self._hierarchy.poll()
+            after = self._hierarchy.lookup(stored)
+            gone = [
+                key
+                for key, was, now in zip(keys, before, after, strict=True)
+                if was is not Answer.MISS and now is Answer.MISS
+            ]
+            for listener in self._listeners:
+                listener.removed(gone)
+        self._wait_forgotten()
+        return len(set(gone))
+
+    def clear(self) -> None:
+        """Forget every block. Their slots are freed a few at a time, so that nobody waits long for
+        the room. Waits for the disk, so that they stay forgotten."""
+        with self._changed:
+            self._check_open()
+            self._hierarchy.clear(sweep=False)
+            for listener in self._listeners:
+                listener.cleared()
+        while self._sweep():
+            time.sleep(0)  # or whoever waits for the room would not get it
+        self._wait_forgotten()
+
+    def _sweep(self) -> bool:
+        """Free some slots of forgotten blocks; whether there may be more."""
+        with self._changed:
+            return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell `listener` of what happens from now on. Does not wait for the room."""
+        with self._listening:
+            self._listeners = [*self._listeners, listener]
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell it no more. Does not wait for the room."""
+        with self._listening:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+    def stats(self) -> dict[str, TierStats]:
+        """By tier, the slab first."""
+        with self._changed:
+            stats = self._hierarchy.stats()
+        if self._keeper_failures:
+            stats[self._slab.name].errors[KEEPER_FAILED] = self._keeper_failures
+        return stats
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Write down what the stores lack and close everything, within the time. False if a store
+        still uses the memory, which then stays. Idempotent."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            if self._closed:
+                return True
+            self._hierarchy.flush(max(0.0, timeout_seconds / 2))
+            self._closed = True
+            self._changed.notify_all()
+        self._woken.set()
+        self._keeper.join(max(0.0, deadline - time.monotonic()))
+        return self._hierarchy.close(max(0.0, deadline - time.monotonic()))
+
+    def _wait_forgotten(self) -> None:
+        for store in self._stores:
+            if not store.wait_forgotten(FORGET_SECONDS):
+                log.warning("what was deleted may come back from the %s tier", store.name)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosed("the room was closed")
+
+    def _keep(self) -> None:
+        """The keeper: takes in what stores have finished and ends leases whose time is over."""
+        failures = 0  # one after the other
+        while not self._closed:
+            try:
+                self._keep_once()
+                failures = 0
+            except Exception:  # without a keeper no load would ever end
+                log.exception("the keeper of a tenant's blocks failed and goes on")
+                self._keeper_failures += 1
+                self._woken.set()  # what it was woken for is still to be done
+                time.sleep(_KEEPER_PAUSES[min(failures, len(_KEEPER_PAUSES) - 1)])
+                failures += 1
+
+    def _keep_once(self) -> None:
+        next_deadline = self._leases.next_deadline()
+        wait = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
+        self._woken.wait(wait)
+        self._woken.clear()
+        with self._changed:
+            if self._closed:
+                return
+            self._leases.expire()
+            self._hierarchy.poll()
+            self._changed.notify_all()

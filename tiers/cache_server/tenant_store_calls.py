@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of rooms from the event loop, which never waits for a room.
+
+    quick   at once if nobody holds the room, else on a thread
+    run     on a thread, for what may wait or take long
+
+Each tenant has so many threads and no more, so that one whose room is held up leaves the others
+theirs. Knows nothing of what the calls do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from .tenant_store import Room
+
+_THREADS = 16
+_MOST_SHARES = 8
+_Result = TypeVar("_Result")
+
+
+class RoomCalls:
+    """For one event loop."""
+
+    def __init__(self, num_tenants: int) -> None:
+        self._share = _THREADS // min(num_tenants, _MOST_SHARES)
+        threads = max(_THREADS, self._share * num_tenants)  # made as they are needed
+        self._executor = ThreadPoolExecutor(threads, "stratakv-call")
+        self._places: dict[str, asyncio.Semaphore] = {}
+
+    async def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
+        """Begin on a thread, once the tenant has one."""
+        places = self._places.setdefault(tenant, asyncio.Semaphore(self._share))
+        await places.acquire()
+        loop = asyncio.get_running_loop()
+
+        def ended(_future: Future[_Result]) -> None:
+            try:
+                loop.call_soon_threadsafe(places.release)
+            except RuntimeError:
+                pass  # the loop has been closed
+
+        try:
+            future = self._executor.submit(work)
+        except BaseException:
+            places.release()
+            raise
+        # When the thread is free, which may be later than the end of the call.
+        future.add_done_callback(ended)
+        return future
+
+    async def run(
+        self,
+        tenant: str,
+        work: Callable[[], _Result],
+        undo: Callable[[_Result], object] | None = None,
+    ) -> _Result:
+        """On a thread. `undo` takes the result of work whose call has ended before it, on that
+        thread."""
+        future = await self.submit(tenant, work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if undo is not None:
+                future.add_done_callback(
+                    lambda done: (
+                        None if done.cancelled() or done.exception() else undo(done.result())
+                    )
+                )
+            raise
+
+    async def quick(
+        self,
+        tenant: str,
+        room: Room,
+        work: Callable[[], _Result],
+        undo: Callable[[_Result], object] | None = None,
+    ) -> _Result:
+        """At once, unless somebody holds the room."""
+        if not room.try_hold():
+            return await self.run(tenant, work, undo)
+        try:
+            return work()
+        finally:
+            room.let_go()
+
+    def later(self, room: Room, work: Callable[[], object], after: Future[object] | None) -> None:
+        """What nobody waits for, after the end of `after`."""
+
+        def begin(_done: object = None) -> None:
+            if room.try_hold():
+                try:
+                    work()
+                finally:
+                    room.let_go()
+                return
+            try:
+                self._executor.submit(work)
+            except RuntimeError:
+                pass  # there are no threads any more, and soon no room
+
+        if after is None:
+            begin()
+        else:
+            after.add_done_callback(begin)
+
+    def close(self) -> None:
+        """Begin nothing more; what runs is not waited for. Idempotent."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

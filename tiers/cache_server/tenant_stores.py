@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of a server: each made when its first engine says how blocks lie, kept until the end.
+
+    unknown ──attach──► making ──► ready
+       ▲                  └──► failed (the reason is told; tried again after a while)
+       └── no layout is known ──┘
+
+Making a room takes as long as its memory takes to be there, so it happens on a thread of its own.
+A room with a store on the disk is made as soon as the server starts, without the store where the
+disk is full or not there; that is taken in once it can be opened. Thread-safe; nothing here waits
+but `close`. Knows nothing of calls or credentials.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..base import StoreTier
+from ..block import BlockLayout
+from ..cpu import CpuSlab
+from ..errors import TierClosed, TierConfigError, TierDown
+from ..mac_key import MacKey
+from ..policies.choice import DEFAULT_POLICY, policy_factory
+from ..sizes import show_size
+from ..ssd.store import SsdStore
+from ..standby import open_or_wait
+from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
+from .access.tenants import Quota
+from .key_salt import KeySalt
+from .layout_notes import read_layout_note, store_folder, write_layout_note
+from .tenant_store import Room
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0  # until making a room is tried again that could not be made
+_POPULATE_THREADS = 2
+SSD = "ssd"  # the name of the tier on the disk
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """What is known of one room."""
+
+    quota: Quota
+    layout: BlockLayout | None = None
+    room: Room | None = None
+    maker: threading.Thread | None = None
+    failure: Exception | None = None
+    failed_at: float = 0.0
+
+
+class Rooms:
+    """By name. `ssd_path` is the folder of all stores, None where rooms have memory only; `mac_key`
+    seals what lies there."""
+
+    def __init__(
+        self,
+        quotas: Mapping[str, Quota],
+        secret: bytes,
+        ssd_path: Path | None,
+        *,
+        mac_key: MacKey | None = None,
+        max_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._places = {name: _Place(quota) for name, quota in quotas.items()}
+        self._secret = secret
+        self._ssd_path = ssd_path
+        self._mac_key = mac_key
+        self._max_slots = max_slots
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to make the rooms whose layout is known from the disk."""
+        if self._ssd_path is None:
+            return
+        for name, place in self._places.items():
+            if place.quota.ssd_bytes:
+                layout = read_layout_note(self._ssd_path, name)
+                if layout is not None:
+                    with self._lock:
+                        self._make(name, place, layout)
+
+    def attach(self, name: str, layout: BlockLayout) -> Room:
+        """The room, if it is for this layout. Raises NotReady while it is being made, WrongLayout,
+        and what kept it from being made."""
+        with self._lock:
+            place = self._place(name)
+            if place.layout is not None and place.layout != layout:
+                raise WrongLayout(
+                    f"the blocks here are {place.layout} and the caller's are {layout}"
+                    f"{self._how_to_begin_anew(name, place)}"
+                )
+            if place.room is None and place.maker is None and self._may_try(place):
+                self._make(name, place, layout)
+            return _ready(place)
+
+    def ready(self, name: str) -> Room:
+        """The room. Raises NotAttached, NotReady, or what kept it from being made."""
+        with self._lock:
+            return _ready(self._place(name))
+
+    def layout(self, name: str) -> BlockLayout | None:
+        """How the blocks of a room lie; None before anybody has said so."""
+        with self._lock:
+            return self._place(name).layout
+
+    def open_rooms(self) -> dict[str, Room]:
+        """Those that are ready."""
+        with self._lock:
+            return {name: p.room for name, p in self._places.items() if p.room is not None}
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Close every room, all at the same time: what stores lack is written down within the
+        time. False if some room could not be closed. Idempotent."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._lock:
+            self._closed = True
+            places = list(self._places.values())
+        for place in places:
+            if place.maker is not None:
+                place.maker.join(max(0.0, deadline - time.monotonic()))
+        closed: list[bool] = []
+        threads = [
+            threading.Thread(
+                target=lambda room=place.room: closed.append(
+                    room.close(max(0.0, deadline - time.monotonic()))
+                ),
+                name="stratakv-close-room",
+                daemon=True,
+            )
+            for place in places
+            if place.room is not None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
+        return len(closed) == len(threads) and all(closed)
+
+    def _place(self, name: str) -> _Place:
+        if self._closed:
+            raise TierClosed("the server is going down")
+        return self._places[name]
+
+    def _may_try(self, place: _Place) -> bool:
+        return place.failure is None or self._clock() - place.failed_at >= RETRY_SECONDS
+
+    def _how_to_begin_anew(self, name: str, place: _Place) -> str:
+        if self._ssd_path is None or not place.quota.ssd_bytes:
+            return "; a restart of the server forgets them"
+        return f"; to begin anew, stop the server and remove {store_folder(self._ssd_path, name)}*"
+
+    def _make(self, name: str, place: _Place, layout: BlockLayout) -> None:
+        place.layout, place.failure = layout, None
+        place.maker = threading.Thread(
+            target=self._run, args=(name, place, layout), name="stratakv-make-room", daemon=True
+        )
+        place.maker.start()
+
+    def _run(self, name: str, place: _Place, layout: BlockLayout) -> None:
+        room: Room | None = None
+        failure: Exception | None = None
+        try:
+            room = self._build(name, place.quota, layout)
+        except Exception as error:  # noqa: BLE001 - callers are told, others are served
+            failure = error
+            log.warning("the memory of %s cannot be made ready: %s", name, error)
+        with self._lock:
+            place.maker = None
+            place.room, place.failure, place.failed_at = room, failure, self._clock()
+            if room is None and not self._is_on_disk(name):
+                place.layout = None
+            closed = self._closed
+        if room is None:
+            return
+        if closed:
+            room.close(0.0)
+            return
+        log.info("%s is ready: %d blocks of %d bytes", name, room.num_slots, room.page_bytes)
+
+    def _build(self, name: str, quota: Quota, layout: BlockLayout) -> Room:
+        """Raises TierConfigError, NoMemory, NoDisk, or OSError."""
+        if quota.cpu_bytes < layout.slot_bytes:
+            raise TierConfigError(
+                f"a block takes {show_size(layout.slot_bytes)} and the tenant has "
+                f"{show_size(quota.cpu_bytes)}"
+            )
+        cpu_bytes = min(quota.cpu_bytes, self._max_slots * layout.slot_bytes)
+        if cpu_bytes < quota.cpu_bytes:
+            log.warning("%s uses %d of its bytes: blocks are so small", name, cpu_bytes)
+        try:
+            slab = CpuSlab(
+                layout,
+                cpu_bytes,
+                populate_threads=_POPULATE_THREADS,
+                # A server is told of blocks and never of prompts, so this is LRU in its order.
+                policy=policy_factory(DEFAULT_POLICY)(cpu_bytes // layout.slot_bytes),
+            )
+        except TierConfigError as error:
+            raise NoMemory(str(error)) from error
+        try:
+            stores = self._stores(name, quota, layout)
+        except BaseException:
+            slab.close()
+            raise
+        return Room(slab, stores, KeySalt(self._secret, name))
+
+    def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
+        if self._ssd_path is None or not quota.ssd_bytes:
+            return []
+        opener = partial(self._open_store, self._ssd_path, name, quota, layout)
+        try:
+            return [open_or_wait(SSD, layout, opener)]
+        except TierConfigError as error:
+            raise NoDisk(str(error)) from error
+
+    def _open_store(
+        self, ssd_path: Path, name: str, quota: Quota, layout: BlockLayout
+    ) -> StoreTier:
+        # With another secret nothing in the store could be found, so it is another namespace.
+        (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
+        store = SsdStore(
+            store_folder(ssd_path, name),
+            layout,
+            quota.ssd_bytes,
+            namespace=namespace,
+            mac_key=self._mac_key,
+        )
+        try:
+            if read_layout_note(ssd_path, name) != layout:
+                write_layout_note(ssd_path, name, layout)
+        except OSError as error:
+            store.close(0.0)
+            raise TierDown(f"{ssd_path} cannot be written to ({error}); make room there") from error
+        return store
+
+    def _is_on_disk(self, name: str) -> bool:
+        return self._ssd_path is not None and read_layout_note(self._ssd_path, name) is not None
+
+
+def _ready(place: _Place) -> Room:
+    if place.room is not None:
+        return place.room
+    if place.maker is not None:
+        raise NotReady("the tenant's memory is being made ready")
+    if place.failure is not None:
+        raise place.failure.with_traceback(None)  # which would grow with each raise
+    raise NotAttached("nobody has said yet how the tenant's blocks lie")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one Store: pieces in, straight into slots of the room, hashed as they come.
+
+    pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
+
+A block that the room does not want is read over. Knows nothing of grpc or of waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+from ...tag import Proof
+from ...wire.frames import MAX_BLOCKS, State, WireError
+from ...wire.limits import PIECE_BYTES
+from ...wire.messages import read_header
+from ...wire.raw_messages import Piece
+from ..tenant_store import Room
+from ..transfer_leases import Intake
+
+GROUP_BYTES = 8 * 1024**2  # stored at once; until then the blocks are reserved
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One block on its way in."""
+
+    index: int
+    intake: Intake
+    proof: Proof  # that its sender gave it
+    target: memoryview | None  # its slot, None where the room does not want it
+    hasher: xxhash.xxh3_128
+    received: int = 0
+    is_good: bool = False
+
+
+class BlockReceiver:
+    """`begin` and `take` the first piece of a block, `take` each other one, `store_whole` when
+    `is_full`, `finish` at the end, `close` in any case. All but `take` call the room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._layout_id = room.layout.layout_id()
+        self._current: _Block | None = None
+        self._whole: list[_Block] = []  # whole, but not stored yet
+        self._states: list[State] = []
+        self._kept: list[bytes] = []
+        self._groups = 0
+
+    def take(self, piece: Piece) -> None:
+        """The bytes of the next piece. Raises WireError for one that does not follow on the
+        last."""
+        block = self._current
+        if block is None or (piece.index, piece.offset) != (block.index, block.received):
+            raise WireError(
+                f"a piece of block {piece.index} at {piece.offset} does not follow on the one "
+                "before; send the pieces of a block in order, one block after the other"
+            )
+        size = len(piece.payload)
+        end = block.received + size
+        if not 0 < size <= PIECE_BYTES or end > self._room.page_bytes:
+            raise WireError(
+                f"a piece has 1 to {PIECE_BYTES} bytes within its block of "
+                f"{self._room.page_bytes}, not {size} at {piece.offset}"
+            )
+        if block.target is not None:
+            block.target[block.received : end] = piece.payload
+            # Of the slot: what counts is what lies there.
+            block.hasher.update(block.target[block.received : end])
+        block.received = end
+        if end == self._room.page_bytes:
+            block.is_good = block.target is not None and block.hasher.digest() == block.proof.digest
+            self._end_current()
+
+    def finish(self) -> list[State]:
+        """The state of every block, in the order they came."""
+        if self._current is not None:
+            self._end_current()
+        self.store_whole()
+        if self._groups > 1:
+            # Groups were stored head first, which makes the head the first to be evicted.
+            self._room.touch(self._kept)
+        return self._states
+
+    def close(self) -> None:
+        """Give back what was reserved and not stored. Idempotent."""
+        blocks, self._whole, self._current = [*self._whole, self._current], [], None
+        for block in blocks:
+            if block is not None:
+                block.target = None
+                self._room.end_store(block.intake, [None])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough blocks are whole to be stored."""
+        return len(self._whole) * self._room.page_bytes >= GROUP_BYTES
+
+    def begin(self, piece: Piece) -> None:
+        """A place for the block whose first piece this is. Raises WireError."""
+        if self._current is not None:
+            self._end_current()  # its sender gave it up half-way
+        count = len(self._states) + len(self._whole)
+        if piece.header is None:
+            raise WireError("the first piece of a block carries its header")
+        if count >= MAX_BLOCKS:
+            raise WireError(f"one call stores up to {MAX_BLOCKS} blocks")
+        key, *proof = read_header(piece.header, self._layout_id, self._room.page_bytes)
+        intake = self._room.begin_store([key])
+        (slot,) = intake.slots
+        self._current = _Block(
+            piece.index,
+            intake,
+            Proof(*proof),
+            None if slot is None else self._room.buffer(slot),
+            xxhash.xxh3_128(),
+        )
+
+    def _end_current(self) -> None:
+        assert self._current is not None
+        self._current.target = None
+        self._whole.append(self._current)
+        self._current = None
+
+    def store_whole(self) -> None:
+        """Store the blocks that are whole, the last one first: of a chain the tail is evicted
+        first."""
+        stored: list[tuple[bytes, State]] = []
+        while self._whole:
+            block = self._whole.pop()
+            proof = block.proof if block.is_good else None
+            (state,) = self._room.end_store(block.intake, [proof])
+            stored.append((block.intake.keys[0], state))
+        stored.reverse()
+        # Given twice, or stored by another meanwhile: pending then, perhaps here by now.
+        unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
+        found = self._room.lookup([stored[i][0] for i in unsure])
+        for i, state in zip(unsure, found, strict=True):
+            if state is State.HIT:
+                stored[i] = stored[i][0], State.KEPT
+        self._states += [state for _, state in stored]
+        self._kept += [key for key, state in stored if state is State.KEPT]
+        self._groups += bool(stored)

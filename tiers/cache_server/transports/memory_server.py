@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Unix socket that hands a room's memory to processes of the same user on the same host.
+
+It lies in a folder of its own that only the user can enter, and the kernel is asked who calls. A
+ticket says whose room it is: nobody gets the memory of another tenant. The folder is locked while
+its server lives, so that the next one sees which folders killed ones have left, and removes them.
+Knows nothing of what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import struct
+import tempfile
+
+from ...errors import TierConfigError
+from ...wire.frames import Status, Welcome, encode_welcome
+from ...wire.sockets import Connection, ConnectionLost
+from ..tenant_store import Room
+from .memory_session import MemorySession
+from .session import Session
+from .session_server import SessionServer
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_PREFIX, _SOCKET = "stratakv-memory-", "socket"
+
+
+class MemoryServer(SessionServer):
+    """Listens on a new path."""
+
+    _folder: str | None = None
+    _folder_lock: int | None = None
+
+    def start(self) -> str:
+        """Listen; the path. Raises TierConfigError where that cannot be."""
+        try:
+            _remove_left_folders()
+            self._folder = tempfile.mkdtemp(prefix=_PREFIX)  # 0700
+            self._folder_lock = _lock(self._folder)
+            path = os.path.join(self._folder, _SOCKET)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(path)
+                os.chmod(path, 0o600)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as error:
+            raise TierConfigError(
+                f"no Unix socket can be made under {tempfile.gettempdir()} ({error}); set TMPDIR "
+                "to a folder with a shorter name that may be written to"
+            ) from error
+        self._accept_from(listener)
+        return path
+
+    def close(self, timeout_seconds: float) -> None:
+        super().close(timeout_seconds)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._folder)
+        descriptor, self._folder_lock = self._folder_lock, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _wrap(self, sock: socket.socket) -> Connection:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(raw)
+        if uid != os.geteuid():
+            raise ConnectionLost(f"user {uid} may not map the memory of user {os.geteuid()}")
+        return Connection(sock)
+
+    def _greet(self, connection: Connection, room: Room, deadline: float) -> None:
+        layout = room.layout
+        welcome = Welcome(
+            Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, room.num_slots
+        )
+        connection.send_fd(encode_welcome(welcome), room.memory_fd, deadline)
+
+    def _session(self, connection: Connection, room: Room) -> Session:
+        return MemorySession(connection, room, self._limits, self._draining)
+
+
+def _lock(folder: str) -> int | None:
+    """A descriptor that holds a folder's lock; None where another has it. May raise OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_left_folders() -> None:
+    """Those of this user's servers that were killed. One without a socket is just being made."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                continue
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            descriptor = _lock(entry.path)
+            if descriptor is None:
+                continue
+            try:
+                if os.path.lexists(os.path.join(entry.path, _SOCKET)):
+                    shutil.rmtree(entry.path)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection of the data plane on the server's side: requests are read and answered in turn.
+
+What the verbs do is up to `DataSession` and `MemorySession`. Knows nothing of tickets, or of how
+the connection came to be.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from ...block import KEY_BYTES
+from ...wire.frames import (
+    REQUEST,
+    Reply,
+    Request,
+    Status,
+    Verb,
+    WireError,
+    decode_request,
+    encode_reply,
+    unpack_keys,
+)
+from ...wire.limits import Limits
+from ...wire.sockets import Connection
+from ..tenant_store import Room
+
+
+class Draining:
+    """Whether the server is going down, for threads that wait for a socket."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.has_begun = False
+
+    def begin(self) -> None:
+        """From any thread. Idempotent."""
+        self.has_begun = True
+        os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        """When nobody waits any more."""
+        os.close(self.fd)
+
+
+class Session(ABC):
+    """Of one client with one room."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        room: Room,
+        limits: Limits,
+        draining: Draining,
+    ) -> None:
+        self._connection = connection
+        self._room = room
+        self._limits = limits
+        self._draining = draining
+        self._verbs = self._answers()
+
+    @abstractmethod
+    def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
+        """What answers each verb, until a deadline."""
+
+    def run(self) -> None:
+        """Answer requests until the connection ends or is silent for too long. Raises
+        ConnectionLost, or WireError for words that are none."""
+        while self._wait():
+            deadline = time.monotonic() + self._limits.request_seconds
+            request = decode_request(self._connection.receive(REQUEST.size, deadline))
+            answer = self._verbs.get(request.verb)
+            if self._draining.has_begun:
+                self._reply(request, Status.DRAINING, deadline)
+                return
+            try:
+                if answer is None:
+                    raise WireError(f"{request.verb.name} is no word of this connection")
+                answer(request, deadline)
+            except WireError:
+                self._reply(request, Status.BAD_REQUEST, deadline)
+                raise
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back what the client still holds."""
+
+    def _wait(self) -> bool:
+        """Wait for a request; False after the longest silence, or where the server goes down."""
+        silent_until = time.monotonic() + self._limits.idle_seconds
+        return self._connection.wait_readable(silent_until, self._draining.fd)
+
+    def _keys(self, request: Request, deadline: float) -> list[bytes]:
+        return unpack_keys(self._connection.receive(request.blocks * KEY_BYTES, deadline))
+
+    def _reply(
+        self,
+        request: Request,
+        status: Status,
+        deadline: float,
+        *,
+        blocks: int = 0,
+        argument: int = 0,
+        rest: bytes = b"",
+    ) -> None:
+        head = Reply(request.verb, status, blocks, request.number, argument)
+        self._connection.send([encode_reply(head) + rest], deadline)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes connections of the data plane: a ticket is shown, a session served, one thread for each.
+
+Bounded in number, for each tenant too. Strangers have a short time to show a ticket, and where all
+places are taken the one who has been silent for longest makes way. Knows nothing of what a session
+says; `DataServer` and `MemoryServer` are its two forms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from ...errors import TierClosed
+from ...wire.frames import (
+    GREETING,
+    VERSION,
+    Status,
+    Welcome,
+    WireError,
+    decode_greeting,
+    encode_welcome,
+)
+from ...wire.limits import Limits
+from ...wire.sockets import Connection, ConnectionLost
+from ..access.shares import Shares
+from ..tenant_store import Room
+from .session import Draining, Session
+
+log = logging.getLogger(__name__)
+
+# What a ticket opens: a room, and the name of the tenant; None for a ticket that opens nothing.
+Resolve = Callable[[bytes], tuple[Room, str] | None]
+
+_BACKLOG = 128
+_TELL_SECONDS = 1.0  # between two lines about what clients did
+_PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
+
+
+class SessionServer(ABC):
+    """Accepts on a listening socket that a subclass makes."""
+
+    def __init__(
+        self, resolve: Resolve, *, boot_id: bytes, limits: Limits, num_tenants: int = 1
+    ) -> None:
+        self._resolve = resolve
+        self._boot_id = boot_id
+        self._limits = limits
+        self._shares = Shares(limits.max_data_connections, num_tenants)
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._sessions: dict[threading.Thread, Connection | None] = {}
+        # Those that have not shown a ticket, the oldest first: a second handle on the socket, with
+        # which it is shut down.
+        self._strangers: dict[threading.Thread, socket.socket] = {}
+        self._draining = Draining()
+        self._closed = False
+        self._told_at = float("-inf")
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._sessions)
+
+    @abstractmethod
+    def _wrap(self, sock: socket.socket) -> Connection:
+        """Make a connection of a socket that was accepted, on its own thread. Raises OSError or
+        ConnectionLost for one that is refused."""
+
+    @abstractmethod
+    def _session(self, connection: Connection, room: Room) -> Session:
+        """What serves a client."""
+
+    def _greet(self, connection: Connection, room: Room, deadline: float) -> None:
+        """The welcome to a client with a good ticket."""
+        layout = room.layout
+        welcome = Welcome(Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, 0)
+        connection.send([encode_welcome(welcome)], deadline)
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        listener.listen(_BACKLOG)
+        self._listener = listener
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(listener,), name="stratakv-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Take no more, let requests under way end within the time, then end every connection.
+        Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            self._draining.begin()
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+            listener.close()
+        self._join(time.monotonic() + timeout_seconds)
+        for connection in list(self._sessions.values()):
+            if connection is not None:
+                connection.abort()
+        self._join(time.monotonic() + _PAUSE_SECONDS)
+        if not self._sessions:
+            self._draining.close()
+
+    def _join(self, deadline: float) -> None:
+        for thread in list(self._sessions):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if self._draining.has_begun:
+                    return
+                # Out of descriptors, or a client that is gone already: neither is for ever.
+                log.warning("a data connection could not be taken: %s", error)
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            try:
+                self._begin(sock)
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads
+                log.warning("a data connection could not be served: %s", error)
+                sock.close()
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Give a connection a thread, or end it. Raises OSError, RuntimeError."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="stratakv-data", daemon=True
+        )
+        with self._lock:
+            if self._draining.has_begun or not self._make_way():
+                sock.close()
+                return
+            self._strangers[thread] = sock.dup()
+            self._sessions[thread] = None
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._sessions[thread]
+                self._strangers.pop(thread).close()
+            raise
+
+    def _make_way(self) -> bool:
+        """Whether there is a place, if need be that of the oldest stranger."""
+        most = self._shares.most
+        if len(self._sessions) < most:
+            return True
+        if not self._strangers or len(self._sessions) >= 2 * most:
+            return False  # those that were told to go take their time
+        handle = self._strangers.pop(next(iter(self._strangers)))
+        with handle, contextlib.suppress(OSError):
+            handle.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _is_known(self, thread: threading.Thread) -> None:
+        """A connection is no stranger any more, for good or ill."""
+        with self._lock:
+            handle = self._strangers.pop(thread, None)
+        if handle is not None:
+            handle.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """A connection's whole life, on its thread."""
+        me = threading.current_thread()
+        try:
+            deadline = time.monotonic() + self._limits.handshake_seconds
+            sock.settimeout(self._limits.handshake_seconds)
+            connection = self._wrap(sock)
+            with self._lock:
+                self._sessions[me] = connection
+            if self._draining.has_begun:
+                return
+            opened = self._open(connection, deadline)
+            if opened is None:
+                return
+            session, tenant = opened
+            try:
+                session.run()
+            finally:
+                session.close()
+                self._shares.give_back(tenant)
+        except (ConnectionLost, OSError, TierClosed) as error:
+            log.debug("a data connection ended: %s", error)
+        except WireError as error:
+            log.log(self._level(), "a data connection was ended: %s", error)
+        except Exception:
+            log.exception("a data connection was ended by a fault of this server")
+        finally:
+            sock.close()
+            self._is_known(me)
+            with self._lock:
+                known = self._sessions.pop(me, None)
+            if known is not None:
+                known.close()
+
+    def _level(self) -> int:
+        """Of a line about what a client did: anybody may send anything, and our log is not theirs
+        to fill."""
+        now = time.monotonic()
+        with self._lock:
+            is_new = now - self._told_at >= _TELL_SECONDS
+            self._told_at = now if is_new else self._told_at
+        return logging.WARNING if is_new else logging.DEBUG
+
+    def _open(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
+        """Take the greeting: what serves the client, and its tenant. None for one that was
+        refused."""
+        version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
+        opened = self._resolve(ticket) if version == VERSION else None
+        status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
+        if opened is not None:
+            room, tenant = opened
+            if self._shares.take(tenant):
+                self._is_known(threading.current_thread())
+                try:
+                    self._greet(connection, room, deadline)
+                    return self._session(connection, room), tenant
+                except BaseException:
+                    self._shares.give_back(tenant)
+                    raise
+            status = Status.BUSY
+        refusal = Welcome(status, self._boot_id, 0, 0, 0)
+        connection.send([encode_welcome(refusal)], deadline)
+        return None

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks through gRPC itself, for clients in any language: the streams of Load and Store.
+
+    Load    part 1: wait │ send        Each part of about 8 MiB; while one is sent the disk already
+            part 2:   wait │ send      reads the next.
+    Store   pieces straight into slots, hashed as they come
+
+How much is in flight is bounded, over all calls and for each tenant, each of which has a part that
+nobody else can take; beyond it a call waits in line until its deadline, and one whose client stalls
+is ended, so that the line moves. Knows nothing of credentials
+or of what comes before and after the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from ...tag import Proof
+from ...wire.frames import State
+from ...wire.limits import PIECE_BYTES, Limits
+from ...wire.messages import header_message
+from ...wire.raw_messages import Piece
+from ..tenant_store import Room
+from ..tenant_store_calls import RoomCalls
+from ..transfer_leases import Loan
+from .block_receiver import GROUP_BYTES, BlockReceiver
+from .byte_budget import ByteBudget
+
+PART_BYTES = 8 * 1024**2
+# Beyond the time after which the tiers give a read up themselves.
+_READ_SECONDS = 6.0
+
+_MOST_SHARES = 8
+
+Write = Callable[[Piece], Awaitable[None]]
+_Result = TypeVar("_Result")
+
+
+class Streams:
+    """The streams of all calls. `calls` makes those of rooms."""
+
+    def __init__(self, limits: Limits, calls: RoomCalls, num_tenants: int) -> None:
+        self._calls = calls
+        self._stall_seconds = limits.stall_seconds
+        most = limits.max_bytes_in_flight
+        # Kept for each tenant, for one call at a time; the rest is for whoever comes first.
+        self._kept = most // (2 * num_tenants) if num_tenants > 1 else 0
+        self._for_all = ByteBudget(most - self._kept * num_tenants)
+        self._share = most // min(num_tenants, _MOST_SHARES)
+        self._shares: dict[str, ByteBudget] = {}
+        self._has_kept: dict[str, int] = {}
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Promised to calls that run."""
+        return self._for_all.in_use + sum(self._has_kept.values())
+
+    async def load(self, tenant: str, room: Room, keys: list[bytes], write: Write) -> int:
+        """Write the pieces of all blocks, in order; how many bytes of payload."""
+        num = max(1, PART_BYTES // room.page_bytes)
+        parts = [keys[start : start + num] for start in range(0, len(keys), num)]
+        wish = min(len(keys), 2 * num) * room.page_bytes
+        async with self._in_flight(tenant, wish):
+            sent = await self._send(tenant, room, parts, self._timely(write))
+        if len(parts) > 1:
+            # As a whole, or the head would be the first to be evicted.
+            await self._calls.quick(tenant, room, lambda: room.touch(keys))
+        return sent
+
+    async def store(
+        self, tenant: str, room: Room, pieces: AsyncIterator[Piece]
+    ) -> tuple[list[State], int]:
+        """Take blocks in: the state of each, and how many bytes of payload came."""
+        receiver = BlockReceiver(room)
+        turn = _Turn(self._calls, tenant, room)
+        num_bytes = 0
+        async with self._in_flight(tenant, GROUP_BYTES + room.page_bytes):
+            try:
+                async for piece in self._arriving(pieces):
+                    if not piece.offset:
+                        await turn.quick(partial(receiver.begin, piece))
+                    receiver.take(piece)
+                    num_bytes += len(piece.payload)
+                    if receiver.is_full:
+                        await turn.quick(receiver.store_whole)
+                return await turn.quick(receiver.finish), num_bytes
+            finally:
+                turn.end(receiver.close)
+
+    async def _send(self, tenant: str, room: Room, parts: list[list[bytes]], write: Write) -> int:
+        turn = _Turn(self._calls, tenant, room)
+        loans: list[Loan] = []
+        first = num_bytes = 0
+        layout_id = room.layout.layout_id()
+        try:
+            for number, keys in enumerate(parts):
+                # This one, and the next, so that the disk reads it while this one is sent.
+                for part in parts[len(loans) : number + 2]:
+                    await turn.quick(partial(_begin, room, part, loans))
+                loan = loans[number]
+                proofs = await turn.run(partial(_arrived, room, loan))
+                for place, (key, slot) in enumerate(zip(keys, loan.slots, strict=True)):
+                    proof = proofs[place]
+                    if slot is None or proof is None:
+                        await write(Piece(first + place, State.MISS))
+                        continue
+                    block = room.buffer(slot)
+                    for piece in _pieces(first + place, block):
+                        if not piece.offset:
+                            piece.header = header_message(key, layout_id, block.nbytes, *proof)
+                        await write(piece)
+                    num_bytes += block.nbytes
+                await turn.quick(partial(room.end_load, loan))
+                first += len(keys)
+        finally:
+            turn.end(partial(_end, room, loans))
+        return num_bytes
+
+    def _timely(self, write: Write) -> Write:
+        async def timely(piece: Piece) -> None:
+            async with asyncio.timeout(self._stall_seconds):
+                await write(piece)
+
+        return timely
+
+    async def _arriving(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    piece = await anext(pieces)
+            except StopAsyncIteration:
+                return
+            yield piece
+
+    @asynccontextmanager
+    async def _in_flight(self, tenant: str, wish: int) -> AsyncIterator[None]:
+        if self._kept and tenant not in self._has_kept:
+            self._has_kept[tenant] = min(wish, self._kept)
+            try:
+                yield
+            finally:
+                del self._has_kept[tenant]
+            return
+        share = self._shares.setdefault(tenant, ByteBudget(self._share))
+        taken = await share.take(wish)
+        try:
+            total = await self._for_all.take(taken)
+            try:
+                yield
+            finally:
+                self._for_all.give_back(total)
+        finally:
+            share.give_back(taken)
+
+
+class _Turn:
+    """The calls of its room that one stream makes, one after the other."""
+
+    def __init__(self, calls: RoomCalls, tenant: str, room: Room) -> None:
+        self._calls = calls
+        self._tenant = tenant
+        self._room = room
+        self._last: Future[Any] | None = None
+
+    async def quick(self, work: Callable[[], _Result]) -> _Result:
+        """At once, unless somebody holds the room."""
+        if not self._room.try_hold():
+            return await self.run(work)
+        try:
+            return work()
+        finally:
+            self._room.let_go()
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """On a thread, which goes on where the stream is ended."""
+        future = await self._calls.submit(self._tenant, work)
+        self._last = future
+        return await asyncio.wrap_future(future)
+
+    def end(self, work: Callable[[], object]) -> None:
+        """Do this when nothing of it runs any more; it is not waited for."""
+        self._calls.later(self._room, work, self._last)
+
+
+def _begin(room: Room, keys: list[bytes], loans: list[Loan]) -> None:
+    """Adds the loan itself: the stream may have ended by then."""
+    loans.append(room.begin_load(keys))
+
+
+def _arrived(room: Room, loan: Loan) -> list[Proof | None]:
+    """Wait for a loan; the proofs of its blocks. May wait."""
+    room.wait(loan, time.monotonic() + _READ_SECONDS)
+    return room.proofs(loan)
+
+
+def _end(room: Room, loans: list[Loan]) -> None:
+    for loan in loans:
+        room.end_load(loan)
+
+
+def _pieces(index: int, block: memoryview) -> Iterator[Piece]:
+    for offset in range(0, block.nbytes, PIECE_BYTES):
+        yield Piece(index, State.HIT, None, offset, block[offset : offset + PIECE_BYTES])

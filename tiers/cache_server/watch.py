@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a watcher is told: blocks that come and go in its room, from now on.
+
+    room ──stored, removed, cleared──► every watcher's queue ──► its stream
+    once a second, while anyone watches: some of the blocks told as stored are looked up again,
+    since nobody says when a block is evicted
+
+A watcher that reads too slowly loses events, never others, and is told how many. Knows nothing of
+grpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import TierClosed
+from ..wire.frames import MAX_KEYS, State
+from ..wire.limits import Limits
+from ..wire.status import TooMuch
+from .access.shares import Shares
+from .tenant_store import Room
+
+LOOK_AGAIN_SECONDS = 1.0
+_SLICE_KEYS = 8192  # looked up at once
+
+
+@dataclass(slots=True)
+class Happening:
+    """One event. `lost` events are missing before it."""
+
+    stored: Sequence[bytes] = ()
+    removed: Sequence[bytes] = ()
+    cleared: bool = False
+    lost: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        """What it takes of a queue; an event without keys takes a little too."""
+        return len(self.stored) + len(self.removed) or 1
+
+
+class Watcher:
+    """The queue of one watcher. Told from any thread, read on one event loop."""
+
+    def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._max_keys = max_keys
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._queue: deque[Happening] = deque()
+        self._num_keys = 0
+        self._lost = 0
+        self._ended = False
+        self._woken = asyncio.Event()
+
+    def tell(self, happening: Happening) -> None:
+        """Queue an event, or count it as lost."""
+        with self._lock:
+            if self._num_keys + happening.num_keys > self._max_keys:
+                self._lost += 1
+                return
+            self._queue.append(Happening(happening.stored, happening.removed, happening.cleared))
+            self._queue[-1].lost, self._lost = self._lost, 0
+            self._num_keys += happening.num_keys
+            is_first = len(self._queue) == 1
+        if is_first:
+            self._wake()
+
+    def end(self) -> None:
+        """Nothing more will be told."""
+        self._ended = True
+        self._wake()
+
+    async def next(self) -> Happening | None:
+        """The next event, once there is one; None after the end."""
+        while True:
+            with self._lock:
+                if self._queue:
+                    happening = self._queue.popleft()
+                    self._num_keys -= happening.num_keys
+                    return happening
+                if self._ended:
+                    return None
+                self._woken.clear()
+            await self._woken.wait()
+
+    def _wake(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._woken.set)
+        except RuntimeError:
+            pass  # the loop has been closed, and with it the stream
+
+
+@dataclass(slots=True, eq=False)
+class RoomWatch:
+    """A room's listener: passes on what it is told. `told` are blocks that watchers believe in."""
+
+    room: Room
+    max_told: int
+    watchers: list[Watcher] = field(default_factory=list)
+    told: dict[bytes, None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """As a listener of the room."""
+        with self.lock:
+            for key in keys:
+                self.told.pop(key, None)
+                self.told[key] = None
+            while len(self.told) > self.max_told:
+                del self.told[next(iter(self.told))]
+        self._tell(stored=keys)
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """As a listener of the room."""
+        with self.lock:
+            for key in keys:
+                self.told.pop(key, None)
+        self._tell(removed=keys)
+
+    def cleared(self) -> None:
+        """As a listener of the room."""
+        with self.lock:
+            self.told.clear()
+        for watcher in self.watchers:
+            watcher.tell(Happening(cleared=True))
+
+    def look_again(self) -> None:
+        """Look up some of the blocks that were told as stored; those that went are told."""
+        with self.lock:
+            some = [key for key, _ in zip(self.told, range(_SLICE_KEYS), strict=False)]
+        if not some:
+            return
+        states = self.room.lookup(some)
+        gone = [key for key, state in zip(some, states, strict=True) if state is State.MISS]
+        here = [key for key, state in zip(some, states, strict=True) if state is not State.MISS]
+        with self.lock:
+            for key in here:  # to the end of the line
+                if key in self.told:
+                    del self.told[key]
+                    self.told[key] = None
+        if gone:
+            self.removed(gone)
+
+    def _tell(self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+        for watcher in self.watchers:
+            for part in _parts(stored):
+                watcher.tell(Happening(stored=part))
+            for part in _parts(removed):
+                watcher.tell(Happening(removed=part))
+
+
+class Watches:
+    """All watchers of a server, at most `limits.max_watchers`, those of one tenant a share of it.
+    For one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        num_tenants: int = 1,
+        look_again_seconds: float = LOOK_AGAIN_SECONDS,
+    ) -> None:
+        self._limits = limits
+        self._shares = Shares(limits.max_watchers, num_tenants)
+        self._look_again_seconds = look_again_seconds
+        self._rooms: dict[int, RoomWatch] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def __len__(self) -> int:
+        return sum(len(watch.watchers) for watch in self._rooms.values())
+
+    def begin(self, room: Room, tenant: str) -> Watcher:
+        """A new watcher of a room. Raises TooMuch."""
+        if not self._shares.take(tenant):
+            most = self._shares.of(tenant)
+            raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
+        watch = self._rooms.get(id(room))
+        watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
+        if watch is None:
+            watch = self._rooms[id(room)] = RoomWatch(room, self._limits.max_watched_keys)
+            room.subscribe(watch)
+        watch.watchers = [*watch.watchers, watcher]
+        if self._ended:
+            watcher.end()
+        elif self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        return watcher
+
+    def end(self, room: Room, tenant: str, watcher: Watcher) -> None:
+        """A watcher has left."""
+        self._shares.give_back(tenant)
+        watch = self._rooms[id(room)]
+        watch.watchers = [other for other in watch.watchers if other is not watcher]
+        if not watch.watchers:
+            room.unsubscribe(watch)
+            del self._rooms[id(room)]
+        if not self._rooms and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def end_all(self) -> None:
+        """Let every stream come to its end."""
+        self._ended = True
+        for watch in self._rooms.values():
+            for watcher in watch.watchers:
+                watcher.end()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_again_seconds)
+            for watch in list(self._rooms.values()):
+                try:
+                    await asyncio.to_thread(watch.look_again)
+                except TierClosed:
+                    pass  # the room's watchers are about to be ended
+
+
+def _parts(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+    """As many keys as one event carries."""
+    return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a drill: which calls of a store are to fail, how, and how often.
+
+Its text form is rules with a comma between them, each CALL:KIND=VALUE:
+
+    load:error=0.1          a tenth of the calls raise InjectedFault, or their futures do
+    lookup:every=7          every seventh call raises it
+    store:busy=0.2          TierBusy, as from a full queue
+    load:delay=0.01..0.2    the call begins so much later: seconds, a range, or a mean: exp(0.05)
+    load:hang=0.01          the future does not end before the store is closed
+    load:miss=0.3           so many of the blocks are answered MISS; not stored, for `store`
+    store:partial=0.5       of so many batches only a leading part is done
+    load:reorder=0.5        so many completions stand back until a later one has passed them
+
+Knows nothing of stores; `store.py` carries it out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import TierConfigError
+
+CALLS = ("lookup", "load", "store", "drop")
+BATCHES = ("load", "store")  # the calls whose answer comes later, and so can be late
+# kind -> the calls it can befall.
+KINDS = {
+    "error": CALLS,
+    "every": CALLS,
+    "busy": BATCHES,
+    "delay": BATCHES,
+    "hang": BATCHES,
+    "miss": ("lookup", "load", "store"),
+    "partial": BATCHES,
+    "reorder": BATCHES,
+}
+MAX_DELAY_SECONDS = 3600.0
+MAX_EVERY = 10**9
+
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_PROBABILITY = re.compile(_NUMBER, re.ASCII)
+_DELAYS = [
+    re.compile(form, re.ASCII)
+    for form in (_NUMBER, rf"{_NUMBER}\.\.{_NUMBER}", rf"exp\({_NUMBER}\)")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One kind of fault of one kind of call. `value` is a probability; for `every` a number of
+    calls; for `delay` seconds, the least of them where there is an `upper`, else all or, where
+    `exponential`, the mean."""
+
+    call: str
+    kind: str
+    value: float
+    upper: float | None = None
+    exponential: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """At most one rule of a kind for each call."""
+
+    rules: tuple[Rule, ...] = ()
+
+    def of(self, call: str, kind: str) -> Rule | None:
+        """The rule for these, if there is one."""
+        return next((r for r in self.rules if (r.call, r.kind) == (call, kind)), None)
+
+
+def parse_faults(text: str) -> FaultPlan:
+    """The plan of a text, without rules for an empty one. Raises TierConfigError."""
+    rules: list[Rule] = []
+    for part in text.split(",") if text.strip() else ():
+        rule = parse_rule(part.strip())
+        if FaultPlan(tuple(rules)).of(rule.call, rule.kind) is not None:
+            raise TierConfigError(
+                f"{rule.call}:{rule.kind} stands twice in the faults {text!r}; remove one of them"
+            )
+        rules.append(rule)
+    return FaultPlan(tuple(rules))
+
+
+def parse_rule(text: str) -> Rule:
+    """One rule. Raises TierConfigError."""
+    call, colon, rest = text.partition(":")
+    kind, equals, value = rest.partition("=")
+    if not (colon and equals):
+        raise TierConfigError(
+            f"a fault is written CALL:KIND=VALUE, as in load:error=0.1, not {text!r}"
+        )
+    if call not in CALLS:
+        raise TierConfigError(f"faults befall {', '.join(CALLS)}; there is no call {call!r}")
+    if kind not in KINDS:
+        raise TierConfigError(f"the kinds of faults are {', '.join(KINDS)}, not {kind!r}")
+    if call not in KINDS[kind]:
+        raise TierConfigError(f"{kind} can befall {', '.join(KINDS[kind])}, not {call}")
+    if kind == "delay":
+        return _parse_delay(call, value)
+    if kind == "every":
+        if not _PROBABILITY.fullmatch(value) or "." in value or not 1 <= int(value) <= MAX_EVERY:
+            raise TierConfigError(f"every takes a number of calls from 1 on, not {value!r}")
+        return Rule(call, kind, int(value))
+    if not _PROBABILITY.fullmatch(value) or float(value) > 1.0:
+        raise TierConfigError(f"{kind} takes a probability from 0 to 1, not {value!r}")
+    return Rule(call, kind, float(value))
+
+
+def _parse_delay(call: str, text: str) -> Rule:
+    constant, between, exponential = (form.fullmatch(text) for form in _DELAYS)
+    found = constant or between or exponential
+    seconds = [float(each) for each in found.groups()] if found else []
+    if not seconds or seconds != sorted(seconds) or seconds[-1] > MAX_DELAY_SECONDS:
+        raise TierConfigError(
+            "delay takes seconds (0.05), a range of them (0.01..0.2) or a mean (exp(0.05)), up to "
+            f"{MAX_DELAY_SECONDS:g}, not {text!r}"
+        )
+    return Rule(call, "delay", seconds[0], seconds[1] if between else None, bool(exponential))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache server allows at most: of everything that a client can make it do or keep.
+
+The limits of single messages (keys, blocks, the longest lease) belong to the protocol and are in
+`frames.py`. Knows nothing of who keeps to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..errors import TierConfigError
+
+MIB = 1024**2
+PIECE_BYTES = MIB  # the most payload of one BlockPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """All of them greater than zero. Raises TierConfigError."""
+
+    # gRPC
+    max_message_bytes: int = 4 * MIB
+    max_connections: int = 1024  # strangers too, until they have shown who they are
+    max_strangers: int = 256  # of those
+    max_strangers_per_address: int = 64
+    stranger_seconds: float = 10.0  # until a call with good credentials must have come
+    max_calls: int = 512  # at once, over all connections, watchers too
+    max_streams_per_connection: int = 128
+    max_bytes_in_flight: int = 256 * MIB  # blocks of gRPC streams, on their way in and out
+    stall_seconds: float = 5.0  # until a stream ends whose client takes or sends no piece
+    max_watchers: int = 64
+    max_queued_keys: int = 65536  # of one watcher, told but not yet taken
+    max_watched_keys: int = 131072  # of one room: told as stored, looked up again now and then
+    max_leases: int = 1024  # of one tenant, by gRPC
+    max_tickets: int = 256  # of one tenant, not yet used
+    ticket_seconds: float = 10.0
+    call_seconds: float = 30.0  # of one call, whatever deadline its client gave it
+    keepalive_seconds: float = 30.0  # silence after which a client is asked for a sign of life
+    keepalive_timeout_seconds: float = 10.0
+    min_ping_seconds: float = 5.0  # clients that ping more often are cut off
+    # The data connection and the Unix socket
+    max_data_connections: int = 256
+    handshake_seconds: float = 5.0
+    idle_seconds: float = 600.0
+    request_seconds: float = 30.0
+    # Rooms
+    max_slots: int = 4 * 1024**2  # of one room; each takes some hundred bytes beside its block
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < float("inf"):
+                raise TierConfigError(f"{field.name} must be a number above 0, not {value}")
+        if self.max_bytes_in_flight < 2 * PIECE_BYTES or self.max_message_bytes < 2 * PIECE_BYTES:
+            raise TierConfigError(
+                f"max_bytes_in_flight and max_message_bytes must hold two pieces of {PIECE_BYTES} "
+                f"bytes, not {self.max_bytes_in_flight} and {self.max_message_bytes}"
+            )

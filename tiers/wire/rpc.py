@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of the cache service, as its descriptor lists them: for servers and for clients.
+
+A servicer has one coroutine for each call, named as in Python (`OpenData` is `open_data`). It takes
+a request (or an iterator of them) and grpc's context, and returns the response, or writes several
+with `context.write`. A stub has the same names. BlockPiece goes through
+`raw_messages.py` on both sides, everything else through the generated code.
+
+To the server every request is a stream, also one of a single message: grpc would wait for that
+before anybody could ask who calls and for how long, so that strangers could hold calls for ever.
+
+Knows nothing of what the calls do, of credentials or of errors but one: a request that is no such
+message is raised as WireError where the servicer would have got it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from ...proto.v1 import cache_service_pb2
+from .frames import WireError
+from .raw_messages import decode_piece, encode_piece
+
+_SERVICE = cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"]
+SERVICE_NAME: str = _SERVICE.full_name
+_PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
+
+# Entered around every call; takes the call's path and grpc's context.
+Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One call."""
+
+    name: str  # as the proto file has it
+    attribute: str  # as Python has it
+    path: str
+    request_class: type[Message]
+    response_class: type[Message]
+    client_streaming: bool
+    server_streaming: bool
+
+    @property
+    def kind(self) -> str:
+        """What grpc calls it, such as `unary_stream`."""
+        names = {True: "stream", False: "unary"}
+        return f"{names[self.client_streaming]}_{names[self.server_streaming]}"
+
+
+def _method(descriptor: Any) -> Method:
+    name: str = descriptor.name
+    return Method(
+        name=name,
+        attribute=re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(),
+        path=f"/{SERVICE_NAME}/{name}",
+        request_class=GetMessageClass(descriptor.input_type),
+        response_class=GetMessageClass(descriptor.output_type),
+        client_streaming=descriptor.client_streaming,
+        server_streaming=descriptor.server_streaming,
+    )
+
+
+METHODS = tuple(_method(descriptor) for descriptor in _SERVICE.methods)
+
+
+class Stub:
+    """Every call on a channel, as an attribute: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
+
+    def __init__(self, channel: Any) -> None:
+        for method in METHODS:
+            make = getattr(channel, method.kind)
+            call = make(
+                method.path,
+                request_serializer=_serializer(method.request_class),
+                response_deserializer=_deserializer(method.response_class),
+            )
+            setattr(self, method.attribute, call)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def generic_handler(servicer: object, request_seconds: float) -> Any:
+    """What `grpc.aio.Server.add_generic_rpc_handlers` takes. A request of a single message has so
+    many seconds to come."""
+    handlers = {}
+    for method in METHODS:
+        behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
+        handlers[method.name] = stream_handler(
+            behaviour,
+            method.server_streaming,
+            request_deserializer=_lenient(_deserializer(method.request_class)),
+            response_serializer=_serializer(method.response_class),
+        )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
+    """A handler that begins when a call does, whether or not a message has come."""
+    if server_streaming:
+        return grpc.stream_stream_rpc_method_handler(behaviour, **codec)
+    return grpc.stream_unary_rpc_method_handler(behaviour, **codec)
+
+
+async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
+    """The one message of a request. Raises TimeoutError where it does not come in time."""
+    async with asyncio.timeout(seconds):
+        async for request in requests:
+            return request
+    raise WireError("the call came without its request")
+
+
+def wrapped(handler: Any, path: str, around: Around) -> Any:
+    """A handler that enters `around(path, context)`, then does what `handler` does."""
+    kind = "_".join(
+        "stream" if streams else "unary"
+        for streams in (handler.request_streaming, handler.response_streaming)
+    )
+    inner = getattr(handler, kind)
+
+    async def behaviour(request: Any, context: Any) -> Any:
+        async with around(path, context):
+            if not inspect.isasyncgenfunction(inner):
+                return await inner(request, context)
+            # Of another's making. Written here, so that a deadline of ours ends the writing too.
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+            return None
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _checking(method: Method, behaviour: Any, request_seconds: float) -> Any:
+    """`behaviour`, for requests that went through `_lenient`."""
+
+    async def of_one(requests: Any, context: Any) -> Any:
+        return await behaviour(_good(await only(requests, request_seconds)), context)
+
+    async def of_stream(requests: Any, context: Any) -> Any:
+        return await behaviour(_raising(requests), context)
+
+    return of_stream if method.client_streaming else of_one
+
+
+def _good(request: Any) -> Any:
+    if isinstance(request, WireError):
+        raise request
+    return request
+
+
+async def _raising(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _good(request)
+
+
+def _serializer(message_class: type[Message]) -> Callable[[Any], bytes]:
+    if message_class.DESCRIPTOR.full_name == _PIECE:
+        return encode_piece
+    serialize: Callable[[Any], bytes] = message_class.SerializeToString
+    return serialize
+
+
+def _deserializer(message_class: type[Message]) -> Callable[[bytes], Any]:
+    if message_class.DESCRIPTOR.full_name == _PIECE:
+        return decode_piece
+    parse: Callable[[bytes], Any] = message_class.FromString
+    return parse
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """grpc calls a failing deserializer an internal error; it is the caller's."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except WireError as error:
+            return error
+        except DecodeError as error:
+            return WireError(f"the request is no message of this call ({error})")
+
+    return read

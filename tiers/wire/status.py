@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table between what goes wrong in the service, the status a call ends with, and what a client
+does about it.
+
+    server  error ──► Ending: code, reason, message ──► the wire (the reason as trailing metadata)
+    client  the wire ──► Verdict: reason (of a miss), and whether asking again makes sense
+
+Whatever an engine meets is a miss; `reason` is what it is counted under. The words of the data
+connection (`wire.Status`) stand in the same table. Knows nothing of calls or sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import grpc
+
+from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
+from .frames import Status, WireError
+
+REASON_KEY = "stratakv-reason"  # of the trailing metadata
+_MESSAGE_CHARACTERS = 500
+
+Code = grpc.StatusCode
+
+
+class ServiceError(TierError):
+    """Base of what the server itself refuses a call for."""
+
+
+class Unauthenticated(ServiceError):
+    """No credentials that the server knows."""
+
+
+class WrongLayout(ServiceError):
+    """The tenant's blocks lie in another way than the caller's."""
+
+
+class NotAttached(ServiceError):
+    """The tenant has no memory yet, for nobody has said how its blocks lie."""
+
+
+class NotReady(ServiceError):
+    """The tenant's memory is being made."""
+
+
+class Draining(ServiceError):
+    """The server is going down."""
+
+
+class TooMuch(ServiceError):
+    """More at once than the server's limits allow."""
+
+
+class NoMemory(ServiceError):
+    """The host has not the memory that the tenant was given."""
+
+
+class NoDisk(ServiceError):
+    """The tenant's store on the disk cannot be opened."""
+
+
+class TooLate(ServiceError):
+    """The call's deadline, or the server's own, has passed."""
+
+
+class Retry(Enum):
+    """What a client may do after a call that failed."""
+
+    LATER = "later"  # back off, then the same again
+    ATTACH = "attach"  # attach first, then the same again
+    TICKET = "ticket"  # take a new ticket or lease, then the same again
+    RARELY = "rarely"  # somebody has to mend a setting; look again now and then
+    NEVER = "never"  # the same call will fail again
+
+
+class Ending(NamedTuple):
+    """How a call ends that failed."""
+
+    code: Any  # a grpc.StatusCode
+    reason: str
+    message: str
+
+
+class Verdict(NamedTuple):
+    """What a client makes of it."""
+
+    reason: str
+    retry: Retry
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    error: type[BaseException]
+    code: Any
+    reason: str
+    retry: Retry
+    cure: str
+
+
+# The first row that an error is an instance of counts.
+TABLE = (
+    _Row(Unauthenticated, Code.UNAUTHENTICATED, "unauthenticated", Retry.RARELY,
+         "send a known token as `authorization: Bearer ...`, or a client certificate"),
+    _Row(WrongLayout, Code.FAILED_PRECONDITION, "layout", Retry.RARELY,
+         "give the engines one model and block size, or the tenant another pool"),
+    _Row(NotAttached, Code.FAILED_PRECONDITION, "not_attached", Retry.ATTACH,
+         "call Attach first"),
+    _Row(NotReady, Code.UNAVAILABLE, "not_ready", Retry.LATER, "ask again in a moment"),
+    _Row(Draining, Code.UNAVAILABLE, "draining", Retry.LATER, "ask again when it is back"),
+    _Row(TierClosed, Code.UNAVAILABLE, "draining", Retry.LATER, "ask again when it is back"),
+    _Row(TooMuch, Code.RESOURCE_EXHAUSTED, "busy", Retry.LATER, "ask again later, or for less"),
+    _Row(TierBusy, Code.RESOURCE_EXHAUSTED, "busy", Retry.LATER, "ask again later, or for less"),
+    _Row(NoMemory, Code.RESOURCE_EXHAUSTED, "memory", Retry.RARELY,
+         "give the tenant less memory, or the host more"),
+    _Row(MemoryError, Code.RESOURCE_EXHAUSTED, "memory", Retry.LATER,
+         "give the host more memory, or the tenants less"),
+    _Row(NoDisk, Code.RESOURCE_EXHAUSTED, "disk", Retry.RARELY,
+         "mend the directory of the SSD store, or start the server without it"),
+    _Row(TierConfigError, Code.FAILED_PRECONDITION, "settings", Retry.RARELY,
+         "mend the server's settings"),
+    _Row(InvalidBlock, Code.INVALID_ARGUMENT, "invalid", Retry.NEVER,
+         "see the comments of cache_service.proto"),
+    _Row(WireError, Code.INVALID_ARGUMENT, "invalid", Retry.NEVER,
+         "see the comments of cache_service.proto"),
+    _Row(TooLate, Code.DEADLINE_EXCEEDED, "deadline", Retry.LATER,
+         "ask for less, or wait longer"),
+    _Row(TimeoutError, Code.DEADLINE_EXCEEDED, "deadline", Retry.LATER,
+         "ask for less, or wait longer"),
+    _Row(OSError, Code.RESOURCE_EXHAUSTED, "disk", Retry.LATER,
+         "see the server's log, and whether its disk is full"),
+    _Row(Exception, Code.INTERNAL, "internal", Retry.LATER, "see the server's log"),
+)  # fmt: skip
+
+# For a status without a reason of ours: from grpc itself, or from what stands in between.
+_BY_CODE = {
+    Code.OK: Verdict("none", Retry.NEVER),
+    Code.CANCELLED: Verdict("cancelled", Retry.LATER),
+    Code.UNKNOWN: Verdict("internal", Retry.LATER),
+    Code.INVALID_ARGUMENT: Verdict("invalid", Retry.NEVER),
+    Code.DEADLINE_EXCEEDED: Verdict("deadline", Retry.LATER),
+    Code.NOT_FOUND: Verdict("version", Retry.RARELY),
+    Code.ALREADY_EXISTS: Verdict("internal", Retry.LATER),
+    Code.PERMISSION_DENIED: Verdict("unauthenticated", Retry.RARELY),
+    Code.UNAUTHENTICATED: Verdict("unauthenticated", Retry.RARELY),
+    Code.RESOURCE_EXHAUSTED: Verdict("busy", Retry.LATER),
+    Code.FAILED_PRECONDITION: Verdict("settings", Retry.RARELY),
+    Code.ABORTED: Verdict("busy", Retry.LATER),
+    Code.OUT_OF_RANGE: Verdict("invalid", Retry.NEVER),
+    Code.UNIMPLEMENTED: Verdict("version", Retry.RARELY),
+    Code.INTERNAL: Verdict("internal", Retry.LATER),
+    Code.UNAVAILABLE: Verdict("unavailable", Retry.LATER),
+    Code.DATA_LOSS: Verdict("corrupt", Retry.LATER),
+}
+
+_BY_DATA_STATUS = {
+    Status.OK: Verdict("none", Retry.NEVER),
+    Status.BAD_TICKET: Verdict("ticket", Retry.TICKET),
+    Status.BAD_VERSION: Verdict("version", Retry.RARELY),
+    Status.BAD_REQUEST: Verdict("invalid", Retry.NEVER),
+    Status.BUSY: Verdict("busy", Retry.LATER),
+    Status.DRAINING: Verdict("draining", Retry.LATER),
+    Status.NO_LEASE: Verdict("lease", Retry.TICKET),
+    Status.INTERNAL: Verdict("internal", Retry.LATER),
+}
+
+_BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TABLE)}
+
+REASONS = frozenset(
+    verdict.reason
+    for table in (_BY_CODE, _BY_DATA_STATUS, _BY_REASON)
+    for verdict in table.values()
+)
+
+
+def ending_of(error: BaseException) -> Ending:
+    """How a call ends in which this was raised. What nobody foresaw is not told to the client."""
+    row = next(row for row in TABLE if isinstance(error, row.error))
+    says_nothing = row.error in (Exception, OSError, MemoryError)
+    what = f"the server failed ({row.reason})" if says_nothing else str(error)
+    what = what[:_MESSAGE_CHARACTERS] or type(error).__name__
+    return Ending(row.code, row.reason, f"{what}; {row.cure}")
+
+
+def verdict_of(error: Any) -> Verdict:
+    """What a client makes of a grpc.RpcError."""
+    for key, value in error.trailing_metadata() or ():
+        if key == REASON_KEY and value in _BY_REASON:
+            return _BY_REASON[value]
+    return _BY_CODE.get(error.code(), _BY_CODE[Code.UNKNOWN])
+
+
+def verdict_of_data(status: Status) -> Verdict:
+    """What a client makes of a status of the data connection."""
+    return _BY_DATA_STATUS[status]
