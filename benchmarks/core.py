@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from ..engine.config_values import ConfigError
+from ..tiers.settings.values import ConfigError
 from .core_cases import (
     NUM_WAITING,
     Case,

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..engine.config import CacheConfig
-from ..engine.config_values import ConfigError, check_device
 from ..engine.models.spec import load_model_spec
 from ..engine.options import EMBEDDED_MODEL
 from ..engine.text.tokenizer import Tokenizer
+from ..tiers.settings.values import ConfigError, check_device
 from . import limits
 from .documents import documents, question
 from .offload_child import ChildFailed, measure_in_child

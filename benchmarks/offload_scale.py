@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.config_values import ConfigError
 from ..engine.models.spec import load_model_spec
-from ..engine.nearest import did_you_mean
-from ..engine.shown import shown
+from ..tiers.settings.format import shown
+from ..tiers.settings.suggestions import did_you_mean
+from ..tiers.settings.values import ConfigError
 from .tiers.gates import Gate
 
 PHASES = "phases"  # time to first token, by HTTP

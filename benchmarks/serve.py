@@ -25,8 +25,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..engine.config_values import ConfigError
 from ..engine.text.tokenizer import Tokenizer
+from ..tiers.settings.values import ConfigError
 from .documents import Encoder
 from .load_client import LoadRun, Target, run_closed, run_open
 from .peer import Peer, PeerFailed

@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.config_values import ConfigError
 from ..engine.models.spec import load_model_spec
-from ..engine.nearest import did_you_mean
 from ..engine.options import EMBEDDED_MODEL
+from ..tiers.settings.suggestions import did_you_mean
+from ..tiers.settings.values import ConfigError
 from .workloads import CONTEXT_TOKENS, LONGEST_ANSWER_TOKENS, WORKLOADS
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config_values import (
+from ..tiers.settings.format import shown
+from ..tiers.settings.values import (
     GIB,
     MAX_BLOCKS,
     MAX_SEQS,
@@ -24,7 +25,6 @@ from .config_values import (
     within,
 )
 from .offload_config import OffloadConfig
-from .shown import shown
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
@@ -75,7 +75,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV pool. `num_blocks` wins over `memory_bytes` where both are given; with neither it is
-    sized from the free memory (`worker/pool_sizing.py`)."""
+    sized from the free memory (`worker/runtime/pool_sizing.py`)."""
 
     block_size: int = 16  # tokens
     memory_bytes: int | None = None

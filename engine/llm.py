@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..tiers.settings.format import shown
+from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .client.event_loop_thread import EventLoopThread
-from .config_values import ConfigError
 from .logprobs import PositionLogprobs, PromptLogprobs
-from .models.generation_config import load_default_sampling
+from .models.checkpoint.generation_config import load_default_sampling
 from .options import LOG_LEVELS, engine_config
 from .sampling_params import SamplingParams
 from .settings.readers import one_of, switch
-from .shown import shown
 from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer

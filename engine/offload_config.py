@@ -14,9 +14,9 @@ from ..tiers.fault_injection.targets import Drill, parse_drill
 from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
-from .config_values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
-from .nearest import did_you_mean
-from .shown import shown
+from ..tiers.settings.format import shown
+from ..tiers.settings.suggestions import did_you_mean
+from ..tiers.settings.values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
 
 REMOTE = "remote"  # the tier that cache servers are together
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring

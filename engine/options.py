@@ -17,6 +17,9 @@ from typing import Any
 from ..connector.economics import Choice
 from ..tiers.admission import FILTERS, known_filters
 from ..tiers.policies.choice import POLICIES, known_policies
+from ..tiers.settings.format import shown
+from ..tiers.settings.suggestions import did_you_mean
+from ..tiers.settings.values import ConfigError
 from .config import (
     ATTENTION_BACKENDS,
     BLOCK_HASHES,
@@ -28,15 +31,12 @@ from .config import (
     ModelConfig,
     SchedulerConfig,
 )
-from .config_values import ConfigError
-from .models.files import check_directory
-from .models.hub import fetch_model, is_hub_id
-from .nearest import did_you_mean
+from .models.checkpoint.files import check_directory
+from .models.checkpoint.hub import fetch_model, is_hub_id
 from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
 from .settings import readers
 from .settings.not_built import explain_not_built
 from .settings.readers import Reader, one_of
-from .shown import shown
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..tiers.block import DTYPE_BYTES, BlockLayout
+from ..tiers.settings.values import MIB, ConfigError
 from ..tiers.sizes import rough_size
 from .config import SchedulerConfig
-from .config_values import MIB, ConfigError
 from .models.spec import ModelSpec
 
 Shapes = Mapping[str, tuple[int, ...]]

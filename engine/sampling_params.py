@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ..tiers.settings.format import shown
 from .logprobs import MAX_LOGPROBS
-from .shown import shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from stratakv.benchmarks.gpu import engine_model
+from stratakv.engine.models.checkpoint.weights import expected_tensors
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.models.weights import expected_tensors
 from stratakv.engine.options import EMBEDDED_MODEL
 
 LLAMA_3_1_8B: dict[str, Any] = engine_model.LLAMA_3_1_8B | {

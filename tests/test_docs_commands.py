@@ -17,7 +17,7 @@ import pytest
 from starlette.routing import Route
 
 from stratakv.engine.api.app import create_app
-from stratakv.engine.api.protocol import (
+from stratakv.engine.api.openai.protocol import (
     NEUTRAL_VALUES,
     ChatRequest,
     CompletionRequest,
@@ -26,7 +26,6 @@ from stratakv.engine.api.protocol import (
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.cli import bench, cache_server, config, generate, serve
 from stratakv.engine.cli.args import Parser, log_level
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
 from stratakv.engine.settings import readers
 from stratakv.engine.settings.aliases import ALIASES
@@ -35,6 +34,7 @@ from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.settings.server import SERVER_OPTIONS
 from stratakv.tiers.cache_server.access.tenants import read_tenants
+from stratakv.tiers.settings.values import ConfigError
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 ENGINE_FLAGS = {flag_of(name) for name in OPTIONS}

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.dtypes import dtype_name
+from stratakv.tiers.settings.values import ConfigError
 
 from .tiny_models import VOCAB, greedy_reference, make_model, reference_logits
 

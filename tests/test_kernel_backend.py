@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.dtypes import FP8_KV
 from stratakv.tiers.block import BlockLayout, Identity
+from stratakv.tiers.settings.values import ConfigError
 
 from .engine.worker.recording_runtime import RecordingRuntime
 from .test_exactness import OUTPUT_TOKENS, ask, prompt, running_core

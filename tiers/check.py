@@ -27,11 +27,16 @@ import lmdb
 from .errors import TierConfigError
 from .mac_key import MacKey
 from .record_seal import Seal
-from .ssd import guard
-from .ssd.check_result import IDENTITY, INDEX, SIZE, CheckResult
-from .ssd.directory import StoreDirectory
-from .ssd.identity_file import read_note
-from .ssd.index_file import (
+from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
+from .ssd.folder import guard
+from .ssd.folder.check_result import IDENTITY, INDEX, SIZE, CheckResult
+from .ssd.folder.directory import StoreDirectory
+from .ssd.folder.identity_file import read_note
+from .ssd.folder.made_for import key_name, unpack
+from .ssd.folder.opening import read_identity
+from .ssd.folder.reconcile import Reconciler
+from .ssd.folder.record_walk import Found, RecordFile, record_bytes_of
+from .ssd.index.index_file import (
     DATA_FILE,
     FORMAT_VERSION,
     Identity,
@@ -43,11 +48,6 @@ from .ssd.index_file import (
     fresh_folder,
     rebuild,
 )
-from .ssd.made_for import key_name, unpack
-from .ssd.opening import read_identity
-from .ssd.reconcile import Reconciler
-from .ssd.record_walk import Found, RecordFile, record_bytes_of
-from .ssd.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
 
 
 def check_store(

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...kernels.paged_decode import paged_decode
-from ...kernels.paged_decode_plain import paged_decode_plain
-from ...kernels.paged_prefill import paged_prefill
-from ...kernels.paged_prefill_plain import paged_prefill_plain
+from ...kernels.attention.paged_decode import paged_decode
+from ...kernels.attention.paged_decode_plain import paged_decode_plain
+from ...kernels.attention.paged_prefill import paged_prefill
+from ...kernels.attention.paged_prefill_plain import paged_prefill_plain
 from .place import Place, check_close
 from .results import Row
 from .stopwatch import Launch, Timing, time_launches

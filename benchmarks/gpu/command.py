@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ...engine.config_values import ConfigError
+from ...tiers.settings.values import ConfigError
 from ..plots import draw_and_tell
 from ..report import Report, print_table
 from . import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ...kernels.choice import KernelRefused
-from ...kernels.copy_engine import merge_neighbours
+from ...kernels.copy.copy_engine import merge_neighbours
 from ..report import median
 from .copy_jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job, check_jobs
 from .copy_lanes import on, page_locked, time_both_ways, time_one_way

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.choice import KernelRefused
-from ...kernels.copy_engine import CudaError, PageLockedMemory, cuda_runtime
+from ...kernels.copy.copy_engine import CudaError, PageLockedMemory, cuda_runtime
 from .place import Place
 from .stopwatch import Launch, time_launches
 

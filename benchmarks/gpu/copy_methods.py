@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...kernels.copy_blocks import gather_blocks, scatter_blocks
-from ...kernels.copy_blocks_launch import MAX_PROGRAMS
-from ...kernels.copy_engine import Batch, copy_batch_plain, cuda_runtime, merge_neighbours
+from ...kernels.copy.copy_blocks import gather_blocks, scatter_blocks
+from ...kernels.copy.copy_blocks_launch import MAX_PROGRAMS
+from ...kernels.copy.copy_engine import Batch, copy_batch_plain, cuda_runtime, merge_neighbours
 from .copy_jobs import Job
 from .place import Place
 from .stopwatch import Launch

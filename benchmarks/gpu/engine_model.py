@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...engine.models.checkpoint.weights import EMBEDDING, expected_tensors
 from ...engine.models.spec import ModelSpec
-from ...engine.models.weights import EMBEDDING, expected_tensors
 from ...engine.plan import num_elements
-from ...engine.worker.placement import with_index
+from ...engine.worker.runtime.device_config import with_index
 from .place import Place
 
 LLAMA_3_1_8B: dict[str, Any] = {

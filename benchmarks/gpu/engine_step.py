@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...engine.core.placing import placement_of
+from ...engine.core.device_config import placement_of
 from ...engine.models.spec import load_model_spec
 from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.attention.paged_decode import paged_decode
 from ...kernels.choice import PLAIN
-from ...kernels.paged_decode import paged_decode
 from .copy_lanes import on
 from .place import Place, check_close
 from .stopwatch import WARM_UPS, Launch

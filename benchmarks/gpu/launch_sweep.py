@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...kernels import paged_decode_launch, paged_prefill_launch
+from ...kernels.attention import paged_decode_launch, paged_prefill_launch
+from ...kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
 from ...kernels.choice import probe_hardware
-from ...kernels.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
 from ..plots import new_figure, save_figure
 from .attention_cases import Batch, Case, decode_case, make_batch, time_checked
 from .case_loop import one_line, run_cases

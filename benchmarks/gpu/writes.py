@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels.write_kv import write_kv
-from ...kernels.write_kv_plain import write_kv_plain
+from ...kernels.write.write_kv import write_kv
+from ...kernels.write.write_kv_plain import write_kv_plain
 from ..plots import new_figure, save_figure
 from .attention_cases import FP8, num_layers
 from .case_loop import run_cases

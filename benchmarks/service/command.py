@@ -20,9 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config_values import ConfigError
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
+from ...tiers.settings.values import ConfigError
 from ..plots import draw_and_tell
 from ..report import Report, median
 from ..tiers.contest import Contest, WrongWork, quartiles, take_rounds

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.errors import TierError
+from ...tiers.settings.values import ConfigError
 from ..plots import draw_and_tell
 from ..report import Report, median
 from . import checksum_case

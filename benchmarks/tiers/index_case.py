@@ -20,10 +20,10 @@ from pathlib import Path
 
 from ...tiers.base import Answer
 from ...tiers.ssd import SsdStore
-from ...tiers.ssd.directory import StoreDirectory
-from ...tiers.ssd.index_file import IndexFile, Row
-from ...tiers.ssd.opening import open_store
-from ...tiers.ssd.space import plan_space
+from ...tiers.ssd.disk.space import plan_space
+from ...tiers.ssd.folder.directory import StoreDirectory
+from ...tiers.ssd.folder.opening import open_store
+from ...tiers.ssd.index.index_file import IndexFile, Row
 from .contest import Contest, WrongWork
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...engine.config_values import ConfigError
+from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
 
 MOUNTS = Path("/proc/self/mountinfo")

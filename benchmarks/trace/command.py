@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine.config_values import ConfigError
 from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
+from ...tiers.settings.values import ConfigError
 from ..plots import draw_and_tell
 from ..report import Report
 from .cells import (

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...engine.config_values import ConfigError
-from ...engine.nearest import did_you_mean
-from ...engine.shown import shown
 from ...tiers.admission import DEFAULT_FILTER, known_filters
 from ...tiers.errors import TierConfigError
 from ...tiers.policies.choice import DEFAULT_POLICY, known_policies, policy_factory
+from ...tiers.settings.format import shown
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 
 ADMIT_ALL = "all"
 

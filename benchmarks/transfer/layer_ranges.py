@@ -27,8 +27,8 @@ from ...engine.models.attention import AttentionPlan, PagedAttention
 from ...engine.models.decoder import Decoder
 from ...engine.models.spec import load_model_spec
 from ...engine.options import EMBEDDED_MODEL
-from ...engine.worker.attention_metadata import AttentionPlanner
 from ...engine.worker.block_table import BlockTable
+from ...engine.worker.forward.attention_metadata import AttentionPlanner
 from ...engine.worker.kv_pool import KvPool
 from ..report import median, percentile
 from ..tiers.contest import WrongWork

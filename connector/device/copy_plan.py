@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ...kernels.copy_engine import Batch
+from ...kernels.copy.copy_engine import Batch
 from ...tiers.errors import InvalidBlock
 from .base import Stream
 

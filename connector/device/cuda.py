@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ...kernels.copy_engine import CudaError
+from ...kernels.copy.copy_engine import CudaError
 from ...tiers.base import SlabTier
 from ...tiers.errors import InvalidBlock
 from ...tiers.tag import payload_digest

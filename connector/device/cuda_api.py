@@ -4,7 +4,7 @@
 torch has most of them too, but its streams come from a pool in which two may be one, its events
 name no error codes, and nobody can say what the numbers below are without the header. Every row
 here is compared with a table read from the headers of CUDA 12.8 and 13. Batched copies and
-page-locking are in `kernels/copy_engine.py`. Importing this needs no CUDA.
+page-locking are in `kernels/copy/copy_engine.py`. Importing this needs no CUDA.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ...kernels.copy_engine import CudaError
+from ...kernels.copy.copy_engine import CudaError
 
 # Flags of `cudaStreamCreateWithPriority`, `cudaEventCreateWithFlags`, `cudaMemcpyAsync`.
 STREAM_NON_BLOCKING = 1

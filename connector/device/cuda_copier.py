@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.copy_engine import Batch, CudaError
+from ...kernels.copy.copy_engine import Batch, CudaError
 from .base import Stream
 from .copy_plan import (
     PAGEABLE_WAYS,

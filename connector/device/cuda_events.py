@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...kernels.copy_engine import CudaError
+from ...kernels.copy.copy_engine import CudaError
 from .base import DeviceError, Event
 from .cpu import CpuEvent
 from .cuda_runtime import Runtime

@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from ...kernels.copy_engine import CudaError
+from ...kernels.copy.copy_engine import CudaError
 from .base import DeviceError, Event
 from .cuda_events import Blame, CopyEvent, Point, point_of, wait_for_point
 from .cuda_runtime import Runtime

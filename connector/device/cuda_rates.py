@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...kernels.choice import KernelRefused
-from ...kernels.copy_engine import Batch, CudaError
+from ...kernels.copy.copy_engine import Batch, CudaError
 from .base import Stream
 from .copy_plan import FRAGMENT_BYTES, Way
 from .cuda_events import Point

@@ -17,8 +17,14 @@ import numpy as np
 import torch
 
 from ...kernels.choice import TRITON, KernelRefused
-from ...kernels.copy_blocks import transfer_blocks
-from ...kernels.copy_engine import Batch, CudaError, PageLockedMemory, cuda_library, cuda_runtime
+from ...kernels.copy.copy_blocks import transfer_blocks
+from ...kernels.copy.copy_engine import (
+    Batch,
+    CudaError,
+    PageLockedMemory,
+    cuda_library,
+    cuda_runtime,
+)
 from .base import DeviceError
 from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
 

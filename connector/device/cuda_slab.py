@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...kernels.copy_engine import CudaError
+from ...kernels.copy.copy_engine import CudaError
 from ...tiers.sizes import show_size
 from .cuda_runtime import Runtime
 

@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
-from ...kernels.copy_engine import Batch
+from ...kernels.copy.copy_engine import Batch
 from .copy_plan import cut
 from .cuda_events import Point
 from .cuda_runtime import Runtime

@@ -25,21 +25,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
+from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
-from ..nearest import did_you_mean
 from ..text.tokenizer import Tokenizer
-from .auth import HEALTH_PATH, ApiKeyMiddleware
-from .body import MAX_QUOTED_CHARACTERS
-from .chat import create_chat_completion
-from .chat_template import ChatTemplate
-from .completions import create_completion
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
-from .metrics import Metrics
-from .replies import ModelCard, ModelList, now
+from .http.auth import HEALTH_PATH, ApiKeyMiddleware
+from .metrics.metrics import Metrics
+from .openai.body import MAX_QUOTED_CHARACTERS
+from .openai.chat import create_chat_completion
+from .openai.chat_template import ChatTemplate
+from .openai.completions import create_completion
+from .openai.replies import ModelCard, ModelList, now
+from .openai.token_texts import TokenTexts
+from .openai.tokenization import detokenize, tokenize
 from .settings import ApiSettings, CrossOrigin
-from .token_texts import TokenTexts
-from .tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from ..client.base import EngineClient
 from ..text.tokenizer import PromptTooLong, Tokenizer
-from .chat_template import ChatTemplate
 from .errors import ApiError
-from .in_flight import InFlight
-from .metrics import Metrics
-from .protocol import Prompt
+from .http.in_flight import InFlight
+from .metrics.metrics import Metrics
+from .openai.chat_template import ChatTemplate
+from .openai.protocol import Prompt
+from .openai.token_texts import TokenTexts
 from .settings import ApiSettings
-from .token_texts import TokenTexts
 
 # Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.
 MAX_INLINE_CHARACTERS = 2048

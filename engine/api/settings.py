@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..config_values import MIB, ConfigError
+from ...tiers.settings.values import MIB, ConfigError
 
 
 @dataclass(frozen=True, slots=True)

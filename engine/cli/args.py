@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from ...tiers.settings.format import shown_name
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
-from ..config_values import ConfigError
-from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, OPTIONS, Option, engine_config, flag_of
 from ..settings.aliases import ALIASES
 from ..settings.layers import with_origins
@@ -23,7 +24,6 @@ from ..settings.not_built import explain_not_built
 from ..settings.resolve import Settings, resolve
 from ..settings.schema import MODEL, SCHEMA, default_text
 from ..settings.server import SERVER_OPTIONS
-from ..shown import shown_name
 
 # Names of aliases in the namespace, apart from a command's own flags.
 _ALIAS = "alias:"

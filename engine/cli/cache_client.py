@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.errors import TierConfigError
-from ..config_values import ConfigError
+from ...tiers.settings.format import one_line
+from ...tiers.settings.values import ConfigError
 from ..settings import readers
-from ..shown import one_line
 
 if TYPE_CHECKING:
     from ...tiers.remote.address import ServerAddress

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.errors import TierConfigError
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
-from ..config_values import ConfigError, show_size
-from ..nearest import did_you_mean
 from ..options import LOG_LEVELS, Option, flag_of
 from ..settings import readers
 from ..settings.environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link

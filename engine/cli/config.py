@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config_values import ConfigError
-from ..nearest import did_you_mean
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 from ..options import engine_config
 from ..settings import readers
 from ..settings.layers import hides, with_origins

@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any
 
-from ..config_values import show_size
-from ..shown import one_line, shown_name
+from ...tiers.settings.format import one_line, shown_name
+from ...tiers.settings.values import show_size
 from .cache_client import EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
 
 DESCRIPTION = "Say what a cache server is, what it allows, and what the tenant has there."

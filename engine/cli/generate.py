@@ -11,11 +11,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..config_values import ConfigError
+from ...tiers.settings.format import shown
+from ...tiers.settings.values import ConfigError
 from ..logs import set_up
 from ..options import flag_of
 from ..sampling_params import SamplingParams
-from ..shown import shown
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 
 if TYPE_CHECKING:

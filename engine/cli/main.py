@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from ... import __version__
+from ...tiers.settings.format import one_line, shown
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 from ..client.base import EngineDead
-from ..config_values import ConfigError
 from ..extras import explain_missing_module
 from ..logs import is_json
-from ..nearest import did_you_mean
-from ..shown import one_line, shown
 from .args import Parser, naming_origins
 
 # Not __name__, which is __main__ where this is run as a module.

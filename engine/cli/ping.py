@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..config_values import ConfigError
+from ...tiers.settings.format import one_line, shown_name
+from ...tiers.settings.values import ConfigError
 from ..settings import readers
-from ..shown import one_line, shown_name
 from .cache_client import CALL_SECONDS, EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
 
 DESCRIPTION = "Ask whether a cache server answers, how fast, and how blocks would move."

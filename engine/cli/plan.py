@@ -17,17 +17,17 @@ from typing import Any
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.errors import TierConfigError
 from ...tiers.host_memory import available_memory_bytes
+from ...tiers.settings.format import shown
+from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.sizes import rough_size
-from ...tiers.ssd.space import plan_space
+from ...tiers.ssd.disk.space import plan_space
 from .. import plan
 from ..config import CacheConfig, ModelConfig
-from ..config_values import MIB, ConfigError
-from ..models.shards import find_shards
+from ..models.checkpoint.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
 from ..options import flag_of, model_directory
 from ..settings import readers
 from ..settings.readers import Reader
-from ..shown import shown
 from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
 DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."
@@ -170,8 +170,8 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
 
 def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     # They need torch, and --help does not.
+    from ..models.checkpoint.weights import expected_tensors
     from ..models.dtypes import planned_dtype
-    from ..models.weights import expected_tensors
 
     spec = load_model_spec(path)
     lengths = given.get("max_model_len")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config_values import ConfigError
+from ...tiers.settings.values import ConfigError
 from ..options import default_ssd_path
 
 # The names of the rates; the first three are also those of the places that blocks come from.

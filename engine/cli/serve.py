@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tiers.remote.address import is_address
+from ...tiers.settings.values import ConfigError, show_size
 from ...tiers.sizes import rough_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
-from ..config_values import ConfigError, show_size
 from ..offload_config import REMOTE, OffloadConfig
 from ..options import model_aliases
 from ..settings.resolve import Settings
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until the core is gone (1)."""
-    from ..api.tls import make_tls_context
+    from ..api.http.tls import make_tls_context
 
     config = engine_config_of(args)
     settings = settings_of(args)
@@ -145,7 +145,7 @@ async def _serve(
     model_aliases: Sequence[str],
 ) -> int:
     from ..client.process import ProcessClient
-    from ..models.generation_config import load_default_sampling
+    from ..models.checkpoint.generation_config import load_default_sampling
     from ..text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.find(config.model.path)
@@ -189,8 +189,8 @@ async def _serve_app(
     told: asyncio.Event,
 ) -> int:
     """Until told to stop (0) or until the core is gone (1)."""
-    from ..api.server import make_server
-    from ..api.stats_log import StatsLog
+    from ..api.http.server import make_server
+    from ..api.metrics.stats_log import StatsLog
 
     http = make_server(
         app,

@@ -15,8 +15,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
-from ..config_values import ConfigError
 from ..wire import PROTOCOL_VERSION, Fatal, Ready, ToCore, encoder, from_core_decoder
 from .base import EngineDead
 from .launcher import LaunchedCore, describe_exit

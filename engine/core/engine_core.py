@@ -19,22 +19,22 @@ from ...tiers.block import BlockLayout, Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
+from ..models.checkpoint.fingerprint import fingerprint
 from ..models.dtypes import dtype_name, kv_dtype_name
-from ..models.fingerprint import fingerprint
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..request import BlockHasher, RequestStatus
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
 from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
-from ..worker.device_runtime import is_device_lost
 from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
-from ..worker.pool_sizing import context_that_fits
-from .figures import Figures
-from .intake import Intake
+from ..worker.runtime.device_runtime import is_device_lost
+from ..worker.runtime.pool_sizing import context_that_fits
+from .calibration import Room, run_trial
+from .core_stats import Figures
+from .device_config import blocks_of_pool, dtype_for, placement_of
 from .offload import open_tiers
-from .placing import blocks_of_pool, dtype_for, placement_of
-from .trial import Room, run_trial
+from .request_builder import Intake
 
 logger = logging.getLogger(__name__)
 

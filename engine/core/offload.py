@@ -13,7 +13,7 @@ from ...tiers.block import BlockLayout
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import read_mac_key
 from ...tiers.remote.credentials import Credentials
-from ..config_values import ConfigError, show_size
+from ...tiers.settings.values import ConfigError, show_size
 from ..offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from ...tiers.settings.values import ConfigError
 from .. import logs
-from ..config_values import ConfigError
 from ..extras import explain_missing_module
 from ..wire import Fatal, FromCore, encoder, refuse, to_core_decoder
 from .loop import CoreLoop

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checkpoint import CPU
+from .checkpoint.checkpoint import CPU
+from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
 from .elementwise import Elementwise
 from .linear import Linear
 from .rope import rope_tables
 from .spec import ModelSpec
-from .weights import DecoderWeights, LayerWeights, load_weights, random_weights
 
 PLAIN = Elementwise()
 Plan = TypeVar("Plan")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..config_values import ConfigError
+from ...tiers.settings.values import ConfigError
 
 AUTO = "auto"
 FP8_KV = "fp8_e4m3"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..config_values import ConfigError
+from ...tiers.settings.values import ConfigError
 from .rope_spec import RopeSpec
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .json_fields import JsonFields
+from .checkpoint.json_fields import JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 DEFAULT_THETA = 10000.0

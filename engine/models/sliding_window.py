@@ -8,8 +8,8 @@ nothing of attention.
 
 from __future__ import annotations
 
+from .checkpoint.json_fields import JsonFields
 from .families import Family, Windows
-from .json_fields import JsonFields
 
 # What the families take where config.json is silent, which is not the same as null.
 DEFAULT_WINDOW = 4096

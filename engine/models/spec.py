@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...tiers.block import BlockLayout
-from ..config_values import ConfigError
+from ...tiers.settings.values import ConfigError
+from .checkpoint.files import check_directory, is_there
+from .checkpoint.generation_config import GENERATION_CONFIG
+from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, Family
-from .files import check_directory, is_there
-from .generation_config import GENERATION_CONFIG
-from .json_fields import JsonFields, read_json
 from .rope_spec import RopeSpec, parse_rope, stable_length
 from .sliding_window import parse_sliding_window
 from .unsupported import refuse_unsupported

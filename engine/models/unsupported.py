@@ -7,7 +7,7 @@ of what the other keys mean.
 
 from __future__ import annotations
 
-from .json_fields import JsonFields
+from .checkpoint.json_fields import JsonFields
 
 # Each key with the values under which it changes nothing. An absent or null key is always neutral.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..worker.batch_update import AddedRow, BatchUpdate, MoveKind
+from ..batch.batch_update import AddedRow, BatchUpdate, MoveKind
 from ..worker.block_table import IntArray
 
 Number = TypeVar("Number", np.float64, np.int64)

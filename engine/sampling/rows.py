@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..worker.batch_update import AddedRow, BatchUpdate
+from ..batch.batch_update import AddedRow, BatchUpdate
 from ..worker.block_table import IntArray
 from .row_states import RowStates, RowValues
 

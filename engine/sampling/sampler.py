@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..batch.batch_update import BatchUpdate
 from ..logprobs import PositionLogprobs
-from ..worker.batch_update import BatchUpdate
 from ..worker.block_table import IntArray
 from .copies import to_device, to_host
 from .logprobs import position_entries, position_tensors, raw_logprobs

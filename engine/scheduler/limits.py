@@ -6,9 +6,9 @@ Knows nothing of what runs at present. Every message says what was expected, wha
 
 from __future__ import annotations
 
+from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..config_values import ConfigError
 from ..request import Request
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config_values import GIB, MAX_SIZE_BYTES, ConfigError
+from ...tiers.settings.format import shown
+from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
 from ..logprobs import MAX_LOGPROBS
-from ..shown import shown
 from . import readers
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..config_values import ConfigError
-from ..nearest import did_you_mean
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 from .aliases import ALIASES
 from .layers import VARIABLE, Given
 from .not_built import explain_not_built

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config_values import ConfigError
-from ..shown import shown_name
+from ...tiers.settings.format import shown_name
+from ...tiers.settings.values import ConfigError
 
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...tiers.settings.format import shown
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError, check_device, parse_size
 from ..config import KV_CACHE_DTYPES
-from ..config_values import ConfigError, check_device, parse_size
-from ..nearest import did_you_mean
-from ..shown import shown
 
 Reader = Callable[[str, Any], Any]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config_values import ConfigError
-from ..nearest import did_you_mean
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
 from ..options import OPTIONS, flag_of
 from . import readers
 from .aliases import ALIASES

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config_values import ConfigError
+from ...tiers.settings.format import shown
+from ...tiers.settings.values import ConfigError
 from ..options import LOG_LEVELS, Option, flag_of
-from ..shown import shown
 from . import readers
 
 MAX_PORT = 65535

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ..config_values import ConfigError
-from ..models.files import is_there
-from ..models.json_fields import read_json
+from ...tiers.settings.values import ConfigError
+from ..models.checkpoint.files import is_there
+from ..models.checkpoint.json_fields import read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, MoveKind
 from ..cache.kv_block import BlockIds
 from ..request import TokenArray
 from ..sampling_params import SamplingParams
-from .batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, MoveKind
 from .block_table import MultiGroupBlockTable
 
 

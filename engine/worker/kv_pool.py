@@ -11,9 +11,9 @@ import torch
 
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
+from ...tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
 from ...tiers.sizes import rough_size
-from ..config_values import MAX_BLOCKS, MIB, ConfigError
-from ..models.checkpoint import CPU
+from ..models.checkpoint.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 
 SHARE_FLAG = "--gpu-memory-utilization"

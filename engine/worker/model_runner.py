@@ -23,17 +23,17 @@ from ..models.elementwise import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
-from .attention_metadata import ranges
 from .block_table import BlockTable, IntArray, MultiGroupBlockTable
-from .device_runtime import DeviceRuntime
+from .forward.attention_metadata import ranges
+from .forward.step_inputs import StepInputs, step_order
 from .input_batch import InputBatch
 from .kv_pool import KvPool, check_pool_size
-from .placement import Placement
-from .pool_sizing import MIN_CONTEXT, context_that_fits
 from .prompt_logprobs import PromptLogprobsCollector
-from .runtimes import check_room, make_forward, open_runtime, open_sizer
+from .runtime.device_config import Placement
+from .runtime.device_runtime import DeviceRuntime
+from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
+from .runtime.runtimes import check_room, make_forward, open_runtime, open_sizer
 from .step_batch import StepBatch
-from .step_inputs import StepInputs, step_order
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..batch.batch_update import BatchUpdate
 from ..scheduler.output import CachedRequestData, SchedulerOutput
-from .batch_update import BatchUpdate
 from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 

@@ -19,9 +19,9 @@ from stratakv.benchmarks.offload_report import PHASES, WARM_PHASES, Phase, Plan,
 from stratakv.benchmarks.report import Report, percentile
 from stratakv.benchmarks.served import Answer, ServedModel, ServerFailed
 from stratakv.engine.cli.main import main
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.tiers.settings.values import ConfigError
 
 PLAN = Plan(Path("model"), 2, 100, 32, 4, 16, 2**20, 2**24)
 

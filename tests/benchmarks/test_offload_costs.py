@@ -23,11 +23,11 @@ from stratakv.benchmarks.offload_probe import read_seconds
 from stratakv.benchmarks.offload_scale import COSTS, GATES, QUICK_COSTS, SECTIONS
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.fault_injection.plan import parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
+from stratakv.tiers.settings.values import ConfigError
 
 TINY = dataclasses.replace(
     QUICK_COSTS,

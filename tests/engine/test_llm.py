@@ -16,8 +16,8 @@ import pytest
 
 from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.tiers.settings.values import ConfigError
 
 VOCAB = 257
 OPTIONS: dict[str, Any] = {"dtype": "float64", "num_blocks": 100, "max_num_seqs": 8,

@@ -9,11 +9,11 @@ from fractions import Fraction
 import pytest
 
 from stratakv.engine import plan
-from stratakv.engine.config_values import ConfigError
+from stratakv.engine.models.checkpoint.weights import EMBEDDING, HEAD, expected_tensors
 from stratakv.engine.models.spec import ModelSpec, load_model_spec
-from stratakv.engine.models.weights import EMBEDDING, HEAD, expected_tensors
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import ConfigError
 
 # 80 layers, 8 key heads of 128, bfloat16: the shape of Llama 70B.
 LARGE = BlockLayout(80, 16, 8, 128, "bfloat16")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratakv.kernels.attention_checks import FP8
-from stratakv.kernels.paged_decode import paged_decode
+from stratakv.kernels.attention.attention_checks import FP8
+from stratakv.kernels.attention.paged_decode import paged_decode
 
 TOLERANCE = {
     torch.float64: 1e-12,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratakv.kernels.paged_decode import paged_decode
-from stratakv.kernels.paged_prefill import paged_prefill
+from stratakv.kernels.attention.paged_decode import paged_decode
+from stratakv.kernels.attention.paged_prefill import paged_prefill
 from stratakv.kernels.pool_checks import FP8
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratakv.kernels.paged_prefill import paged_prefill
+from stratakv.kernels.attention.paged_prefill import paged_prefill
 
 NAN = float("nan")
 TOLERANCE = {

@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from stratakv.kernels.attention.paged_decode import paged_decode
+from stratakv.kernels.attention.paged_prefill import paged_prefill
 from stratakv.kernels.choice import FP8_CAPABILITY
-from stratakv.kernels.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
-from stratakv.kernels.paged_decode import paged_decode
-from stratakv.kernels.paged_prefill import paged_prefill
+from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
 from stratakv.kernels.pool_checks import FP8
-from stratakv.kernels.write_kv import write_kv
+from stratakv.kernels.write.write_kv import write_kv
 
 TOLERANCE = 5e-3
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stratakv.kernels import copy_blocks_plain
 from stratakv.kernels.choice import AUTO, PLAIN, TRITON, KernelRefused
-from stratakv.kernels.copy_blocks import (
+from stratakv.kernels.copy import copy_blocks_plain
+from stratakv.kernels.copy.copy_blocks import (
     MAX_BLOCK_BYTES,
     copy_blocks,
     gather_blocks,
     scatter_blocks,
     transfer_blocks,
 )
-from stratakv.kernels.copy_blocks_launch import CHUNK_WORDS
+from stratakv.kernels.copy.copy_blocks_launch import CHUNK_WORDS
 
 KERNELS = pytest.mark.parametrize("kernel", [PLAIN, TRITON])
 # layers, 2, block_size, num_kv_heads, head_dim
@@ -299,7 +299,7 @@ def test_refused_buffers() -> None:
 def test_a_move_takes_no_more_programs_than_it_may(
     max_programs: int, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stratakv.kernels import copy_blocks_triton
+    from stratakv.kernels.copy import copy_blocks_triton
 
     grids = []
 

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.kernels import copy_engine
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.copy_engine import (
+from stratakv.kernels.copy import copy_engine
+from stratakv.kernels.copy.copy_engine import (
     Batch,
     CopyAttributes,
     CudaError,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stratakv.kernels.choice import PLAIN, TRITON
-from stratakv.kernels.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
 from stratakv.kernels.pool_checks import FP8
-from stratakv.kernels.write_kv import write_kv
+from stratakv.kernels.write.write_kv import write_kv
 
 from .large_batches import LargeBatch, assert_near, make_large_batch, nan_pool, truth
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stratakv.kernels.choice import PLAIN, TRITON
-from stratakv.kernels.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
-from stratakv.kernels.write_kv import write_kv
+from stratakv.kernels.copy.copy_blocks import copy_blocks, gather_blocks, scatter_blocks
+from stratakv.kernels.write.write_kv import write_kv
 
 from .decode_batches import Case, by_definition
 from .large_batches import LargeBatch, assert_near, make_large_batch, truth

@@ -18,10 +18,9 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from stratakv.kernels.attention_checks import FP8
-from stratakv.kernels.choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
-from stratakv.kernels.paged_decode import MAX_GROUP, paged_decode
-from stratakv.kernels.paged_decode_launch import (
+from stratakv.kernels.attention.attention_checks import FP8
+from stratakv.kernels.attention.paged_decode import MAX_GROUP, paged_decode
+from stratakv.kernels.attention.paged_decode_launch import (
     HEAD_SIZES,
     MAX_SPLITS,
     NEWEST,
@@ -29,6 +28,7 @@ from stratakv.kernels.paged_decode_launch import (
     choose_splits,
     shipped_configurations,
 )
+from stratakv.kernels.choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
 
 from .decode_batches import assert_right, by_definition, make_case
 
@@ -203,7 +203,7 @@ def test_a_pool_past_32_bit_offsets(device, kernel, tmp_path):
 @pytest.fixture
 def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Replaces one piece of the Triton kernel's source for the rest of the test."""
-    name = "stratakv.kernels.paged_decode_triton"
+    name = "stratakv.kernels.attention.paged_decode_triton"
     source = Path(importlib.util.find_spec(name).origin).read_text()
 
     def replace_source(old: str, new: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.kernels.attention_checks import FP8
+from stratakv.kernels.attention.attention_checks import FP8
 from stratakv.kernels.choice import AUTO, PLAIN, TRITON, KernelRefused
 
 from .decode_batches import Case, assert_right, make_case

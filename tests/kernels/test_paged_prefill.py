@@ -19,10 +19,9 @@ import torch
 from triton.runtime.errors import InterpreterError
 
 from stratakv import kernels
-from stratakv.kernels.attention_checks import FP8
-from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.paged_prefill import paged_prefill
-from stratakv.kernels.paged_prefill_launch import (
+from stratakv.kernels.attention.attention_checks import FP8
+from stratakv.kernels.attention.paged_prefill import paged_prefill
+from stratakv.kernels.attention.paged_prefill_launch import (
     MAX_GROUP,
     NARROW,
     WIDE,
@@ -30,12 +29,13 @@ from stratakv.kernels.paged_prefill_launch import (
     padded_head_dim,
     shipped_configurations,
 )
+from stratakv.kernels.choice import KernelRefused
 
 from .prefill_batches import TOLERANCE, Batch, Case, make_batch
 
 pytestmark = pytest.mark.slow
 
-TRITON_MODULE = "stratakv.kernels.paged_prefill_triton"
+TRITON_MODULE = "stratakv.kernels.attention.paged_prefill_triton"
 RAGGED = ((1, 0), (1, 1), (2, 15), (15, 0), (16, 1), (17, 16), (33, 17), (5, 40))
 
 
@@ -151,7 +151,7 @@ def test_plain_cuts_a_long_chunk_into_pieces(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(Case(((90, 10), (4, 33)), window=20), device)
-    monkeypatch.setattr("stratakv.kernels.paged_prefill_plain.MAX_SCORES", 2 * 100 * 7)
+    monkeypatch.setattr("stratakv.kernels.attention.paged_prefill_plain.MAX_SCORES", 2 * 100 * 7)
     batch.check("plain")
 
 
@@ -248,7 +248,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a copy of the kernel with one line changed in the kernel's place."""
 
     def change(old: str, new: str) -> None:
-        source = Path(kernels.__path__[0], "paged_prefill_triton.py").read_text()
+        source = Path(kernels.__path__[0], "attention", "paged_prefill_triton.py").read_text()
         assert old in source, "the fault no longer fits the kernel"
         path = tmp_path / "paged_prefill_triton.py"
         path.write_text(source.replace(old, new))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.kernels.attention_checks import FP8
+from stratakv.kernels.attention.attention_checks import FP8
+from stratakv.kernels.attention.paged_prefill import paged_prefill
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.paged_prefill import paged_prefill
 
 from .prefill_batches import NAN, Batch, Case, make_batch
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stratakv.kernels import choice, copy_blocks, pool_checks
+from stratakv.kernels import choice, pool_checks
+from stratakv.kernels.attention.paged_decode import paged_decode
+from stratakv.kernels.attention.paged_prefill import paged_prefill
 from stratakv.kernels.choice import AUTO, TRITON, Hardware, KernelRefused
-from stratakv.kernels.paged_decode import paged_decode
-from stratakv.kernels.paged_prefill import paged_prefill
+from stratakv.kernels.copy import copy_blocks
 from stratakv.kernels.pool_checks import FP8
-from stratakv.kernels.write_kv import write_kv
+from stratakv.kernels.write.write_kv import write_kv
 
 H200 = Hardware("NVIDIA H200", (9, 0), True)
 A100 = Hardware("NVIDIA A100", (8, 0), True)
@@ -104,10 +105,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], None]:
         raise Reached
 
     for twin in (
-        "paged_decode_plain.paged_decode_plain",
-        "paged_prefill_plain.paged_prefill_plain",
-        "write_kv.write_kv_plain",
-        "copy_blocks.move_blocks_plain",
+        "attention.paged_decode_plain.paged_decode_plain",
+        "attention.paged_prefill_plain.paged_prefill_plain",
+        "write.write_kv.write_kv_plain",
+        "copy.copy_blocks.move_blocks_plain",
     ):
         monkeypatch.setattr(f"stratakv.kernels.{twin}", reached)
     # Asks where the memory is, which these tensors do not have.

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from stratakv.kernels.choice import TRITON
-from stratakv.kernels.copy_blocks import gather_blocks, scatter_blocks
-from stratakv.kernels.write_kv import write_kv
+from stratakv.kernels.copy.copy_blocks import gather_blocks, scatter_blocks
+from stratakv.kernels.write.write_kv import write_kv
 
 pytestmark = [
     pytest.mark.gpu,

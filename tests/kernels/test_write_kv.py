@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratakv.kernels.choice import PLAIN, TRITON, KernelRefused
-from stratakv.kernels.write_kv import FP8, MAX_HEAD_DIM, write_kv
+from stratakv.kernels.write.write_kv import FP8, MAX_HEAD_DIM, write_kv
 
 KERNELS = pytest.mark.parametrize("kernel", [PLAIN, TRITON])
 NUM_BLOCKS, LAYERS, LAYER = 5, 3, 1

@@ -23,7 +23,6 @@ from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.contest import Contest, take_rounds
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.core.offload import offload_settings
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.tiers.admission import make_filter
@@ -42,7 +41,8 @@ from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
 from stratakv.tiers.policies.contract import check_policy_contract
 from stratakv.tiers.policies.lru import LruPolicy
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.settings.values import ConfigError
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.store import SsdStore
 from stratakv.tiers.wire.status import NotReady
 

@@ -23,7 +23,7 @@ from stratakv.tiers.remote.address import ServerAddress
 from stratakv.tiers.remote.remote_store import RemoteStore, open_remote
 from stratakv.tiers.remote.settings import RemoteSettings
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.slot_index import Entry, SlotIndex
+from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
 from stratakv.tiers.standby import StandbyStore
 from stratakv.tiers.tag import Proof, Tagger
 from stratakv.tiers.wire.frames import State

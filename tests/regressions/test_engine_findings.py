@@ -22,9 +22,9 @@ from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
-from stratakv.engine.worker.device_runtime import is_device_lost
 from stratakv.engine.worker.input_batch import InputBatch
-from stratakv.kernels.copy_engine import CudaError
+from stratakv.engine.worker.runtime.device_runtime import is_device_lost
+from stratakv.kernels.copy.copy_engine import CudaError
 from stratakv.tiers.base import Answer
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore

@@ -24,7 +24,7 @@ import pytest
 import zmq
 
 from stratakv.engine.api.errors import ApiError
-from stratakv.engine.api.metrics import Metrics
+from stratakv.engine.api.metrics.metrics import Metrics
 from stratakv.engine.client.base import UNHEALTHY_FAILED_STEPS, EngineDead
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.client.process import ProcessClient

@@ -16,8 +16,7 @@ import torch
 
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
-from stratakv.engine.config_values import GIB, ConfigError
-from stratakv.engine.core import engine_core, placing
+from stratakv.engine.core import device_config, engine_core
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models import dtypes
 from stratakv.engine.models.dtypes import choose_dtype, quick_cpu_types
@@ -25,10 +24,11 @@ from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker import model_runner
-from stratakv.engine.worker.cuda_runtime import CudaRuntime
 from stratakv.engine.worker.kv_pool import check_pool_size
-from stratakv.engine.worker.pool_sizing import context_that_fits
+from stratakv.engine.worker.runtime.cuda_runtime import CudaRuntime
+from stratakv.engine.worker.runtime.pool_sizing import context_that_fits
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import GIB, ConfigError
 
 from ..connector.device import cuda_headers
 from ..real_models import LLAMA_3_1_8B, QWEN3_8B, SMALL, write_config
@@ -51,11 +51,11 @@ def quick_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sized(model: Path, free_gib: float, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
     """The blocks of the pool and the context, with so much memory free, as an engine finds them."""
-    monkeypatch.setattr(placing, "available_memory_bytes", lambda: int(free_gib * GIB))
+    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: int(free_gib * GIB))
     config: EngineConfig = engine_config(model, given)
     spec = load_model_spec(model)
     layout = spec.layout(config.cache.block_size, "bfloat16")
-    blocks = placing.blocks_of_pool(config, spec, layout)
+    blocks = device_config.blocks_of_pool(config, spec, layout)
     assert blocks is not None
     asked = config.model.max_model_len
     if asked is None:
@@ -133,11 +133,11 @@ def test_u01_a_gpu_takes_a_shorter_context(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_u01_the_embedded_model_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "available_memory_bytes", lambda: 512 * GIB)
+    monkeypatch.setattr(device_config, "available_memory_bytes", lambda: 512 * GIB)
     config = engine_config(None, {})
     spec = load_model_spec(config.model.path)
     layout = spec.layout(16, "float32")
-    assert placing.blocks_of_pool(config, spec, layout) == GIB // layout.page_bytes
+    assert device_config.blocks_of_pool(config, spec, layout) == GIB // layout.page_bytes
     assert choose_dtype("auto", stored=spec.stored_dtype).name == "float32"
 
 
@@ -168,7 +168,7 @@ def test_u01_auto_is_the_checkpoints_type_where_the_device_can(
 def test_u01_the_choice_is_said_in_a_line(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = engine_config(llama, {})
-    placing.dtype_for(config, load_model_spec(llama), torch.device("cpu"))
+    device_config.dtype_for(config, load_model_spec(llama), torch.device("cpu"))
     assert "computing in bfloat16: the checkpoint's" in caplog.text
 
 
@@ -194,10 +194,12 @@ def set_devices() -> Iterator[list[int]]:
 
 def test_gpu_review_1_cuda_without_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch looks at the index in Python, before it asks CUDA for anything."""
-    monkeypatch.setattr(placing, "probe_cuda", lambda: None)
-    monkeypatch.setattr(placing, "choose_gpu", lambda placement, state: SimpleNamespace(name="one"))
+    monkeypatch.setattr(device_config, "probe_cuda", lambda: None)
+    monkeypatch.setattr(
+        device_config, "choose_gpu", lambda placement, state: SimpleNamespace(name="one")
+    )
     for name, index in (("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
-        device = placing.placement_of(engine_config(None, {"device": name})).device
+        device = device_config.placement_of(engine_config(None, {"device": name})).device
         assert device == torch.device("cuda", index)
         with set_devices() as told:
             assert CudaRuntime(torch.device(name)).device == device

@@ -20,7 +20,8 @@ from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
-from stratakv.tiers.ssd import SsdStore, opening
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.folder import opening
 from stratakv.tiers.wire.frames import State
 
 from ..tiers.blocks import SMALL, filled_buffers, make_keys

@@ -15,11 +15,11 @@ import pytest
 from stratakv.connector.break_even import in_words
 from stratakv.connector.economics import Economics
 from stratakv.engine.cli.serve import _tell_start
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.server import ServerConfig
 from stratakv.engine.wire import PROTOCOL_VERSION, Ready
+from stratakv.tiers.settings.values import ConfigError
 
 pytestmark = pytest.mark.regression
 

@@ -22,11 +22,14 @@ from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.remote.transfer_queue import RemoteLate
 from stratakv.tiers.remote.transfers import Transfers
-from stratakv.tiers.ssd import SsdStore, guard, index_file, opening, slot_file
-from stratakv.tiers.ssd.index_file import IndexFile
-from stratakv.tiers.ssd.io_lane import IoLane
-from stratakv.tiers.ssd.linux_aio import AioContext
-from stratakv.tiers.ssd.row_writer import RowWriter
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.disk import slot_file
+from stratakv.tiers.ssd.disk.io_lane import IoLane
+from stratakv.tiers.ssd.disk.linux_aio import AioContext
+from stratakv.tiers.ssd.folder import guard, opening
+from stratakv.tiers.ssd.index import index_file
+from stratakv.tiers.ssd.index.index_file import IndexFile
+from stratakv.tiers.ssd.index.row_writer import RowWriter
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.sockets import ConnectionLost
 

@@ -26,8 +26,8 @@ from stratakv.connector.device.base import Stream
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
+from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.scheduler.output import SchedulerOutput
-from stratakv.engine.worker.batch_update import BatchUpdate
 from stratakv.engine.worker.step_batch import StepBatch
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.promotions import LoadTicket, Read, ReadUp

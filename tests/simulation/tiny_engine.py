@@ -20,11 +20,11 @@ import numpy as np
 from stratakv.connector.base import ConnectorMetadata
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
-from stratakv.engine.worker.batch_update import BatchUpdate
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch
 from stratakv.engine.worker.step_batch import StepBatch

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stratakv.engine.config_values import parse_size
+from stratakv.tiers.settings.values import parse_size
 from stratakv.tiers.sizes import exact_size, rough_size, show_size
 
 

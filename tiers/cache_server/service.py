@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of the cache service, over rooms: see proto/v1/cache_service.proto for what each says.
 
-The event loop waits for no room (`room_calls.py`). What goes wrong is raised and becomes a status
-in `call_guard.py`. Knows nothing of sockets, credentials or how a room is made.
+The event loop waits for no room (`tenant_store_calls.py`). What goes wrong is raised and becomes
+a status in `access/call_guard.py`.
 """
 
 from __future__ import annotations

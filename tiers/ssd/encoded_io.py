@@ -14,10 +14,10 @@ from ..codecs.base import Codec
 from ..codecs.choice import readable_codecs
 from ..record import HEADER_BYTES, Defect, decode_header, encode_header, verify_record
 from ..tag import Proof, payload_digest
-from .disk_queue import DiskQueue
-from .slot_file import Scratch
-from .slot_index import Entry
-from .space import HEADER_PAGE_BYTES
+from .disk.disk_queue import DiskQueue
+from .disk.slot_file import Scratch
+from .disk.space import HEADER_PAGE_BYTES
+from .index.slot_index import Entry
 from .state import StoreState
 
 

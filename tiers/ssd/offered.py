@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from .row_writer import ROWS_PER_COMMIT
-from .slot_index import Entry
+from .index.row_writer import ROWS_PER_COMMIT
+from .index.slot_index import Entry
 
 SYNC_SECONDS = 2.0  # the most that a power cut or a kill takes
 

@@ -18,12 +18,12 @@ from ..codecs.base import Codec
 from ..errors import TierClosed
 from ..record import Defect, verify_record
 from ..tag import Proof
-from .disk_queue import DiskQueue, Result
+from .disk.disk_queue import DiskQueue, Result
+from .disk.io_lane import Done
+from .disk.io_pool import GRACE_SECONDS, IoPool
+from .disk.slot_file import Scratch
 from .encoded_io import DecodingReader
-from .io_lane import Done
-from .io_pool import GRACE_SECONDS, IoPool
-from .slot_file import Scratch
-from .slot_index import Entry
+from .index.slot_index import Entry
 from .state import Job, StoreState
 
 # Under way at once, though no thread verifies with nothing under way.

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from ..codecs.base import Codec
 from ..record import HEADER_BYTES, encode_header
 from ..tag import Proof, payload_digest
-from .disk_queue import DiskQueue, Result
+from .disk.disk_queue import DiskQueue, Result
+from .disk.io_lane import Done
+from .disk.io_pool import IoPool
+from .disk.slot_file import Scratch
 from .encoded_io import EncodingWriter
-from .io_lane import Done
-from .io_pool import IoPool
-from .slot_file import Scratch
-from .slot_index import Entry
+from .index.slot_index import Entry
 from .state import StoreState
 from .write_queue import Write
 

@@ -22,8 +22,8 @@ from ..errors import TierClosed, TierError
 from ..record import RecordHeader
 from ..record_seal import Seal
 from ..tag import NO_TAG, Tagger
-from .slot_file import SlotFile
-from .slot_index import Entry, SlotIndex
+from .disk.slot_file import SlotFile
+from .index.slot_index import Entry, SlotIndex
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError
 from ..mac_key import MacKey
 from ..policies.choice import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
-from .opening import open_store
+from .disk.trial_read import TRIAL_BYTES, trial_read
+from .folder.opening import open_store
+from .index.slot_index import LAST_GENERATION
 from .reader import Part, Reader
-from .slot_index import LAST_GENERATION
 from .state import Job
-from .trial_read import TRIAL_BYTES, trial_read
 from .writer import Writer
 
 log = logging.getLogger(__name__)

@@ -51,12 +51,12 @@ from itertools import takewhile
 from ..base import Stored
 from ..codecs.base import Codec
 from ..tag import Proof
-from .index_file import EPOCH_SHIFT, IndexFile
-from .io_pool import GRACE_SECONDS
+from .disk.io_pool import GRACE_SECONDS
+from .index.index_file import EPOCH_SHIFT, IndexFile
+from .index.row_writer import RowWriter
+from .index.slot_index import Entry
 from .offered import OfferedBlocks
 from .record_writer import Batch, Placed, RecordWriter
-from .row_writer import RowWriter
-from .slot_index import Entry
 from .state import Job, StoreState
 from .write_queue import Write, WriteQueue
 

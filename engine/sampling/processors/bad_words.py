@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow
+from ...batch.batch_update import AddedRow
 from ...worker.block_table import IntArray
 from .entries import ban
 from .stateful import StatefulProcessor

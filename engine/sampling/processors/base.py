@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...worker.batch_update import BatchUpdate
+from ...batch.batch_update import BatchUpdate
 from ...worker.block_table import IntArray
 
 

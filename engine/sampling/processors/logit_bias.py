@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow
+from ...batch.batch_update import AddedRow
 from ...worker.block_table import IntArray
 from ..copies import to_device
 from .entries import entries_of

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow, BatchUpdate
+from ...batch.batch_update import AddedRow, BatchUpdate
 from ...worker.block_table import IntArray
 from ..copies import to_device
 from ..row_states import RowValues

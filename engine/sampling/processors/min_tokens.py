@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...worker.batch_update import AddedRow
+from ...batch.batch_update import AddedRow
 from ...worker.block_table import IntArray
 from .entries import ban, known_ids
 from .stateful import StatefulProcessor

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ...worker.batch_update import BatchUpdate
+from ...batch.batch_update import BatchUpdate
 from ...worker.block_table import IntArray
 from .bad_words import BadWords
 from .base import LogitsProcessor, ProcessorContext

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Generic, TypeVar
 
-from ...worker.batch_update import AddedRow, BatchUpdate
+from ...batch.batch_update import AddedRow, BatchUpdate
 from ..row_states import RowStates
 from .base import LogitsProcessor, ProcessorContext
 

@@ -13,7 +13,7 @@ from stratakv.benchmarks.gpu import ceilings, copy_lanes
 from stratakv.benchmarks.gpu.copy_lanes import Lanes, page_locked, time_both_ways
 from stratakv.benchmarks.gpu.place import WrongResult
 from stratakv.benchmarks.gpu.stopwatch import Timing
-from stratakv.kernels import copy_engine
+from stratakv.kernels.copy import copy_engine
 
 from .copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
 

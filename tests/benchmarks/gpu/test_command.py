@@ -15,7 +15,7 @@ from stratakv.benchmarks.gpu.place import Place, SectionOver
 from stratakv.benchmarks.gpu.results import Results, Target
 from stratakv.benchmarks.gpu.section import Section
 from stratakv.benchmarks.report import Report
-from stratakv.engine.config_values import ConfigError
+from stratakv.tiers.settings.values import ConfigError
 
 
 def arguments(tmp_path: Path, **given: object) -> argparse.Namespace:

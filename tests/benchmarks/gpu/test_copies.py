@@ -25,7 +25,7 @@ from stratakv.benchmarks.gpu.copy_plots import bytes_name
 from stratakv.benchmarks.gpu.place import Place, SectionOver, WrongResult
 from stratakv.benchmarks.gpu.results import Row
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.copy_engine import merge_neighbours
+from stratakv.kernels.copy.copy_engine import merge_neighbours
 
 from .copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
 

@@ -20,7 +20,7 @@ from stratakv.benchmarks.gpu.attention_cases import (
 )
 from stratakv.benchmarks.gpu.case_loop import run_cases
 from stratakv.benchmarks.gpu.place import SectionOver, WrongResult
-from stratakv.kernels import paged_decode_launch, paged_prefill_launch
+from stratakv.kernels.attention import paged_decode_launch, paged_prefill_launch
 
 from .attention_runs import empty_results, on_a_device, one_wrong_row, refuse_timing, rehearsal
 

@@ -15,7 +15,7 @@ from stratakv.benchmarks.tiers.gates import GATES
 from stratakv.benchmarks.tiers.place import file_system_of, working_folder
 from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
-from stratakv.engine.config_values import ConfigError
+from stratakv.tiers.settings.values import ConfigError
 
 IN_MEMORY = Path("/dev/shm")
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stratakv.kernels.choice import KernelRefused
-from stratakv.kernels.copy_engine import Batch, CudaError
+from stratakv.kernels.copy.copy_engine import Batch, CudaError
 
 INVALID_VALUE, INVALID_HANDLE, UNINITIALISED = 1, 400, 201
 WAIT_SECONDS = 20.0

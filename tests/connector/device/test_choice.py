@@ -17,7 +17,7 @@ from stratakv.connector.device.choice import make_device
 from stratakv.connector.device.contract_rig import WHOLE_PAGES
 from stratakv.connector.device.cpu import CpuCopyDevice
 from stratakv.connector.device.cuda_runtime import CupyMemory, TorchRuntime
-from stratakv.kernels.copy_engine import Batch, CudaError, CudaRuntime
+from stratakv.kernels.copy.copy_engine import Batch, CudaError, CudaRuntime
 from stratakv.tiers.errors import TierConfigError
 
 from .test_cuda_api import EVENT, STREAM, Library

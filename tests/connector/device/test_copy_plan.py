@@ -20,7 +20,7 @@ from stratakv.connector.device.copy_plan import (
     make_pairs,
     split_locked,
 )
-from stratakv.kernels.copy_engine import Batch
+from stratakv.kernels.copy.copy_engine import Batch
 from stratakv.tiers.errors import InvalidBlock
 
 POOL, SLAB = 1 << 40, 1 << 45

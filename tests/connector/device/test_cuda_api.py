@@ -16,8 +16,8 @@ import pytest
 
 from stratakv.connector.device import cuda_api
 from stratakv.connector.device.cuda_api import SIGNATURES, STICKY, CudaApi
-from stratakv.kernels import copy_engine
-from stratakv.kernels.copy_engine import CopyAttributes, CudaError, CudaRuntime
+from stratakv.kernels.copy import copy_engine
+from stratakv.kernels.copy.copy_engine import CopyAttributes, CudaError, CudaRuntime
 
 from . import cuda_headers
 

@@ -23,7 +23,7 @@ from stratakv.connector.device.contract import CHECKS
 from stratakv.connector.device.contract_rig import LAYOUTS, WAIT_SECONDS, Gate, Rig, Surroundings
 from stratakv.connector.device.cuda import QUICK_BLOCKS, CudaCopyDevice
 from stratakv.connector.device.cuda_runtime import TorchRuntime
-from stratakv.kernels.copy_engine import cuda_library
+from stratakv.kernels.copy.copy_engine import cuda_library
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab
 

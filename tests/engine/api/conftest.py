@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stratakv.engine.api.app import create_app
-from stratakv.engine.api.server import make_server
+from stratakv.engine.api.http.server import make_server
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig

@@ -17,11 +17,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from stratakv.engine.api import http_protocol
-from stratakv.engine.api.body import decode_body
 from stratakv.engine.api.errors import ApiError
-from stratakv.engine.api.protocol import CompletionRequest
-from stratakv.engine.api.sampling import child_params
+from stratakv.engine.api.http import http_protocol
+from stratakv.engine.api.openai.body import decode_body
+from stratakv.engine.api.openai.protocol import CompletionRequest
+from stratakv.engine.api.openai.sampling import child_params
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.sampling_params import SamplingParams
 

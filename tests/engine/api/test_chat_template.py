@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.api.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate, TemplateRefused
-from stratakv.engine.config_values import ConfigError
+from stratakv.engine.api.openai.chat_template import (
+    MAX_TEMPLATE_CHARACTERS,
+    ChatTemplate,
+    TemplateRefused,
+)
+from stratakv.tiers.settings.values import ConfigError
 
 MESSAGES = [{"role": "user", "content": "<hi> €"}]
 

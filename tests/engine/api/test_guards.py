@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stratakv.engine.api import http_protocol
+from stratakv.engine.api.http import http_protocol
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.config_values import ConfigError
+from stratakv.tiers.settings.values import ConfigError
 
 KEY = {"Authorization": "Bearer s3cret"}
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stratakv.engine.config_values import MIB
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.tiers.settings.values import MIB
 
 from .conftest import MODEL_NAME, LiveServer
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from stratakv.engine.api.logprobs_form import CompletionForm, chat_logprobs, prompt_logprobs
-from stratakv.engine.api.token_texts import TokenTexts
+from stratakv.engine.api.openai.logprobs_form import CompletionForm, chat_logprobs, prompt_logprobs
+from stratakv.engine.api.openai.token_texts import TokenTexts
 from stratakv.engine.logprobs import PositionLogprobs
 from stratakv.engine.text.tokenizer import Tokenizer
 

@@ -14,16 +14,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stratakv.connector.counters import OffloadCounters
-from stratakv.engine.api.metrics import Metrics
+from stratakv.engine.api.metrics.metrics import Metrics
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config import EngineConfig, ModelConfig
-from stratakv.engine.config_values import MIB
-from stratakv.engine.core.figures import Figures
+from stratakv.engine.core.core_stats import Figures
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.hierarchy.traffic import Traffic
+from stratakv.tiers.settings.values import MIB
 
 EXPECTED = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stratakv.engine.api.metrics import Metrics, Watch
+from stratakv.engine.api.metrics.metrics import Metrics, Watch
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config

@@ -16,7 +16,7 @@ import msgspec
 import openai
 import pytest
 
-from stratakv.engine.api.protocol import ChatRequest, CompletionRequest
+from stratakv.engine.api.openai.protocol import ChatRequest, CompletionRequest
 from stratakv.engine.api.settings import ApiSettings
 
 HELLO: Any = [{"role": "user", "content": "hello world"}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.api.stats_log import StatsLog, describe
+from stratakv.engine.api.metrics.stats_log import StatsLog, describe
 from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
@@ -54,7 +54,7 @@ def test_what_only_waits_is_work_too() -> None:
 
 
 def test_beside_a_core_until_it_is_gone(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "stratakv.engine.api.stats_log")
+    caplog.set_level(logging.INFO, "stratakv.engine.api.metrics.stats_log")
     config = engine_config(tiny_model, {"num_blocks": 60, "num_threads": 1})
 
     async def live() -> None:

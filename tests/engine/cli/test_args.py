@@ -18,9 +18,9 @@ import stratakv
 from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
-from stratakv.engine.config_values import MIB, ConfigError
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
-from stratakv.engine.shown import shown
+from stratakv.tiers.settings.format import shown
+from stratakv.tiers.settings.values import MIB, ConfigError
 
 
 def config_of(*words: str) -> EngineConfig:

@@ -17,9 +17,10 @@ from stratakv.engine.cli import cache
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.ssd import SsdStore, inventory
-from stratakv.tiers.ssd.directory import StoreDirectory
-from stratakv.tiers.ssd.inventory import find_stores, look_at, remove
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.folder import inventory
+from stratakv.tiers.ssd.folder.directory import StoreDirectory
+from stratakv.tiers.ssd.folder.inventory import find_stores, look_at, remove
 
 from ...open_files import open_paths
 from ...tiers.blocks import ODD, SMALL, make_keys

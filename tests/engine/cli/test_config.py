@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.config_values import MIB
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.resolve import read_config_settings
 from stratakv.engine.settings.schema import SCHEMA
+from stratakv.tiers.settings.values import MIB
 
 KEY, SECRET = "key-that-nobody-sees", "secret-that-nobody-sees"
 

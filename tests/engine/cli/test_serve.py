@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.serve import _tell_start, bind
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.server import ServerConfig
 from stratakv.engine.wire import Ready
+from stratakv.tiers.settings.values import ConfigError
 
 FLAGS = ["--port", "0", "--num-blocks", "60", "--num-threads", "1", "--log-level", "warning"]
 READY = re.compile(r"StrataKV serves tiny at (http://127\.0\.0\.1:\d+) ")

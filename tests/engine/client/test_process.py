@@ -21,11 +21,11 @@ from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.event_loop_thread import EventLoopThread
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import EngineConfig
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.tiers.settings.values import ConfigError
 
 VOCAB = 257
 LONG = 4000  # tokens: seconds, so that a request surely runs when it is looked at

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stratakv.engine.models.checkpoint.weights import expected_tensors
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.models.weights import expected_tensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.models.files import check_directory, is_there
-from stratakv.engine.models.generation_config import load_default_sampling
+from stratakv.engine.models.checkpoint.files import check_directory, is_there
+from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.text.tokenizer import Tokenizer
+from stratakv.tiers.settings.values import ConfigError
 
 
 def pipe(path: Path) -> None:

@@ -8,10 +8,10 @@ import shutil
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.models import fingerprint as module
-from stratakv.engine.models.fingerprint import fingerprint
+from stratakv.engine.models.checkpoint import fingerprint as module
+from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.options import EMBEDDED_MODEL
+from stratakv.tiers.settings.values import ConfigError
 
 
 def test_it_is_the_same_for_a_copy_elsewhere(directory, tmp_path_factory):

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.models import generation_config
-from stratakv.engine.models.generation_config import load_default_sampling
+from stratakv.engine.models.checkpoint import generation_config
+from stratakv.engine.models.checkpoint.generation_config import load_default_sampling
 from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.tiers.settings.values import ConfigError
 
 # The form that Qwen3's has.
 FILE = {
@@ -92,5 +92,6 @@ def test_a_file_that_is_no_json(tmp_path):
 
 
 def test_it_is_read_without_torch():
-    code = "import sys, stratakv.engine.models.generation_config; sys.exit('torch' in sys.modules)"
+    name = "stratakv.engine.models.checkpoint.generation_config"
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.cli.main import main
-from stratakv.engine.models.hub import is_hub_id
+from stratakv.engine.models.checkpoint.hub import is_hub_id
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.settings.resolve import resolve
 

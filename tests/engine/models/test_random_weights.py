@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from stratakv.engine.models.fingerprint import fingerprint
+from stratakv.engine.models.checkpoint.fingerprint import fingerprint
+from stratakv.engine.models.checkpoint.weights import load_weights, random_weights
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.models.weights import load_weights, random_weights
 from stratakv.engine.options import EMBEDDED_MODEL
 
 

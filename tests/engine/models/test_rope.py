@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.models.json_fields import JsonFields
+from stratakv.engine.models.checkpoint.json_fields import JsonFields
 from stratakv.engine.models.rope import rope_tables, rotate
 from stratakv.engine.models.rope_spec import ROPE_KINDS, RopeSpec, parse_rope, stable_length
+from stratakv.tiers.settings.values import ConfigError
 
 HEAD_DIM, MAX_POSITIONS = 16, 4096
 FACTORS = [1.0 + i / 4 for i in range(HEAD_DIM // 2)]

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.models import json_fields
+from stratakv.engine.models.checkpoint import json_fields
 from stratakv.engine.models.rope_spec import RopeSpec
 from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len
+from stratakv.tiers.settings.values import ConfigError
 
 LONGROPE = {
     "rope_type": "longrope",

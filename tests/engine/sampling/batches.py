@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.worker.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
 
 VOCAB = 12
 

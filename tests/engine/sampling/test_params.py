@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.shown import shown
+from stratakv.tiers.settings.format import shown
 
 
 class Choice(IntEnum):

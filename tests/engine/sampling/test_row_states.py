@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from stratakv.engine.batch.batch_update import AddedRow
 from stratakv.engine.sampling.row_states import RowStates, RowValues
-from stratakv.engine.worker.batch_update import AddedRow
 
 from .batches import RandomBatch, added, row_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.config import SchedulerConfig
-from stratakv.engine.config_values import ConfigError
+from stratakv.tiers.settings.values import ConfigError
 
 SIZE = 4
 SHARES = {"admit_below": 0.5, "preempt_above": 0.75}

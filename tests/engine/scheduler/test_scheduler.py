@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.request import RequestStatus
 from stratakv.engine.scheduler.scheduler import QueueFull
+from stratakv.tiers.settings.values import ConfigError
 
 Make = Any
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config_values import GIB, ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.aliases import ALIASES
 from stratakv.engine.settings.layers import with_origins
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA
+from stratakv.tiers.settings.values import GIB, ConfigError
 
 # alias, value, what it gives
 TAKEN: list[tuple[str, Any, dict[str, Any]]] = [

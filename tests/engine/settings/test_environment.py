@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.settings.environment import OTHER_VARIABLES, read_environment
 from stratakv.engine.settings.resolve import resolve
+from stratakv.tiers.settings.values import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.config_values import GIB, MIB, ConfigError
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.layers import with_origins
 from stratakv.engine.settings.resolve import Settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, variable_of
 from stratakv.engine.settings.server import ServerConfig, server_config
+from stratakv.tiers.settings.values import GIB, MIB, ConfigError
 
 # For each option three values as text, and what each of them is read as.
 VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] = {

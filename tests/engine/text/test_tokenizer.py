@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
 
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.text import tokenizer as tokenizer_module
 from stratakv.engine.text.tokenizer import PromptTooLong, Tokenizer
+from stratakv.tiers.settings.values import ConfigError
 
 # The Rust library does not refuse this, it panics.
 PANICS = """{"model": {"type": "BPE", "vocab": {}, "merges": []},

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stratakv.engine.worker.device_runtime import Mark, Work
+from stratakv.engine.worker.runtime.device_runtime import Mark, Work
 
 SPOILT = 10**6  # no token, position, slot, length or block of any test
 

@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratakv.engine.models.attention import TILE_ROWS, AttentionPlan
-from stratakv.engine.worker.attention_metadata import SMALL_BUCKET_BLOCKS, AttentionPlanner, ranges
 from stratakv.engine.worker.block_table import BlockTable
+from stratakv.engine.worker.forward.attention_metadata import (
+    SMALL_BUCKET_BLOCKS,
+    AttentionPlanner,
+    ranges,
+)
 from stratakv.tiers.block import BlockLayout
 
 LAYOUT = BlockLayout(num_layers=2, block_size=4, num_kv_heads=1, head_dim=8, kv_dtype="float64")

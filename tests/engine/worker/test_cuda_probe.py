@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratakv.engine.config_values import ConfigError
-from stratakv.engine.worker import cuda_probe
-from stratakv.engine.worker.cuda_probe import CudaState, Gpu, choose_gpu, probe_cuda
-from stratakv.engine.worker.placement import Placement
+from stratakv.engine.worker.runtime import cuda_probe
+from stratakv.engine.worker.runtime.cuda_probe import CudaState, Gpu, choose_gpu, probe_cuda
+from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.tiers.settings.values import ConfigError
 
 GOOD = CudaState(
     driver_version=(13, 0),

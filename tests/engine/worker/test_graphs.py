@@ -6,7 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.engine.worker.graphs import MAX_RECORDED, DecodeGraphs, batch_buckets, bucket_for
+from stratakv.engine.worker.forward.graphs import (
+    MAX_RECORDED,
+    DecodeGraphs,
+    batch_buckets,
+    bucket_for,
+)
 
 from .recording_runtime import RecordingRuntime
 

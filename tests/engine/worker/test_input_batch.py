@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratakv.engine.batch.batch_update import BatchUpdate, MoveKind
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.worker.batch_update import BatchUpdate, MoveKind
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.worker.placement import KERNELS, Placement
+from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
 

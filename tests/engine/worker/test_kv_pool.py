@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from stratakv.connector.device.cpu import pool_pages
-from stratakv.engine.config_values import MAX_BLOCKS, ConfigError
 from stratakv.engine.worker import kv_pool
 from stratakv.engine.worker.kv_pool import (
     KvPool,
@@ -16,6 +15,7 @@ from stratakv.engine.worker.kv_pool import (
     num_blocks_in,
 )
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import MAX_BLOCKS, ConfigError
 
 LAYOUT = BlockLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, kv_dtype="bfloat16")
 

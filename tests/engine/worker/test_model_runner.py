@@ -14,10 +14,10 @@ from stratakv.connector.base import (
     CopyJob,
     KVConnectorWorker,
 )
-from stratakv.engine.config_values import ConfigError
 from stratakv.engine.models import attention
 from stratakv.engine.scheduler.output import CachedRequestData, SchedulerOutput
-from stratakv.engine.worker import attention_metadata
+from stratakv.engine.worker.forward import attention_metadata
+from stratakv.tiers.settings.values import ConfigError
 
 LLAMA3 = {
     "rope_type": "llama3",

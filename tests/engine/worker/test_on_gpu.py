@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stratakv.engine.core.placing import placement_of
+from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.options import engine_config
-from stratakv.engine.worker.cuda_probe import choose_gpu, probe_cuda
-from stratakv.engine.worker.memory_profile import PoolSizer
-from stratakv.engine.worker.placement import Placement
+from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
+from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.memory_profile import PoolSizer
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def test_the_machine_can_be_computed_on():
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_gpu_by_either_of_its_names(name):
-    from stratakv.engine.worker.cuda_runtime import CudaRuntime
+    from stratakv.engine.worker.runtime.cuda_runtime import CudaRuntime
 
     assert placement_of(engine_config(None, {"device": name})).device == GPU
     assert CudaRuntime(torch.device(name)).device == GPU
@@ -96,7 +96,7 @@ def test_a_step_waits_for_its_answer_alone(checkpoint, driver, prompt_of):
 
 
 def test_the_pool_is_sized_by_what_is_left(checkpoint, driver):
-    from stratakv.engine.worker.cuda_runtime import CudaMeter
+    from stratakv.engine.worker.runtime.cuda_runtime import CudaMeter
 
     drive = driver(checkpoint(head_dim=16), dtype="bfloat16", placement=Placement(device=GPU))
     meter = CudaMeter(GPU)

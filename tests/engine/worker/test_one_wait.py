@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.linear import Linear
 from stratakv.engine.sampling import copies, logprobs, sampler
-from stratakv.engine.worker import runtimes
-from stratakv.engine.worker.device_runtime import HostRuntime
 from stratakv.engine.worker.kv_pool import KvPool
-from stratakv.engine.worker.placement import Placement
-from stratakv.kernels import paged_decode, paged_prefill, write_kv
+from stratakv.engine.worker.runtime import runtimes
+from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.device_runtime import HostRuntime
+from stratakv.kernels.attention import paged_decode, paged_prefill
 from stratakv.kernels.choice import TRITON
+from stratakv.kernels.write import write_kv
 
 GPU = torch.device("meta")  # stands for one
 
@@ -127,7 +128,7 @@ def on_a_gpu(
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, "choose_kernel", lambda *_, **__: TRITON)
         monkeypatch.setattr(
-            f"stratakv.kernels.{name}_triton.{name}_triton",
+            f"{module.__name__}_triton.{name}_triton",
             lambda *_, **options: launched.append(1),
         )
     move_model(runner.model)

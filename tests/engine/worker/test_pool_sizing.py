@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratakv.engine.config_values import GIB, MAX_BLOCKS, MIB, ConfigError
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
-from stratakv.engine.worker.memory_profile import PoolSizer
-from stratakv.engine.worker.placement import Placement
-from stratakv.engine.worker.pool_sizing import (
+from stratakv.engine.worker.runtime.device_config import Placement
+from stratakv.engine.worker.runtime.memory_profile import PoolSizer
+from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,
     MemoryUse,
     check_free,
@@ -21,6 +20,7 @@ from stratakv.engine.worker.pool_sizing import (
     pool_blocks,
 )
 from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
 # Llama-3.1-8B in bfloat16: 2 MiB a block.
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")

@@ -23,7 +23,7 @@ import lmdb
 from stratakv.tiers.contract import SECONDS, fetch, filled_buffers, make_keys, put
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd import SsdStore, offered
-from stratakv.tiers.ssd.index_file import IndexFile, Row
+from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 
 from ..blocks import ODD
 from .faulty_files import COMMIT, FOLDERS, OPEN_INDEX, WRITES, watch_calls

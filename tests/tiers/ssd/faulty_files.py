@@ -19,9 +19,10 @@ from typing import Any
 import lmdb
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd import SsdStore, slot_file
-from stratakv.tiers.ssd.disk_queue import BlockingQueue
-from stratakv.tiers.ssd.linux_aio import AioContext
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.disk import slot_file
+from stratakv.tiers.ssd.disk.disk_queue import BlockingQueue
+from stratakv.tiers.ssd.disk.linux_aio import AioContext
 
 # (name, the real call, its arguments) -> what the caller gets
 Around = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.space import plan_space
+from stratakv.tiers.ssd.disk.space import plan_space
 
 from ..blocks import SMALL
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.ssd import SsdStore, index_file, slot_file
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.disk import slot_file
+from stratakv.tiers.ssd.index import index_file
 
 from ..blocks import SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put

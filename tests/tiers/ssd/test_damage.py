@@ -18,7 +18,8 @@ from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT, BlockLayout
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect
-from stratakv.tiers.ssd import SsdStore, index_file
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.index import index_file
 
 from ..blocks import ODD, SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
@@ -223,7 +224,7 @@ def test_a_buffer_changed_while_it_is_written_is_refused_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that breaks its promise damages its own block only, and is found out."""
-    from stratakv.tiers.ssd.slot_file import SlotFile
+    from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
     store = SsdStore(tmp_path / "a", SMALL, CAPACITY)
     keys = make_keys(2)

@@ -15,7 +15,9 @@ import pytest
 
 from stratakv import tiers
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.ssd import SsdStore, guard, space
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.disk import space
+from stratakv.tiers.ssd.folder import guard
 
 from ..blocks import ODD, make_keys
 from ..store_contract import SECONDS, fetch, put, wait_until

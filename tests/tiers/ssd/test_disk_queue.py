@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd import disk_queue, linux_aio
-from stratakv.tiers.ssd.disk_queue import (
+from stratakv.tiers.ssd.disk import disk_queue, linux_aio
+from stratakv.tiers.ssd.disk.disk_queue import (
     DEPTH,
     AioQueue,
     BlockingQueue,
@@ -22,7 +22,7 @@ from stratakv.tiers.ssd.disk_queue import (
     Result,
     open_queue,
 )
-from stratakv.tiers.ssd.linux_aio import AioContext
+from stratakv.tiers.ssd.disk.linux_aio import AioContext
 
 PAGES = 64
 SIZE = PAGES * ALIGNMENT

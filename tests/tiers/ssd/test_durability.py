@@ -16,8 +16,8 @@ import pytest
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.ssd import SsdStore, offered, writer
-from stratakv.tiers.ssd.index_file import IndexFile
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.index.index_file import IndexFile
 
 from ..blocks import SMALL, filled_buffers, make_keys
 from ..store_contract import SECONDS, check_store, fetch, put, wait_until

@@ -17,8 +17,8 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.index_file import IndexFile
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.index.index_file import IndexFile
 
 from ..blocks import SMALL, make_keys
 from ..store_contract import SECONDS, fetch, put

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd.disk_queue import DEPTH, BlockingQueue, DiskQueue, Result
-from stratakv.tiers.ssd.io_lane import Done
-from stratakv.tiers.ssd.io_pool import IoPool, shares
-from stratakv.tiers.ssd.slot_file import Scratch, SlotFile, runs
+from stratakv.tiers.ssd.disk.disk_queue import DEPTH, BlockingQueue, DiskQueue, Result
+from stratakv.tiers.ssd.disk.io_lane import Done
+from stratakv.tiers.ssd.disk.io_pool import IoPool, shares
+from stratakv.tiers.ssd.disk.slot_file import Scratch, SlotFile, runs
 
 from ..blocks import SMALL
 from ..store_contract import SECONDS, wait_until

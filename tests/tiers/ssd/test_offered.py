@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from stratakv.tiers.ssd import offered
+from stratakv.tiers.ssd.index.row_writer import ROWS_PER_COMMIT
+from stratakv.tiers.ssd.index.slot_index import Entry
 from stratakv.tiers.ssd.offered import OfferedBlocks
-from stratakv.tiers.ssd.row_writer import ROWS_PER_COMMIT
-from stratakv.tiers.ssd.slot_index import Entry
 
 from ..blocks import make_keys
 

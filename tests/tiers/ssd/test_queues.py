@@ -10,7 +10,7 @@ import pytest
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.errors import TierBusy, TierClosed
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
 from ..blocks import SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put, wait_until

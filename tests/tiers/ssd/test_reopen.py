@@ -20,14 +20,14 @@ import pytest
 
 from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.ssd import guard
-from stratakv.tiers.ssd.free_slots import FreeSlots
-from stratakv.tiers.ssd.identity_file import read_note
-from stratakv.tiers.ssd.index_file import IndexFile, Row, batch_of
-from stratakv.tiers.ssd.slot_file import SlotFile
-from stratakv.tiers.ssd.slot_index import SlotIndex
-from stratakv.tiers.ssd.slot_list import SlotList
-from stratakv.tiers.ssd.space import plan_slots
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.space import plan_slots
+from stratakv.tiers.ssd.folder import guard
+from stratakv.tiers.ssd.folder.identity_file import read_note
+from stratakv.tiers.ssd.index.free_slots import FreeSlots
+from stratakv.tiers.ssd.index.index_file import IndexFile, Row, batch_of
+from stratakv.tiers.ssd.index.slot_index import SlotIndex
+from stratakv.tiers.ssd.index.slot_list import SlotList
 
 from ..blocks import SMALL, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
@@ -286,7 +286,8 @@ def test_a_crash_while_the_index_is_replaced_costs_nothing(
 
 def test_the_child_knows_the_sizes_of_a_row() -> None:
     """`scan.py` imports nothing of ours, so it says them again."""
-    from stratakv.tiers.ssd import index_file, scan
+    from stratakv.tiers.ssd.folder import scan
+    from stratakv.tiers.ssd.index import index_file
 
     assert scan._SLOT_BYTES == index_file.SLOT_BYTES == len(batch_of([Row(1, b"k" * 40, 2, 3)])[0])
     assert scan._VALUE_BYTES == index_file.VALUE_BYTES

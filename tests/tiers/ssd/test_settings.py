@@ -21,9 +21,9 @@ from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.directory import LEFT_BEHIND_SECONDS, StoreDirectory
-from stratakv.tiers.ssd.identity_file import read_note, write_note
-from stratakv.tiers.ssd.index_file import FORMAT_VERSION
+from stratakv.tiers.ssd.folder.directory import LEFT_BEHIND_SECONDS, StoreDirectory
+from stratakv.tiers.ssd.folder.identity_file import read_note, write_note
+from stratakv.tiers.ssd.index.index_file import FORMAT_VERSION
 
 from ...open_files import open_paths
 from ..blocks import ODD, SMALL, make_keys
@@ -134,7 +134,7 @@ def test_a_small_loss_of_slots_rewrites_no_index(
     store = open_store(slots=40)
     put(store, keys)
     store.close(SECONDS)
-    monkeypatch.setattr("stratakv.tiers.ssd.opening.rebuild", None)
+    monkeypatch.setattr("stratakv.tiers.ssd.folder.opening.rebuild", None)
     store = open_store(slots=38)
     assert store.lookup(keys).count(Answer.HIT) == 38
 
@@ -164,7 +164,7 @@ def test_a_lock_that_a_killed_owner_left_to_a_child_is_waited_for(tmp_path: Path
     code = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from stratakv.tiers.ssd.directory import StoreDirectory\n"
+        "from stratakv.tiers.ssd.folder.directory import StoreDirectory\n"
         "directory = StoreDirectory(Path(sys.argv[1]))\n"
         "if os.fork(): os._exit(0)\n"
         "os.close(1); os.close(2); time.sleep(float(sys.argv[2]))\n"
@@ -195,7 +195,7 @@ def test_another_layout_or_namespace_is_refused(
     with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
         open_store()
     with monkeypatch.context() as patch:  # in another format as well
-        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.folder.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
         with pytest.raises(TierConfigError, match=r"namespace 0102\), .* has no namespace;"):
             open_store()
     # Nothing was changed by the refusals.
@@ -217,7 +217,7 @@ def test_a_store_of_another_format_starts_empty(
     if not has_note:
         (tmp_path / "ssd" / "identity").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("stratakv.tiers.ssd.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
+        patch.setattr("stratakv.tiers.ssd.folder.opening.FORMAT_VERSION", FORMAT_VERSION + 1)
         patch.setattr("stratakv.tiers.check.FORMAT_VERSION", FORMAT_VERSION + 1)
         store = open_store()
         assert store.lookup(keys) == [Answer.MISS] * 3

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.ssd.index_file import IndexFile, Row, batch_of
-from stratakv.tiers.ssd.slot_file import SlotFile, runs
-from stratakv.tiers.ssd.slot_index import Entry, SlotIndex
-from stratakv.tiers.ssd.space import plan_space
+from stratakv.tiers.ssd.disk.slot_file import SlotFile, runs
+from stratakv.tiers.ssd.disk.space import plan_space
+from stratakv.tiers.ssd.index.index_file import IndexFile, Row, batch_of
+from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
 
 from ..blocks import ODD, SMALL, make_keys
 

@@ -14,8 +14,8 @@ import pytest
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import InvalidBlock, TierBusy
-from stratakv.tiers.ssd import index_file
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.index import index_file
 
 from ..blocks import ODD, SMALL, filled_buffers, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, check_store, fetch, put, wait_until

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from stratakv.tiers.ssd import store as store_module
-from stratakv.tiers.ssd.disk_queue import DiskQueue, Result
-from stratakv.tiers.ssd.slot_file import SlotFile
+from stratakv.tiers.ssd.disk.disk_queue import DiskQueue, Result
+from stratakv.tiers.ssd.disk.slot_file import SlotFile
 
 from ..blocks import make_keys
 from ..store_contract import put

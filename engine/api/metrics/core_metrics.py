@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core and its tiers count, translated from their `stats` into metric families.
+
+Only what `stats` holds is shown, by the tables of `metric_tables.py`. The figures are asked for at
+each scrape; a scrape is answered also when the core is busy or dead, with the last figures, their
+age, and whether the core is alive. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from ....tiers.hierarchy.breaker import BreakerState
+from ...client.base import EngineClient, EngineDead
+from . import metric_tables as tables
+from .metric_tables import Kind, Shown, Table
+
+logger = logging.getLogger(__name__)
+
+Figures = Mapping[str, Any]
+# Values of the labels of one sample, and its figure: a number or a histogram.
+Sample = tuple[tuple[str, ...], Any]
+
+_Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: dict[Kind, type[_Family]] = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+
+
+class CoreCollector(Collector):
+    """Keeps the last figures and shows them. `labels` go on every metric."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._names = list(labels)
+        self._values = list(labels.values())
+        self._stats: Figures = {}
+        self._taken_seconds: float | None = None
+        self._is_alive = True
+
+    async def refresh(self, client: EngineClient, timeout_seconds: float) -> None:
+        """Take new figures, if the core gives them in time."""
+        try:
+            self._stats = await client.call("stats", timeout_seconds=timeout_seconds)
+            self._taken_seconds = time.monotonic()
+        except (TimeoutError, EngineDead, ValueError) as error:
+            logger.warning("metrics show old figures, since the core gave none: %s", error)
+        self._is_alive = client.is_alive
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what is shown depends on what the core has."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The metric families of the last figures."""
+        yield self._one(tables.UP, float(self._is_alive))
+        if self._taken_seconds is None:
+            return
+        yield self._one(tables.AGE, time.monotonic() - self._taken_seconds)
+        stats = self._stats
+        scheduler, connector = stats["scheduler"], stats["connector"]
+        yield from self._scheduler(scheduler)
+        yield from self._table(tables.POOL, stats["pool"])
+        yield from self._core(stats["core"], () if connector is None else connector["tiers"])
+        if connector is not None:
+            yield from self._connector(connector, scheduler)
+            yield from self._tiers(connector["tiers"])
+            yield from self._tiering(connector)
+
+    def _scheduler(self, figures: Figures) -> Iterator[Metric]:
+        yield from self._table(tables.SCHEDULER, figures)
+        deferred = figures["num_deferred"]
+        reasons = {"capacity": figures["num_waiting"] - deferred, "deferred": deferred}
+        yield self._by_label(tables.WAITING_BY_REASON, "reason", reasons)
+        for shown, prefix in (
+            (tables.RECOMPUTES, "recomputes"), (tables.RECOMPUTED_TOKENS, "recomputed_tokens"),
+        ):  # fmt: skip
+            counts = {cause: figures.get(f"{prefix}_{cause}", 0) for cause in tables.CAUSES}
+            yield self._by_label(shown, "cause", counts)
+
+    def _core(self, figures: Figures, tiers: Iterable[str]) -> Iterator[Metric]:
+        yield from self._table(tables.CORE, figures)
+        yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
+        if figures["offload_config"] is not None:
+            yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
+        # Without a price nothing was credited, and 0 would say that nothing was saved.
+        if figures["seconds_per_token"] is not None:
+            yield self._one(tables.PRICE, figures["seconds_per_token"])
+            saved = figures["saved_seconds"]
+            sources = {source: saved.get(source, 0.0) for source in ("pool", *tiers)}
+            yield self._by_label(tables.SAVED, "source", sources)
+
+    def _connector(self, figures: Figures, scheduler: Figures) -> Iterator[Metric]:
+        yield from self._table(tables.CONNECTOR, figures)
+        yield self._by_label(tables.FAILURES, "reason", figures["failures"])
+        yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
+        yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])
+        for key, shown in tables.ESTIMATES:
+            # A tier that never pays, or was not measured, has no number of tokens.
+            known = {tier: n for tier, n in figures["estimates"][key].items() if n is not None}
+            yield self._by_label(shown, "tier", known)
+        if (rate := figures["estimates"]["prefill_tokens_per_second"]) is not None:
+            yield self._one(tables.PREFILL_RATE, rate)
+        hits = sum(scheduler.get(f"cached_tokens_{name}", 0) for name in figures["tiers"])
+        yield self._one(tables.EXTERNAL_QUERIES, scheduler.get("external_queried_tokens", 0))
+        yield self._one(tables.EXTERNAL_HITS, hits)
+
+    def _tiers(self, tiers: Mapping[str, Figures]) -> Iterator[Metric]:
+        for key, shown in tables.TIER:
+            yield self._by_label(shown, "tier", {name: f[key] for name, f in tiers.items()})
+        for key, label, shown in tables.TIER_BY_LABEL:
+            samples = [
+                ((name, value), count)
+                for name, figures in tiers.items()
+                for value, count in figures[key].items()
+            ]
+            yield self._family(shown, ("tier", label), samples)
+        slab = next(iter(tiers.values()))
+        reading, filling = slab["pinned_blocks"], slab["reserved_blocks"]
+        for shown, blocks in (
+            (tables.CPU_USAGE, reading + filling),
+            (tables.CPU_READ_USAGE, reading),
+            (tables.CPU_WRITE_USAGE, filling),
+        ):
+            yield self._one(shown, blocks / slab["capacity_blocks"])
+
+    def _tiering(self, connector: Figures) -> Iterator[Metric]:
+        """Under the labels that say a tier's place: the first is the one stores hang below."""
+        tiers = connector["tiers"]
+        places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
+        for key, shown in tables.LOOKUPS:
+            counts = {places[name]: connector[key].get(name, 0) for name in tiers}
+            yield self._by_label(shown, "tier", counts)
+        for table, by_store in (
+            (tables.STORE, {name: tiers[name] for name in connector["traffic"]}),
+            (tables.TRAFFIC, connector["traffic"]),
+        ):
+            for key, shown in table:
+                values = {places[name]: figures[key] for name, figures in by_store.items()}
+                yield self._by_label(shown, "tier", values)
+
+        yield from self._health(connector["traffic"])
+
+    def _health(self, traffic: Mapping[str, Figures]) -> Iterator[Metric]:
+        """Of the stores below the cpu tier."""
+        for key, shown in tables.STORE_HEALTH:
+            yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
+        for key, shown in tables.BREAKERS:
+            states = [
+                ((name, state.value), float(figures[key] == state.value))
+                for name, figures in traffic.items()
+                for state in BreakerState
+            ]
+            yield self._family(shown, ("tier", "state"), states)
+        skipped = sum(figures["unadmitted_blocks"] for figures in traffic.values())
+        yield self._one(tables.STORES_SKIPPED, skipped)
+
+    def _table(self, table: Table, figures: Figures) -> Iterator[Metric]:
+        for key, shown in table:
+            yield self._one(
+                shown, figures.get(key, 0) if shown.kind is Kind.COUNTER else figures[key]
+            )
+
+    def _info(self, shown: Shown, settings: Mapping[str, str]) -> Metric:
+        return self._family(shown, tuple(settings), [(tuple(settings.values()), 1.0)])
+
+    def _by_label(self, shown: Shown, label: str, figures: Figures) -> Metric:
+        return self._family(shown, (label,), [((value,), n) for value, n in figures.items()])
+
+    def _one(self, shown: Shown, figure: Any) -> Metric:
+        return self._family(shown, (), [((), figure)])
+
+    def _family(self, shown: Shown, labels: Iterable[str], samples: Iterable[Sample]) -> Metric:
+        family = _FAMILIES[shown.kind](shown.name, shown.text, labels=[*self._names, *labels])
+        for values, figure in samples:
+            all_values = [*self._values, *values]
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(all_values, _buckets(figure), figure["total"])
+            else:
+                family.add_metric(all_values, figure)
+        return family
+
+
+def _buckets(histogram: Figures) -> list[tuple[str, float]]:
+    """Each bound with the number of observations up to it, the last without a bound."""
+    buckets = []
+    so_far = 0
+    for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):
+        so_far += count
+        buckets.append((str(bound), float(so_far)))
+    return buckets

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/chat/completions: a conversation in, the assistant's next message out.
+
+The model's chat template makes one prompt of the conversation. Tools are refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...token_ids import BYTES_PER_TOKEN
+from ..front import Front
+from .answer import Answer, Part, UsageField
+from .body import decode_body, read_body
+from .checks import check_chat
+from .conversation import render
+from .generation import Task, make_generations
+from .logprobs_form import chat_logprobs, prompt_logprobs
+from .protocol import ChatRequest
+from .replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    PromptTokens,
+    Usage,
+)
+from .sampling import (
+    default_max_tokens,
+    fit_logprobs,
+    fit_max_tokens,
+    num_kept_tokens,
+    sampling_params,
+)
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+@dataclass(slots=True)
+class ChatAnswer(Answer):
+    """Whole messages, or the pieces of some."""
+
+    request: ChatRequest
+
+    def whole(self, parts: list[Part], usage: Usage) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                part.index,
+                AssistantMessage("assistant", part.text),
+                self._logprobs(part),
+                part.finish_reason,
+                part.stop_reason,
+                part.prompt_token_ids,
+                part.token_ids,
+            )
+            for part in parts
+        ]
+        name, of_prompt = self.front.model_name, self._prompt_logprobs(parts[0])
+        return ChatCompletion(
+            self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt
+        )
+
+    def chunk(self, parts: list[Part], usage: UsageField) -> ChatChunk:
+        choices = [
+            ChatChunkChoice(
+                part.index,
+                Delta("assistant" if part.is_first else UNSET, part.text),
+                self._logprobs(part),
+                part.finish_reason,
+                part.stop_reason,
+                part.prompt_token_ids,
+                part.token_ids,
+            )
+            for part in parts
+        ]
+        name = self.front.model_name
+        return ChatChunk(
+            self.answer_id, "chat.completion.chunk", self.created, name, choices, usage
+        )
+
+    def _logprobs(self, part: Part) -> ChatLogprobs | None:
+        if not self.request.logprobs or part.logprobs is None:
+            return None
+        count, as_ids = self.request.top_logprobs or 0, self._as_ids
+        return chat_logprobs(part.logprobs, count, self.front.texts, as_ids=as_ids)
+
+    def _prompt_logprobs(self, part: Part) -> PromptTokens:
+        count = self.request.prompt_logprobs
+        if count is None or part.prompt_logprobs is None:
+            return UNSET
+        texts, as_ids = self.front.texts, self._as_ids
+        return prompt_logprobs(part.prompt_logprobs, count, texts, as_ids=as_ids)
+
+    @property
+    def _as_ids(self) -> bool:
+        return bool(self.request.return_tokens_as_token_ids)
+
+
+async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
+    """The route."""
+    arrival_seconds = time.monotonic()
+    request = decode_body(await read_body(http, front.settings), _decoder)
+    check_chat(front, request)
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    prompt = await _prompt(front, request, max_tokens)
+    params = sampling_params(
+        front,
+        request,
+        # Without a limit, the answer may take what the context has left, as in OpenAI's API.
+        default_max_tokens(front, front.max_model_len) if max_tokens is None else max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    num_tokens, asked = len(prompt) // BYTES_PER_TOKEN, max_tokens is not None
+    params = fit_max_tokens(front, params, num_tokens, asked=asked)
+    params = fit_logprobs(front, params, request.n or 1, asked=asked)
+    own_id = uuid.uuid4().hex
+    generations = make_generations(
+        front, request, [Task(prompt, params)], f"chatcmpl-{own_id}", arrival_seconds
+    )
+    answer_id = f"chatcmpl-{request.request_id or own_id}"
+    return await ChatAnswer(front, answer_id, request, generations).respond(http)
+
+
+async def _prompt(front: Front, request: ChatRequest, max_tokens: int | None) -> bytes:
+    text = await render(front, request.messages, request)
+    keep_last = num_kept_tokens(front, request.truncate_prompt_tokens, max_tokens)
+    (ids,) = await front.encode(
+        [text],
+        # The template has written the special tokens itself.
+        add_special_tokens=bool(request.add_special_tokens),
+        max_tokens=front.max_prompt_tokens if keep_last is None else None,
+        param="messages",
+    )
+    return front.check_ids(ids, "messages", keep_last)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat template of a model: a conversation becomes one prompt text.
+
+Templates come with the model from elsewhere, so they are treated as hostile: rendered in Jinja's
+sandbox without access to Python's internals, limited in source and output size, in the size of
+products and powers, in time, and in how many run at once. What is not limited is the memory that
+a template's own string concatenations take before the time is up. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ....tiers.settings.values import MIB, ConfigError
+from .interruptible import run_interruptible
+
+MAX_TEMPLATE_CHARACTERS = 1 * MIB
+MAX_CONFIG_BYTES = 64 * MIB
+MAX_CONCURRENT_RENDERINGS = 8
+MAX_PRODUCT_ITEMS = 1 * MIB  # of a repeated string or list
+MAX_POWER_BITS = 4096
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# What a client may not set, since the server does.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
+)
+
+_NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
+
+
+class TemplateRefused(ValueError):
+    """The template refused this conversation, or was refused for what it did."""
+
+
+class SpecialTokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def special_token(self, name: str) -> str | None: ...
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - the form that Jinja declares
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses to build huge values by `*` and `**`."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            _check_power(left, right)
+        else:
+            _check_product(left, right)
+            _check_product(right, left)
+        return super().call_binop(context, operator, left, right)
+
+
+class ChatTemplate:
+    """One compiled template. Raises ConfigError where it cannot be compiled."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise ConfigError(
+                f"the chat template in {origin} has {len(source)} characters and at most "
+                f"{MAX_TEMPLATE_CHARACTERS} are read; take the model's own one"
+            )
+        try:
+            self._template = _environment().from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise ConfigError(
+                f"the chat template in {origin} cannot be compiled ({error}); correct it or "
+                "take the model's own one"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+        self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
+
+    @classmethod
+    def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
+        """The template of a Hugging Face directory, from `chat_template.jinja` or else from
+        `tokenizer_config.json`; None where it has none."""
+        path = model_path / "chat_template.jinja"
+        if path.is_file():
+            source, origin = _read_text(path, 4 * MAX_TEMPLATE_CHARACTERS), str(path)
+        else:
+            path = model_path / "tokenizer_config.json"
+            found = tokenizer.chat_template or _named_default(path)
+            if found is None:
+                return None
+            source, origin = found, str(path)
+        tokens = {name: tokenizer.special_token(name) for name in SPECIAL_TOKENS}
+        return cls(source, {name: text for name, text in tokens.items() if text}, origin)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        max_characters: int,
+        timeout_seconds: float,
+        variables: Mapping[str, object] = _NO_VARIABLES,
+    ) -> str:
+        """The prompt text. `variables` are plain JSON values that the template may ask for, none
+        of RESERVED_VARIABLES. Raises TemplateRefused, with the template's own words where it has
+        some, also when the output grows too long or the time is up."""
+        context = {
+            **variables,
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+
+        def work() -> str:
+            return self._render(context, max_characters)
+
+        try:
+            async with self._running:
+                return await run_interruptible(work, timeout_seconds, "chat-template")
+        except TimeoutError:
+            raise TemplateRefused(
+                f"the chat template took longer than {timeout_seconds:g} seconds and was stopped; "
+                "send a shorter conversation"
+            ) from None
+
+    def _render(self, context: Mapping[str, object], max_characters: int) -> str:
+        parts: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(context):
+                size += len(piece)
+                if size > max_characters:
+                    raise TemplateRefused(
+                        f"the chat template made more than {max_characters} characters of this "
+                        "conversation; send a shorter one"
+                    )
+                parts.append(piece)
+        except SecurityError as error:
+            raise TemplateRefused(
+                f"the chat template was refused by its sandbox: {error}"
+            ) from error
+        except TemplateRefused:
+            raise
+        except (MemoryError, Exception) as error:
+            raise TemplateRefused(
+                f"the chat template refused this conversation: {str(error) or type(error).__name__}"
+            ) from error
+        return "".join(parts)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _format_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter escapes for HTML, which no model has been trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _format_now(form: str) -> str:
+    return datetime.now(UTC).strftime(form)
+
+
+def _check_power(base: object, exponent: object) -> None:
+    if isinstance(base, int) and isinstance(exponent, int):
+        if base.bit_length() * abs(exponent) > MAX_POWER_BITS:
+            raise SecurityError("a power with so many digits")
+
+
+def _check_product(items: object, count: object) -> None:
+    if isinstance(items, str | bytes | list | tuple) and isinstance(count, int):
+        if len(items) * count > MAX_PRODUCT_ITEMS:
+            raise SecurityError("a repetition with so many items")
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ConfigError(
+                f"{path} has {size} bytes and at most {max_bytes} are read; take the model's own"
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read ({error}); copy it from the model") from error
+
+
+def _named_default(path: Path) -> str | None:
+    """The template named `default` where the configuration holds a list of named ones."""
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(_read_text(path, MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON file ({error}); copy it from the model") from error
+    entries = config.get("chat_template") if isinstance(config, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            template = entry.get("template")
+            return template if isinstance(template, str) else None
+    return None

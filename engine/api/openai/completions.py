@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/completions: prompts in, text and token ids out.
+
+Knows nothing of chat. Every prompt is checked before the first one starts.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from ..front import Front, as_list
+from .answer import Answer, Part, UsageField
+from .body import decode_body, read_body
+from .checks import check_completion
+from .generation import Task, make_generations
+from .logprobs_form import CompletionForm, prompt_logprobs
+from .protocol import CompletionRequest
+from .replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
+from .sampling import (
+    default_max_tokens,
+    fit_logprobs,
+    fit_max_tokens,
+    num_kept_tokens,
+    sampling_params,
+)
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+@dataclass(slots=True)
+class CompletionAnswer(Answer):
+    """The form is the same whole and in pieces. `echoes` has the text of each prompt, or is
+    empty."""
+
+    request: CompletionRequest
+    echoes: list[str]
+    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # by choice
+
+    def whole(self, parts: list[Part], usage: Usage) -> Completion:
+        return self.chunk(parts, usage)
+
+    def chunk(self, parts: list[Part], usage: UsageField) -> Completion:
+        name, choices = self.front.model_name, [self._choice(part) for part in parts]
+        return Completion(self.answer_id, "text_completion", self.created, name, choices, usage)
+
+    def _choice(self, part: Part) -> CompletionChoice:
+        echoed = part.is_first and bool(self.echoes)
+        text = part.text
+        if echoed:
+            text = self.echoes[part.index // (self.request.n or 1)] + text
+        return CompletionChoice(
+            part.index,
+            text,
+            self._logprobs(part, echoed),
+            part.finish_reason,
+            part.stop_reason,
+            part.prompt_token_ids,
+            part.token_ids,
+            self._prompt_logprobs(part),
+        )
+
+    def _logprobs(self, part: Part, echoed: bool) -> CompletionLogprobs | None:
+        count = self.request.logprobs
+        if count is None or part.logprobs is None:
+            return None
+        form = self._forms.get(part.index)
+        if form is None:
+            form = self._forms[part.index] = CompletionForm(
+                self.front.texts,
+                count,
+                as_ids=bool(self.request.return_tokens_as_token_ids),
+                skip_special_tokens=self.request.skip_special_tokens,
+            )
+        token_ids, positions = part.new_token_ids, part.logprobs
+        if echoed and part.prompt_logprobs is not None:
+            return form.of(
+                [*part.generation.prompt_token_ids, *token_ids],
+                [*part.prompt_logprobs, *positions],
+            )
+        return form.of(token_ids, positions)
+
+    def _prompt_logprobs(self, part: Part) -> PromptTokens:
+        count = self.request.prompt_logprobs
+        if count is None or part.prompt_logprobs is None:
+            return UNSET
+        as_ids = bool(self.request.return_tokens_as_token_ids)
+        return prompt_logprobs(part.prompt_logprobs, count, self.front.texts, as_ids=as_ids)
+
+
+async def create_completion(front: Front, http: Request) -> ASGIApp:
+    """The route."""
+    arrival_seconds = time.monotonic()
+    request = decode_body(await read_body(http, front.settings), _decoder)
+    check_completion(front, request)
+    prompts = await front.resolve_prompts(
+        request.prompt,
+        add_special_tokens=request.add_special_tokens is not False,
+        keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, request.max_tokens),
+    )
+    own_id = uuid.uuid4().hex
+    generations = make_generations(
+        front,
+        request,
+        _tasks(front, request, prompts),
+        f"cmpl-{own_id}",
+        arrival_seconds,
+        keeps_tokens=request.max_tokens != 0,
+    )
+    answer_id = f"cmpl-{request.request_id or own_id}"
+    echoes = _echoes(front, request, prompts) if request.echo else []
+    return await CompletionAnswer(front, answer_id, request, generations, echoes).respond(http)
+
+
+def _tasks(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[Task]:
+    asked, max_tokens = request.max_tokens is not None, request.max_tokens
+    if max_tokens is None:
+        max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
+    elif max_tokens == 0:
+        max_tokens = 1  # the engine makes no less, and it is dropped
+    params = sampling_params(
+        front,
+        request,
+        max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=_num_prompt_logprobs(request),
+    )
+    num_choices = len(prompts) * (request.n or 1)
+    params = fit_logprobs(front, params, num_choices, asked=asked)
+    return [
+        Task(prompt, fit_max_tokens(front, params, len(prompt) // BYTES_PER_TOKEN, asked=asked))
+        for prompt in prompts
+    ]
+
+
+def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
+    """As many as one of the two forms needs that tell of prompts."""
+    counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
+    """The texts of the prompts: as they came, where they came as texts and were not cut."""
+    tokenizer = front.need_tokenizer("echo", "leave out `echo`")
+    return [
+        given
+        if isinstance(given, str) and request.truncate_prompt_tokens is None
+        else tokenizer.decode(
+            unpack_token_ids(prompt), skip_special_tokens=request.skip_special_tokens
+        )
+        for given, prompt in zip(as_list(request.prompt), prompts, strict=True)
+    ]

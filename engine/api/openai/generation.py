@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One choice of an answer on its way through the engine, measured, and the usage of all of them.
+
+The choices of a request: `n` children of each prompt, those of a prompt together. Knows nothing of
+the form in which answers are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...sampling_params import SamplingParams
+from ...text.output_processor import TextOutput, generate_text
+from ...token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from ...wire import OVERLOADED, AddRequest
+from ..errors import ENGINE, ApiError
+from ..front import Front
+from .protocol import SamplingFields
+from .replies import PromptTokensDetails, Usage
+from .sampling import child_params
+
+
+class Task(NamedTuple):
+    """A prompt and what is to be made of it."""
+
+    prompt: bytes
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Generation:
+    """One choice. Without `keeps_tokens` it is there for what the engine says of its prompt."""
+
+    index: int
+    request: AddRequest
+    child: int = 0  # among those of the same prompt
+    keeps_tokens: bool = True
+    arrival_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) // BYTES_PER_TOKEN
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return unpack_token_ids(self.request.prompt_token_ids)
+
+    async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
+        """Outputs as they are made. Raises ApiError where the engine fails this request, and
+        EngineDead; closing it early aborts the request."""
+        watch = front.metrics.watch(self.arrival_seconds, self.num_prompt_tokens)
+        try:
+            async with aclosing(
+                generate_text(front.client, self.request, front.tokenizer)
+            ) as stream:
+                async for output in stream:
+                    watch.observe(output)
+                    if output.finish_reason == "error":
+                        raise _engine_error(output)
+                    if not self.keeps_tokens:
+                        _drop_tokens(output)
+                    yield output
+        finally:
+            watch.close()
+
+
+def make_generations(
+    front: Front,
+    request: SamplingFields,
+    tasks: Sequence[Task],
+    request_id: str,
+    arrival_seconds: float,
+    *,
+    keeps_tokens: bool = True,
+) -> list[Generation]:
+    """Every choice of a request; ids of the engine begin with `request_id`. Raises ApiError where
+    they are too many."""
+    n = request.n or 1
+    _check_amount(front, tasks, n, shares=not request.stream)
+    generations = []
+    for place, (prompt, params) in enumerate(tasks):
+        for child in range(n):
+            # In a stream a brother's word on the prompt may come too late.
+            with_prompt = child == 0 or bool(request.stream)
+            own = child_params(params, child, with_prompt=with_prompt) if n > 1 else params
+            index = place * n + child
+            message = AddRequest(
+                f"{request_id}-{index}",
+                prompt,
+                own,
+                cache_salt=request.cache_salt or "",
+                priority=request.priority or 0,
+            )
+            generations.append(Generation(index, message, child, keeps_tokens, arrival_seconds))
+    return generations
+
+
+def _check_amount(front: Front, tasks: Sequence[Task], n: int, *, shares: bool) -> None:
+    settings = front.settings
+    count, most = len(tasks) * n, settings.max_choices_per_request
+    if count > most:
+        message = (
+            f"`n` is {n} for {len(tasks)} prompts, which makes {count} answers, and at most {most} "
+            "are given at once; send fewer prompts in one request"
+        )
+        raise ApiError(message, param="n", code="too_many_choices")
+    entries = sum(
+        len(task.prompt) // BYTES_PER_TOKEN * (1 + task.params.prompt_logprobs)
+        for task in tasks
+        if task.params.prompt_logprobs is not None
+    ) * (1 if shares else n)  # fmt: skip
+    most = settings.max_prompt_logprobs_per_request
+    if entries > most:
+        message = (
+            f"the request asks for {entries} log-probabilities of prompt tokens and at most {most} "
+            "are given at once; send fewer prompts in one request, or ask for fewer likely tokens"
+        )
+        raise ApiError(message, param="prompt_logprobs", code="too_many_logprobs")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the tokens of a whole answer. A prompt counts once, however many answers it has; so
+    do its cached tokens, which are those of its first answer."""
+
+    prompt_tokens: int
+    by_tier: dict[str, int]
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, front: Front, generations: Iterable[Generation]) -> Tally:
+        prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
+        return cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
+
+    def add(self, generation: Generation, output: TextOutput) -> None:
+        self.completion_tokens += len(output.token_ids)
+        if output.num_cached_tokens is not None and generation.child == 0:
+            self.cached_tokens += output.num_cached_tokens
+            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
+                self.by_tier[tier] = self.by_tier.get(tier, 0) + tokens
+
+    def usage(self) -> Usage:
+        details = PromptTokensDetails(self.cached_tokens, self.by_tier)
+        total = self.prompt_tokens + self.completion_tokens
+        return Usage(self.prompt_tokens, self.completion_tokens, total, details)
+
+
+async def run_all(
+    generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
+) -> None:
+    """Run every choice at the same time. The first that fails ends the others."""
+    if len(generations) == 1:
+        await run_one(generations[0])
+        return
+    tasks = [asyncio.ensure_future(run_one(generation)) for generation in generations]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _drop_tokens(output: TextOutput) -> None:
+    output.text, output.token_ids = "", []
+    output.logprobs = None if output.logprobs is None else []
+    if output.finish_reason is not None:
+        output.finish_reason, output.stop_reason = "length", None
+
+
+def _engine_error(output: TextOutput) -> ApiError:
+    message = output.error or "the engine failed on this request"
+    if output.error_code == OVERLOADED:
+        return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
+    return ApiError(message, status=500, kind=ENGINE, code="request_failed")

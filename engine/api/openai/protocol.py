@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests may hold, field by field; replies.py has the answers.
+
+Knows nothing of HTTP or of generation. Unknown fields are refused; a field of OpenAI's API or of
+vLLM's that is not built is listed with the values that change nothing, which are those that
+clients send without being asked, and every other value is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ..errors import ApiError
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`include_usage`: one more chunk at the end, without choices, that holds the usage.
+    `continuous_usage_stats`: the usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of request share. `None` is the default of each field."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: str | list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Ours and vLLM's: figures and ids beside the text, and a secret that separates cached blocks.
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    # Of OpenAI's service, for its records, its bills and its cache; they change no answer, and here
+    # nothing at all.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    # Not built: see NEUTRAL_VALUES.
+    response_format: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+
+
+# A whole prompt is a string or a list of ids; a list of either is several prompts.
+Prompt = str | list[int | str | list[int]]
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message, as clients write them and as they send answers back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    # Not built: see NEUTRAL_IN_MESSAGES.
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Not built: see NEUTRAL_VALUES.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    documents: Any = None
+    chat_template: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text, or a conversation that goes through the template first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# Fields that are not built, with the values (None aside) under which nothing is asked of them.
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "chat_template": (),
+}
+# The same in messages, where clients send back what other servers gave them.
+NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "refusal": ("",),
+    "annotations": ([],),
+    "audio": (),
+}
+TOOL_ROLES = ("tool", "function")
+_OF_TOOLS = {
+    "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "tool_calls",
+    "tool_call_id",
+}  # fmt: skip
+
+
+def refuse_unsupported(
+    values: msgspec.Struct, neutral: dict[str, tuple[object, ...]], place: str = ""
+) -> None:
+    """Raises ApiError naming the first field that asks for something that is not built. `place` is
+    what leads to the fields, such as `messages[3].`."""
+    for name, allowed in neutral.items():
+        value = getattr(values, name, None)
+        # By type as well: `use_beam_search: 0` is no neutral value, although 0 == False.
+        if value is None or any(value == v and _alike(value, v) for v in allowed):
+            continue
+        cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"
+        what = "calls no tools, so it takes no" if name in _OF_TOOLS else "does not support"
+        message = f"this server {what} `{place}{name}`; {cure}"
+        raise ApiError(message, param=f"{place}{name}", code="unsupported_parameter")
+
+
+def _alike(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _shown(value: object) -> str:
+    return msgspec.json.encode(value).decode()

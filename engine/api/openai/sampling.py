@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling parameters of a request: its fields, or what the model's authors recommend for those
+that it leaves out.
+
+Knows nothing of prompts but their length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sized
+
+import msgspec
+
+from ...sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from ...text.bad_words import with_spelt_bad_words
+from ..errors import ApiError
+from ..front import Front
+from .protocol import SamplingFields
+
+_SEEDS = 2**64
+# Before anything is done with each entry: a body has room for millions.
+_MOST_ENTRIES = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "bad_words": (MAX_BAD_WORDS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS_IDS, "ids"),
+}
+
+
+def sampling_params(
+    front: Front,
+    request: SamplingFields,
+    max_tokens: int,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """What the client asked of the sampler, for whatever prompt. Raises ApiError, naming the field,
+    for what it may not ask."""
+    _check_counts(request)
+    if request.stop:
+        front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
+    if request.bad_words:
+        front.need_tokenizer("bad_words", "leave out `bad_words`")
+    front.check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
+    defaults = front.default_sampling
+
+    def chosen(given: float | None, name: str, neutral: float) -> float:
+        return defaults.get(name, neutral) if given is None else given
+
+    top_k = defaults.get("top_k", 0) if request.top_k is None else request.top_k
+    penalty = chosen(request.repetition_penalty, "repetition_penalty", 1.0)
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens or 0,
+            temperature=chosen(request.temperature, "temperature", 1.0),
+            top_k=int(top_k),
+            top_p=chosen(request.top_p, "top_p", 1.0),
+            min_p=chosen(request.min_p, "min_p", 0.0),
+            seed=request.seed,
+            stop=_texts(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=request.ignore_eos,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            repetition_penalty=penalty,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(front, request.logit_bias or {}),
+            bad_words=_texts(request.bad_words),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        params = with_spelt_bad_words(params, front.tokenizer)
+    except ValueError as error:
+        raise _invalid(error) from None
+    # A tokenizer may have more tokens than its model.
+    for ids in params.bad_words_token_ids:
+        front.check_vocabulary(ids, "bad_words")
+    return params
+
+
+def default_max_tokens(front: Front, most: int) -> int:
+    """What may be made where the client names no limit: `most`, or what the model's authors
+    recommend where that is less."""
+    return min(most, int(front.default_sampling.get("max_new_tokens", most)))
+
+
+def fit_max_tokens(
+    front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
+) -> SamplingParams:
+    """The same for one prompt. More than its context has left is refused where the client `asked`
+    for it, and else cut down."""
+    left = front.max_model_len - num_prompt_tokens
+    if params.max_tokens <= left:
+        return params
+    if asked:
+        message = (
+            f"`max_tokens` is {params.max_tokens}, and after {num_prompt_tokens} prompt tokens the "
+            f"context of {front.max_model_len} tokens has {left} left; ask for less"
+        )
+        raise ApiError(message, param="max_tokens", code="context_length_exceeded")
+    if params.min_tokens > left:
+        message = (
+            f"`min_tokens` is {params.min_tokens}, and after {num_prompt_tokens} prompt tokens the "
+            f"context of {front.max_model_len} tokens has {left} left; ask for less"
+        )
+        raise ApiError(message, param="min_tokens", code="context_length_exceeded")
+    return _changed(params, max_tokens=left)
+
+
+def fit_logprobs(
+    front: Front, params: SamplingParams, num_choices: int, *, asked: bool
+) -> SamplingParams:
+    """The same for a whole request: no more tokens than as many answers may have that come with
+    log-probabilities. More is refused where the client `asked` for it, and else cut down."""
+    if params.logprobs is None:
+        return params
+    most = front.settings.max_logprobs_per_request
+    each = num_choices * (1 + params.logprobs)
+    if each * params.max_tokens <= most:
+        return params
+    fit = most // each
+    if asked or fit < max(1, params.min_tokens):
+        message = (
+            f"{num_choices} answers of {params.max_tokens} tokens could hold "
+            f"{each * params.max_tokens} log-probabilities and at most {most} are given at once; "
+            "ask for fewer answers, tokens or likely tokens"
+        )
+        raise ApiError(message, param="max_tokens", code="too_many_logprobs")
+    return _changed(params, max_tokens=fit)
+
+
+def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; -1 keeps as many as fit
+    beside the answer that is asked for."""
+    most = front.max_prompt_tokens
+    if asked is None:
+        return None
+    if asked == -1:
+        return max(1, most + 1 - max(max_tokens or 1, 1))
+    if not 1 <= asked <= most:
+        message = (
+            f"`truncate_prompt_tokens` must be -1 or between 1 and {most}, which leaves one token "
+            f"of the context for the answer, got {asked}"
+        )
+        raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+    return asked
+
+
+def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
+    """Those of one of several answers to the same prompt: with a seed of its own, and without what
+    a brother finds out about the prompt."""
+    changes: dict[str, int | None] = {}
+    if params.seed is not None:  # beyond the greatest seed comes the least
+        changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+    if not with_prompt:
+        changes["prompt_logprobs"] = None
+    return _changed(params, **changes)
+
+
+def _changed(params: SamplingParams, **changes: int | None) -> SamplingParams:
+    """A copy with other values that are known to be in range. To check a thousand biases again for
+    each of hundreds of answers would take a second."""
+    changed = copy.copy(params)
+    for name, value in changes.items():
+        msgspec.structs.force_setattr(changed, name, value)
+    return changed
+
+
+def _check_counts(request: SamplingFields) -> None:
+    for name, (most, what) in _MOST_ENTRIES.items():
+        given = getattr(request, name)
+        if isinstance(given, Sized) and not isinstance(given, str) and len(given) > most:
+            message = f"`{name}` holds {len(given)} {what} and at most {most} are taken; send fewer"
+            raise ApiError(message, param=name, code="invalid_value")
+
+
+def _texts(given: str | list[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """JSON has strings for keys, so the ids are read from them."""
+    vocab_size = front.client.ready.vocab_size
+    pairs = {}
+    for key, value in bias.items():
+        plain = key.isascii() and key.isdigit() and len(key) <= len(str(vocab_size))
+        if not plain or int(key) >= vocab_size:
+            message = (
+                f"`logit_bias` has the key {key[:32]!r}, and its keys are the model's token ids, "
+                f"from 0 to {vocab_size - 1}"
+            )
+            raise ApiError(message, param="logit_bias", code="token_id_out_of_range")
+        pairs[int(key)] = value
+    return tuple(pairs.items())
+
+
+def _invalid(error: ValueError) -> ApiError:
+    return ApiError(str(error), param=str(error).partition(" ")[0], code="invalid_value")

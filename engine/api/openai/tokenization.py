@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and of token ids.
+
+Nothing is generated, so a text may be longer than the context. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ..errors import ApiError
+from ..front import Front
+from .body import decode_body, read_body
+from .conversation import render
+from .protocol import DetokenizeRequest, TokenizeRequest
+from .replies import DetokenizedPrompt, Tokens
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+async def tokenize(front: Front, http: Request) -> ASGIApp:
+    """The route of texts and conversations."""
+    request = decode_body(await read_body(http, front.settings), _tokenize_decoder)
+    front.check_model(request.model)
+    text, special = await _text(front, request)
+    if request.add_special_tokens is not None:
+        special = request.add_special_tokens
+    param = "prompt" if request.messages is None else "messages"
+    (ids,) = await front.encode([text], add_special_tokens=special, max_tokens=None, param=param)
+
+    def answer() -> bytes:
+        spellings = [front.texts.spelling(i) for i in ids] if request.return_token_strs else None
+        return msgspec.json.encode(Tokens(len(ids), front.max_model_len, ids, spellings))
+
+    return _json(await front.off_loop(answer, len(ids)))
+
+
+async def detokenize(front: Front, http: Request) -> ASGIApp:
+    """The route of token ids."""
+    request = decode_body(await read_body(http, front.settings), _detokenize_decoder)
+    front.check_model(request.model)
+    tokenizer = front.need_tokenizer("tokens", "nothing can be detokenized")
+    ids = request.tokens
+
+    def answer() -> bytes:
+        front.check_vocabulary(ids, "tokens")
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return msgspec.json.encode(DetokenizedPrompt(text))
+
+    return _json(await front.off_loop(answer, len(ids)))
+
+
+async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
+    """The text, and whether special tokens are still to be put around it."""
+    if (request.prompt is None) == (request.messages is None):
+        which = "neither" if request.prompt is None else "both"
+        message = f"/tokenize takes `prompt` or `messages`, and {which} came; send one of them"
+        raise ApiError(message, param="prompt", code="invalid_value")
+    if request.messages is not None:
+        return await render(front, request.messages, request), False
+    for name in _OF_MESSAGES:
+        if getattr(request, name) is not None:
+            message = f"`{name}` is for `messages`, and a `prompt` came; leave it out"
+            raise ApiError(message, param=name, code="invalid_value")
+    return request.prompt or "", True
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial at start: what computing a prompt and loading its blocks take, before anybody asks.
+
+    one prompt, twice as long each time, while the time for it lasts     how much a token costs
+    as many tokens far into a prompt, whose context nobody computed      how much context costs
+    a few loads, as the connector asks for them                          how much loading costs
+
+It runs through the worker as steps do and leaves nothing behind: what it writes lies in blocks
+without a name, and every estimate it seeds goes on moving with what follows. Knows nothing of
+tiers or of what is decided by the estimates.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...connector.base import KVConnectorScheduler, KVConnectorWorker
+from ..sampling_params import SamplingParams
+from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from .prefill_savings import MIN_PROMPT_TOKENS, Ledger, PromptCost
+
+logger = logging.getLogger(__name__)
+
+# Seconds, after a first prefill of MIN_PROMPT_TOKENS; where another takes longer, it is the last.
+GROWING_SECONDS = 0.12  # for finding how many tokens are worth measuring
+PREFILL_SECONDS = 0.3  # for all prefills
+READ_SECONDS = 0.1
+# Copies take milliseconds; a device that has not made one by then is stuck, and starting beside it
+# would let it write to blocks of requests.
+STUCK_SECONDS = 30.0
+_MOST_TOKENS = 2048
+_POLL_SECONDS = 1e-4
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class Runner(Protocol):
+    """What is needed of a model runner."""
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a request and a step may take."""
+
+    block_size: int
+    num_blocks: int  # of the pool, the null block included
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+class Trial:
+    """Of one engine, before its first request."""
+
+    def __init__(self, runner: Runner, room: Room, note: Callable[[PromptCost], None]) -> None:
+        """`note` hears what each prompt took that says something."""
+        self._runner = runner
+        self._room = room
+        self._note = note
+        self._num_steps = 0
+        self._spent = 0.0
+
+    def prefill(self) -> None:
+        """Measure prompts. Does nothing where no step may hold enough of one."""
+        room = self._room
+        # The token that is sampled takes a place too.
+        most = min(_MOST_TOKENS, room.max_num_batched_tokens, room.max_model_len - 1)
+        if most < MIN_PROMPT_TOKENS:
+            return
+        count = MIN_PROMPT_TOKENS
+        try:
+            self._run(count)  # pays for what is made once, which may be most of it
+            self._spent = 0.0
+            seconds = self._run(count)
+            while 2 * count <= most and self._spent + 2.5 * seconds < GROWING_SECONDS:
+                count *= 2
+                seconds = self._run(count)
+            self._measure(count, 0, seconds)
+            far = min(4 * count, room.max_model_len - 1 - count) // room.block_size
+            # Context may make it several times as dear.
+            if far * room.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
+                start = far * room.block_size
+                self._measure(count, start, self._run(count, start))
+        finally:
+            self._step([], {})
+
+    def _measure(self, count: int, start: int, seconds: float) -> None:
+        """Once more, since the first time pays for what is made once."""
+        if self._spent + seconds < PREFILL_SECONDS:
+            seconds = min(seconds, self._run(count, start))
+        self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
+
+    def _run(self, count: int, start: int = 0) -> float:
+        """Seconds of a step that computes so many tokens of a prompt, after `start` others."""
+        name = f"trial-{self._num_steps + 1}"
+        num_blocks = -(-(start + count) // self._room.block_size)
+        prompt = np.zeros(start + count, np.int32)
+        blocks = (list(range(1, 1 + num_blocks)),)  # 0 is the null block
+        began = time.monotonic()
+        self._step([NewRequestData(name, prompt, _PARAMS, blocks, start)], {name: count})
+        seconds = time.monotonic() - began
+        self._spent += seconds
+        return seconds
+
+    def _step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
+        """And end the request of the step before."""
+        ended = {f"trial-{self._num_steps}"} if self._num_steps else set()
+        self._num_steps += 1
+        total = sum(counts.values())
+        self._runner.execute(SchedulerOutput(new, CachedRequestData(), counts, total, ended, set()))
+
+
+def try_loads(
+    connector: KVConnectorScheduler, worker: KVConnectorWorker, block_ids: Sequence[int]
+) -> None:
+    """Have the connector's trial loads made, to blocks that are nobody's. All have ended when this
+    returns; raises RuntimeError where one does not."""
+    deadline = time.monotonic() + STUCK_SECONDS
+    while meta := connector.build_trial_meta(block_ids, READ_SECONDS):
+        worker.start_step(meta)
+        while not (output := worker.poll()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"a copy from the cpu tier to the KV pool did not end within {STUCK_SECONDS:g} "
+                    "s; the device is stuck, or the machine far too busy to serve"
+                )
+            time.sleep(_POLL_SECONDS)
+        connector.update_from_worker(output)
+
+
+def run_trial(
+    runner: Runner,
+    room: Room,
+    connector: KVConnectorScheduler,
+    worker: KVConnectorWorker,
+    ledger: Ledger,
+) -> str:
+    """Seed the estimates; what they are, in words. Where prompts cannot be measured the engine
+    learns from its requests instead; RuntimeError as from `try_loads`."""
+
+    def note(cost: PromptCost) -> None:
+        ledger.note(cost)
+        connector.note_step(*cost)
+
+    began = time.monotonic()
+    try:
+        Trial(runner, room, note).prefill()
+    except Exception:
+        logger.exception("no prompt could be measured; the first requests will teach instead")
+    try_loads(connector, worker, range(1, room.num_blocks))
+    return f"offload: {connector.describe_estimates()}; tried in {time.monotonic() - began:.2f} s"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core measures of its steps, and what of its settings is shown beside it.
+
+Plain values, as they travel in the answer to `stats`. Knows nothing of where they are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ...tiers.block import BlockLayout
+from ...tiers.histogram import Histogram
+from ..config import EngineConfig
+from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from .prefill_savings import Ledger, PromptCost
+
+_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+class Figures:
+    """Told of every step that was computed; a few additions each."""
+
+    def __init__(self, config: EngineConfig, layout: BlockLayout, num_blocks: int) -> None:
+        self.ledger = Ledger()
+        self._step_tokens = Histogram(_TOKENS)
+        self._max_tokens = Histogram(_TOKENS)
+        self._cache_config = _cache_config(config, layout, num_blocks)
+        self._offload_config = _offload_config(config, layout) if config.offload.enabled else None
+
+    def note_step(
+        self, step: SchedulerOutput, result: ModelRunnerOutput, seconds: float
+    ) -> PromptCost | None:
+        """The worker took `seconds` for a step. What its prompts took, where that can be told."""
+        if not step.total_num_scheduled_tokens:
+            return None
+        self._step_tokens.observe(step.total_num_scheduled_tokens)
+        for request in step.new_requests:
+            self._max_tokens.observe(request.sampling_params.max_tokens)
+        if result.connector_output is not None:
+            # Blocks on their way out held the step up; that is no part of computing.
+            seconds -= result.connector_output.store_wait_seconds
+        return self.ledger.measure(step, seconds)
+
+    def stats(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "seconds_per_token": self.ledger.seconds_per_token,
+            "saved_seconds": dict(self.ledger.saved_seconds),
+            "iteration_tokens": asdict(self._step_tokens),
+            "request_max_tokens": asdict(self._max_tokens),
+            "cache_config": self._cache_config,
+            "offload_config": self._offload_config,
+        }
+
+
+def _cache_config(config: EngineConfig, layout: BlockLayout, num_blocks: int) -> dict[str, str]:
+    """Under the names that users of other engines know; the pool's blocks are the GPU's there."""
+    cache = config.cache
+    return {
+        "block_size": str(layout.block_size),
+        "cache_dtype": layout.kv_dtype,
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "kv_cache_size_tokens": str((num_blocks - 1) * layout.block_size),
+        "num_cpu_blocks": str(_num_chunks(config, layout)),
+        "num_gpu_blocks": str(num_blocks),
+        "prefix_caching_hash_algo": cache.block_hash,
+    }
+
+
+def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]:
+    """A chunk is what is moved at once between tiers: here one block."""
+    offload = config.offload
+    return {
+        "blocks_per_chunk": "1",
+        "cpu_bytes": str(offload.cpu_bytes),
+        "kv_bytes_per_chunk": str(layout.slot_bytes),
+        "num_chunks": str(_num_chunks(config, layout)),
+        "ssd_bytes": str(offload.ssd_bytes if "ssd" in offload.tiers else 0),
+        "tiers": ",".join(offload.tiers),
+    }
+
+
+def _num_chunks(config: EngineConfig, layout: BlockLayout) -> int:
+    """Slots of the cpu tier."""
+    return config.offload.cpu_bytes // layout.slot_bytes if config.offload.enabled else 0

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a safetensors model, memory-mapped, each checked by name, shape and type.
+
+Knows nothing of models: the caller says which names and shapes it expects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ....tiers.settings.format import shown_name
+from ....tiers.settings.values import ConfigError
+from .shards import INDEX_FILE, find_shards
+
+CPU = torch.device("cpu")
+FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
+# Older exports carry the rotary frequencies, which the configuration already determines.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+class Checkpoint:
+    """Open shards. A context manager; tensors stay valid after it ends, for a mapping lives as long
+    as the tensors over it."""
+
+    def __init__(self, path: Path, device: torch.device = CPU) -> None:
+        """Open every shard under `path`, to be read to `device` without a copy in between; raises
+        ConfigError naming the file that is missing, damaged, or lacks a tensor that the index says
+        it holds."""
+        self.path, self.device = path, device
+        self._where: dict[str, Any] = {}
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor there is, but for those that are ignored."""
+        return [name for name in self._where if not _IGNORED.search(name)]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ConfigError unless exactly the expected tensors are there, in their shapes."""
+        missing = [name for name in expected if name not in self._where]
+        if missing:
+            raise ConfigError(f"{self.path} lacks {_count(missing)}; download the model again")
+        unknown = [name for name in self.names if name not in expected]
+        if unknown:
+            raise ConfigError(
+                f"{self.path} holds {_count(unknown)} that config.json does not describe; correct "
+                "config.json or download the model again"
+            )
+        for name, shape in expected.items():
+            found = self._where[name].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ConfigError(
+                    f"{self.path}: {name} must have shape {list(shape)} by config.json, "
+                    f"not {found.get_shape()}; correct config.json or download the model again"
+                )
+            if found.get_dtype() not in FLOAT_TYPES:
+                raise ConfigError(
+                    f"{self.path}: {name} must be one of {', '.join(FLOAT_TYPES)}, "
+                    f"not {found.get_dtype()}; quantised weights are not supported"
+                )
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One tensor in `dtype`: on the CPU a view of the mapped file where it has that type."""
+        tensor: Tensor = self._where[name].get_tensor(name)
+        return tensor.to(dtype)
+
+    def _open(self, stack: ExitStack) -> None:
+        shards = find_shards(self.path)
+        files = {}
+        for file in shards.files:
+            try:
+                files[file] = stack.enter_context(
+                    safe_open(file, framework="pt", device=str(self.device))
+                )
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(
+                    f"{file} is not a whole safetensors file ({error}); download the model again"
+                ) from error
+        held = {file: set(opened.keys()) for file, opened in files.items()}
+        for name, file in (shards.weight_map or {}).items():
+            if name not in held[file]:
+                raise ConfigError(
+                    f"{file} lacks {shown_name(name)}, which {INDEX_FILE} says it holds"
+                )
+        for file, opened in files.items():
+            self._where.update(dict.fromkeys(held[file], opened))
+
+
+def _count(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"the tensor {shown_name(names[0])}{more}"

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight files of a Hugging Face directory: which there are, and which tensor each must hold.
+
+Knows nothing of tensors; `checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....tiers.settings.format import shown, shown_name
+from ....tiers.settings.values import ConfigError
+from .files import is_there
+from .json_fields import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """`files` by name; `weight_map` (tensor → file) only where there are several."""
+
+    files: tuple[Path, ...]
+    weight_map: dict[str, Path] | None
+
+
+def find_shards(path: Path) -> Shards:
+    """The safetensors files under `path`; raises ConfigError naming the one that is missing."""
+    if is_there(path / SINGLE_FILE):
+        return Shards((path / SINGLE_FILE,), None)
+    if not is_there(path / INDEX_FILE):
+        raise ConfigError(
+            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; download or convert the weights "
+            "in safetensors form"
+        )
+    weight_map = {tensor: path / name for tensor, name in read_weight_map(path).items()}
+    files = tuple(sorted(set(weight_map.values())))
+    missing = [file.name for file in files if not is_there(file)]
+    if missing:
+        raise ConfigError(
+            f"{path} lacks {len(missing)} of its {len(files)} weight files, first "
+            f"{shown_name(missing[0])}, which {INDEX_FILE} names; download the model again"
+        )
+    return Shards(files, weight_map)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor → name of its file, as the index under `path` has it; raises ConfigError for an index
+    without files, and for a name that leads elsewhere."""
+    index = read_json(path / INDEX_FILE, MAX_INDEX_BYTES)
+    names = index.inner("weight_map").values
+    if not names:
+        raise index.fault("weight_map", "an object of tensor names and files", names)
+    weight_map: dict[str, str] = {}
+    for tensor, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise index.fault(f"weight_map[{shown(tensor)}]", "the name of a file beside it", name)
+        weight_map[tensor] = name
+    return weight_map

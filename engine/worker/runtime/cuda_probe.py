@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this machine's GPUs can be computed on: what is there, and why not.
+
+Looking (`probe_cuda`) and judging (`choose_gpu`) are apart, so that every judgement can be tested
+without a GPU. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ....kernels.choice import FP8_CAPABILITY, MIN_CAPABILITY
+from ....tiers.settings.values import ConfigError
+from ...models.dtypes import FP8_KV
+from .device_config import Placement
+
+_DRIVER = "libcuda.so.1"
+_TENTHS = 10  # CUDA writes 12.8 as 12080
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device as torch sees it."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaState:
+    """What was found. `driver_version` is None without a driver, `runtime_version` without a CUDA
+    build of torch; both are (major, minor) of CUDA."""
+
+    driver_version: tuple[int, int] | None
+    runtime_version: tuple[int, int] | None
+    gpus: tuple[Gpu, ...]
+    has_triton: bool
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    error: str = ""  # why torch could not begin, where the versions say nothing
+
+
+def probe_cuda() -> CudaState:
+    """Look. Begins CUDA only where a driver and a build of torch for it are there."""
+    from ....kernels.choice import probe_hardware
+
+    driver, runtime = _driver_version(), _runtime_version()
+    gpus: tuple[Gpu, ...] = ()
+    error = ""
+    has_triton = False
+    if driver is not None and runtime is not None and driver[0] >= runtime[0]:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            gpus = tuple(
+                Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i))
+                for i in range(torch.cuda.device_count())
+            )
+            has_triton = probe_hardware().has_triton
+        except (RuntimeError, AssertionError) as failure:
+            error = " ".join(str(failure).split())[:300]
+    return CudaState(
+        driver_version=driver,
+        runtime_version=runtime,
+        gpus=gpus,
+        has_triton=has_triton,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        error=error,
+    )
+
+
+def choose_gpu(placement: Placement, state: CudaState) -> Gpu:
+    """The GPU of a placement. Raises ConfigError with what is missing and what to do."""
+    if state.runtime_version is None:
+        raise ConfigError(
+            "--device cuda needs a CUDA build of torch, and this one is for the CPU; install one "
+            "from pytorch.org and `pip install '.[cuda]'` in a clone, or use --device cpu"
+        )
+    needed = _dotted(state.runtime_version)
+    if state.driver_version is None:
+        raise ConfigError(
+            f"--device cuda needs an NVIDIA driver for CUDA {needed}, and {_DRIVER} is not there; "
+            "install the driver (in a container: pass the GPU in, as with --gpus all), or use "
+            "--device cpu"
+        )
+    if state.driver_version[0] < state.runtime_version[0]:
+        raise ConfigError(
+            f"the NVIDIA driver knows CUDA up to {_dotted(state.driver_version)}, and this torch "
+            f"is built for {needed}; install a newer driver or a torch for CUDA "
+            f"{state.driver_version[0]}"
+        )
+    if not state.gpus:
+        hidden = (
+            f" (CUDA_VISIBLE_DEVICES is {state.visible!r})" if state.visible is not None else ""
+        )
+        reason = f": {state.error}" if state.error else ""
+        raise ConfigError(
+            f"--device cuda finds a driver and no GPU that it may use{hidden}{reason}; look at "
+            "nvidia-smi, or use --device cpu"
+        )
+    index = placement.device.index or 0
+    if index >= len(state.gpus):
+        names = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(state.gpus))
+        raise ConfigError(f"--device cuda:{index} is not there; there are: {names}")
+    gpu = state.gpus[index]
+    if placement.strict_kernels:
+        _check_strict(placement, state, gpu)
+    return gpu
+
+
+def _check_strict(placement: Placement, state: CudaState, gpu: Gpu) -> None:
+    """Before the weights are read: what would be refused in the first step."""
+    if not state.has_triton:
+        raise ConfigError(
+            "--strict-kernels needs triton, which is not installed; run `pip install '.[cuda]'` "
+            "in a clone, or drop the flag to compute with plain kernels, slowly"
+        )
+    needed = FP8_CAPABILITY if placement.kv_cache_dtype == FP8_KV else MIN_CAPABILITY
+    if gpu.capability < needed:
+        what = f"--kv-cache-dtype {FP8_KV}" if needed == FP8_CAPABILITY else "Triton's kernels"
+        raise ConfigError(
+            f"{what} needs compute capability {_dotted(needed)}, and {gpu.name} has "
+            f"{_dotted(gpu.capability)}; drop --strict-kernels to compute with plain ones, slowly"
+        )
+
+
+def _driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver knows, without beginning CUDA."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+        version = ctypes.c_int()
+        if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // _TENTHS
+
+
+def _runtime_version() -> tuple[int, int] | None:
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA behind `device_runtime.py` and `memory_profile.py`: staging memory, events, graphs, memory.
+
+Everything runs in the device's current stream. Imported only where a GPU was asked for. Knows
+nothing of models or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device_config import with_index
+from .device_runtime import Mark, Work
+
+# Kernels are compiled and libraries choose their algorithms in the first runs, which a graph must
+# not hold.
+WARM_UPS = 2
+
+
+class CudaRuntime:
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = with_index(device)
+        torch.cuda.set_device(self.device)  # Triton launches on the current one
+        self.can_record = True
+        self._stream: torch.cuda.Stream | None = None
+        self._memory: Any = None  # shared by all graphs: one runs at a time
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _EventMark(event)
+
+    def record(self, work: Work) -> Work:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._memory = torch.cuda.graph_pool_handle()
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads register memory and wait for copies meanwhile: no fault of this one.
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+        ):
+            output = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class CudaMeter:
+    """The memory of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def total_bytes(self) -> int:
+        return self._ask()[1]
+
+    def free_bytes(self) -> int:
+        return self._ask()[0]
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _ask(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(free), int(total)
+
+
+class _EventMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model is computed and by which means: the worker's own part of the settings.
+
+Knows nothing of command lines; `engine/core/` fills it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...config import DEFAULT_GPU_SHARE
+from ...models.checkpoint.checkpoint import CPU
+from ...models.dtypes import FP8_KV
+
+AUTO, GATHER, KERNELS = "auto", "gather", "kernels"
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device by number: `cuda` is `cuda:0`, since much of torch wants to be told which."""
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The defaults are the CPU's."""
+
+    device: torch.device = CPU
+    kv_cache_dtype: str = AUTO  # that of the computation
+    attention_backend: str = AUTO
+    strict_kernels: bool = False  # refuse a kernel's plain twin on a GPU
+    record_decodes: bool = True  # where the device can
+    compile_elementwise: bool = False
+    random_weights: bool = False
+    memory_share: float = (
+        DEFAULT_GPU_SHARE  # of a GPU's memory, for weights, steps and the KV pool together
+    )
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether attention runs by the kernels or their twins: on a GPU, for a float8 pool, which
+        only they can read, and where it is asked for."""
+        if self.attention_backend != AUTO:
+            return self.attention_backend == KERNELS
+        return self.device.type != "cpu" or self.kv_cache_dtype == FP8_KV

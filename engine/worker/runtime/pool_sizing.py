@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks a machine's memory holds beside the model. Arithmetic; measures nothing.
+
+On a GPU:
+
+total * share                                       the engine's budget
+    - libraries of this process                     outside torch's allocator
+    - the most that torch held in the largest step  weights among it
+    - the reserve                                   records of decode steps, kernels' scratch
+= the KV pool
+
+On the CPU others use the same memory, and a pool is filled with zeros at the start, so it takes
+half of what weights, steps and the cpu tier leave, and no more than is of use: `DEFAULT_POOL_BYTES`
+for small models, `WEIGHTS_IN_POOL` times the weights for large ones where so many requests may run,
+and always one request of the whole context.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ....tiers.block import BlockLayout
+from ....tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
+from ....tiers.sizes import rough_size
+from ...config import DEFAULT_POOL_BYTES
+from ..kv_pool import SHARE_FLAG, blocks_for_one_request
+
+# Kernels that split a context keep partial sums, libraries load code when first called, and every
+# recorded batch size holds its outputs: together some hundreds of MiB for models of 8 billion.
+RESERVE_BYTES = 768 * MIB
+HOST_SHARE = 0.5  # of what is left; others live there too
+# Of what is left, for one request of a length that the user asked for.
+HOST_SHARE_AT_MOST = 0.9
+WEIGHTS_IN_POOL = 4
+MIN_CONTEXT = 2  # one token to read and one to answer with
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What a host has left, and what the engine takes of it beside the pool, in bytes."""
+
+    available_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    tier_bytes: int  # of the cpu tier
+
+    @property
+    def left_bytes(self) -> int:
+        return self.available_bytes - self.weight_bytes - self.step_bytes - self.tier_bytes
+
+
+def host_pool_blocks(
+    memory: HostMemory, layout: BlockLayout, context: int, max_requests: int, *, is_asked: bool
+) -> int:
+    """The blocks of a pool on the host, the null block included. `context` is the longest request
+    in tokens; where the user asked for it, the pool takes what one needs. Raises ConfigError where
+    the memory holds no pool at all."""
+    request = blocks_for_one_request(layout, context) * layout.page_bytes
+    useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
+    size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))
+    if is_asked and size < request:
+        size = min(request, int(HOST_SHARE_AT_MOST * memory.left_bytes))
+    blocks = min(max(0, size) // layout.page_bytes, MAX_BLOCKS)
+    if blocks * layout.block_size < MIN_CONTEXT + layout.block_size:
+        raise ConfigError(
+            f"{rough_size(memory.available_bytes)} of memory are free, and the weights take "
+            f"{rough_size(memory.weight_bytes)}, steps {rough_size(memory.step_bytes)}"
+            + (f", the cpu tier {rough_size(memory.tier_bytes)}" if memory.tier_bytes else "")
+            + ", which leaves no room for a KV pool; free memory, take a smaller model, a --dtype "
+            "of fewer bytes, or give --kv-cache-memory-bytes"
+        )
+    return blocks
+
+
+def context_that_fits(layout: BlockLayout, num_blocks: int, context: int) -> int:
+    """The longest request, in tokens, of a pool whose owner asked for no length: `context`, or what
+    the pool holds, which is said then."""
+    fits = (num_blocks - 1) * layout.block_size
+    if fits >= context or fits < MIN_CONTEXT:  # the latter is for `check_pool_size` to refuse
+        return context
+    logger.warning(
+        "the context is %d tokens instead of the model's %d, since the KV pool holds no more in "
+        "%s; %s would hold all (--kv-cache-memory-bytes), and --max-model-len asks for a length",
+        fits,
+        context,
+        rough_size(num_blocks * layout.page_bytes),
+        rough_size(blocks_for_one_request(layout, context) * layout.page_bytes),
+    )
+    return fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one device, as measured around a run of the largest step."""
+
+    total_bytes: int
+    free_before_bytes: int  # before this process took anything
+    free_after_bytes: int  # after the run, with what torch then still held
+    held_after_bytes: int  # by torch's allocator, then
+    weight_bytes: int
+    peak_bytes: int  # the most that torch's allocator held during the run
+
+    @property
+    def outside_bytes(self) -> int:
+        """What this process holds outside torch's allocator."""
+        return max(0, self.free_before_bytes - self.free_after_bytes - self.held_after_bytes)
+
+
+def check_free(total_bytes: int, free_bytes: int, share: float) -> None:
+    """Raise ConfigError where others hold so much of the device that the share is not there. To be
+    asked before the weights are read."""
+    budget = int(total_bytes * share)
+    if budget > free_bytes:
+        fits = int(100 * free_bytes / total_bytes) / 100
+        lower = f"lower {SHARE_FLAG} to {fits:g} or " if fits > 0 else ""
+        raise ConfigError(
+            f"{SHARE_FLAG} {share:g} asks for {_gib(budget)} of the GPU's {_gib(total_bytes)}, and "
+            f"{_gib(free_bytes)} are free; {lower}stop what holds the rest (nvidia-smi names it)"
+        )
+
+
+def check_weights(weight_bytes: int, free_bytes: int) -> None:
+    """Raise ConfigError where a model cannot be loaded at all."""
+    if weight_bytes > free_bytes:
+        raise ConfigError(
+            f"the weights take {_gib(weight_bytes)} and {_gib(free_bytes)} of the GPU's memory are "
+            "free; take a smaller model, --dtype bfloat16, or stop what holds the rest (nvidia-smi "
+            "names it)"
+        )
+
+
+def pool_blocks(
+    use: MemoryUse, layout: BlockLayout, max_model_len: int, share: float,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> int:  # fmt: skip
+    """The blocks of the pool, the null block included. Raises ConfigError, with what is needed and
+    which flags help, where one request of `max_model_len` tokens would not fit."""
+    budget = int(use.total_bytes * share)
+    taken = use.outside_bytes + use.peak_bytes + reserve_bytes
+    blocks = min(max(0, budget - taken) // layout.page_bytes, MAX_BLOCKS)
+    needed = blocks_for_one_request(layout, max_model_len)
+    if blocks >= needed:
+        return blocks
+    wanted = taken + needed * layout.page_bytes
+    share_needed = -(-100 * wanted // use.total_bytes) / 100
+    cures = [f"raise {SHARE_FLAG} to {share_needed:g}"] if share_needed <= 1 else []
+    fits = max(blocks - 1, 0) * layout.block_size
+    cures += [f"lower --max-model-len to {fits}"] if fits >= 2 else ["take a smaller model"]
+    steps = use.peak_bytes - use.weight_bytes
+    raise ConfigError(
+        f"{_gib(budget)} of GPU memory ({SHARE_FLAG} {share:g} of {_gib(use.total_bytes)}) cannot "
+        f"hold weights of {_gib(use.weight_bytes)}, steps of {_gib(steps)}, "
+        f"{_gib(use.outside_bytes + reserve_bytes)} of libraries and reserve, and K and V of one "
+        f"request of {max_model_len} tokens, {_gib(needed * layout.page_bytes)}: together "
+        f"{_gib(wanted)}; {', '.join(cures)}, lower --max-num-batched-tokens, or give "
+        "--kv-cache-dtype fp8_e4m3"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"

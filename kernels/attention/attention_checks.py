@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every attention kernel asks of its arguments before it runs.
+
+Looks at shapes, types, strides and devices, never at what is in a tensor, so that nothing waits for
+a device. Knows neither which kernel will run nor what that one cannot do. What concerns the pool
+alone is in `../pool_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..choice import KernelRefused
+from ..pool_checks import FP8, check_last_axis, check_one_device, check_written
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_query_and_pool(q: Tensor, kv: Tensor, rows: str) -> None:
+    """Shapes; `rows` is what the first axis of q counts."""
+    if q.dim() != 3:
+        raise KernelRefused(f"expected q of [{rows}, heads, head_dim], got {list(q.shape)}")
+    _, heads, head_dim = q.shape
+    if kv.dim() != 5 or kv.shape[1] != 2 or kv.shape[4] != head_dim or 0 in kv.shape:
+        raise KernelRefused(
+            f"expected kv of [num_blocks, 2, block_size, kv heads, {head_dim}], not empty, "
+            f"got {list(kv.shape)}"
+        )
+    if heads % kv.shape[3]:
+        raise KernelRefused(
+            f"expected heads as a multiple of the {kv.shape[3]} kv heads, got {heads}"
+        )
+
+
+def check_scores(window: int | None, softcap: float | None) -> None:
+    if window is not None and window < 1:
+        raise KernelRefused(f"expected a window of 1 token or more, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise KernelRefused(f"expected a softcap above 0, got {softcap}")
+
+
+def check_layout(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    integers: Mapping[str, Tensor],
+    kv_scales: Tensor | None,
+) -> None:
+    """Types, `out`, strides of all but `kv_scales`, devices of all."""
+    if q.dtype not in QUERY_DTYPES or kv.dtype not in (q.dtype, FP8):
+        raise KernelRefused(
+            f"expected q of 16, 32 or 64 bits and kv as q or {FP8}: got {q.dtype} and {kv.dtype}"
+        )
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise KernelRefused(
+            f"expected out as q, {q.dtype} of {list(q.shape)}: got {out.dtype} of {list(out.shape)}"
+        )
+    for name, tensor in integers.items():
+        if tensor.dtype != torch.int32:
+            raise KernelRefused(f"expected {name} of torch.int32, got {tensor.dtype}")
+    given = {"q": q, "kv": kv, **integers, "out": out}
+    for name, tensor in given.items():
+        check_last_axis(name, tensor)
+    check_written("out", out)
+    check_one_device({**given, "kv_scales": kv_scales})

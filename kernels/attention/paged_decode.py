@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one new token of each request over the paged pool of one layer.
+
+Checks its arguments and runs Triton's kernel or the plain twin. Knows nothing of how either works.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from ..pool_checks import check_scales, reason_against_fp8
+from .attention_checks import check_layout, check_query_and_pool, check_scores
+
+MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
+MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
+MAX_GROUP_FP32 = 16
+MAX_GRID = 65535  # requests, of Triton's kernel: CUDA's limit on the third axis of a grid
+
+
+def paged_decode(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> Tensor:
+    """`out`, or a new tensor: `[requests, heads, head_dim]`, as `q`.
+
+    q             `[requests, heads, head_dim]`
+    kv            `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
+                  V are in it already
+    block_tables  int32 `[requests, max_blocks]`
+    seq_lens      int32 `[requests]`, new token included; 0 gives zeros
+    window        how many tokens are seen, the new one included
+    softcap       c: a score s becomes c * tanh(s / c)
+    kv_scales     float32, for a float8 pool: `[2, kv heads]`, or
+                  `[num_blocks, 2, block_size, kv heads]`
+    num_splits    into how many parts Triton's kernel cuts a context; None: by the table's width and
+                  the number of requests
+
+    What blocks hold beyond a request's length, or before its window, never reaches a result.
+    The same call gives the same bits; with a given `num_splits` a request's bits depend neither on
+    the other requests nor on the table's width.
+    Lengths and block ids are on the device and not checked: a length must fit its table, and the
+    ids of its blocks the pool.
+    """
+    check_query_and_pool(q, kv, "requests")
+    _check_batch(len(q), block_tables, seq_lens)
+    _check_splits(num_splits)
+    check_scores(window, softcap)
+    check_scales(kv, kv_scales)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_layout(q, kv, out, {"block_tables": block_tables, "seq_lens": seq_lens}, kv_scales)
+    reason = _reason_against_triton(q, kv)
+    chosen = choose_kernel(kernel, q.device, unsupported=reason, strict=strict)
+    if q.numel() == 0:
+        return out
+    if chosen == TRITON:
+        from .paged_decode_triton import paged_decode_triton
+
+        return paged_decode_triton(
+            q,
+            kv,
+            block_tables,
+            seq_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+            num_splits=num_splits,
+            out=out,
+        )
+    from .paged_decode_plain import paged_decode_plain
+
+    return paged_decode_plain(
+        q,
+        kv,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_scales=kv_scales,
+        out=out,
+    )
+
+
+def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
+    if block_tables.dim() != 2 or len(block_tables) != requests:
+        raise KernelRefused(
+            f"expected block_tables of [{requests}, max_blocks], got {list(block_tables.shape)}"
+        )
+    if seq_lens.shape != (requests,):
+        raise KernelRefused(f"expected seq_lens of [{requests}], got {list(seq_lens.shape)}")
+
+
+def _check_splits(num_splits: int | None) -> None:
+    if num_splits is not None and not 1 <= num_splits <= MAX_GRID:
+        raise KernelRefused(f"expected num_splits from 1 to {MAX_GRID}, got {num_splits}")
+
+
+def _reason_against_triton(q: Tensor, kv: Tensor) -> str | None:
+    if torch.float64 in (q.dtype, kv.dtype):
+        return "it computes in float32, and these are float64"
+    if q.shape[-1] > MAX_HEAD_DIM:
+        return f"its heads have at most {MAX_HEAD_DIM} elements, and these {q.shape[-1]}"
+    group = q.shape[1] // kv.shape[3]
+    most = MAX_GROUP_FP32 if kv.dtype == torch.float32 else MAX_GROUP
+    if group > most:
+        return f"at most {most} heads share a kv head of {kv.dtype} there, and here {group}"
+    if len(q) > MAX_GRID:
+        return f"it takes at most {MAX_GRID} requests at a time, and these are {len(q)}"
+    return reason_against_fp8(kv)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Move whole blocks as bytes: within a pool, out of it into a buffer, and back.
+
+A pool, and a buffer, is any tensor whose first dimension counts blocks and whose blocks are each
+contiguous; the distance between blocks is free. Nothing is converted, so any dtype will do, and the
+two tensors of a call need only agree in the bytes of a block. Knows nothing of tiers: the copy
+engine is the better way to the CPU where blocks are large; this is for blocks within a device and
+for pieces too small for it.
+
+        copy_blocks     pool[targets[i]] = pool[sources[i]]
+        gather_blocks        out[i]      = pool[block_ids[i]]
+        scatter_blocks  pool[block_ids[i]] = data[i]
+        transfer_blocks target[target_ids[i]] = source[source_ids[i]], of two tensors
+
+Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 moves nothing,
+so that a list of a fixed length can be partly used. The order of the moves is not defined: no block
+is written twice in a call, and none is both read and written. The plain kernel, which has to wait
+for the ids anyway, refuses such lists and ids beyond the pool; Triton's cannot tell anybody, and
+moves nothing for ids beyond the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from .copy_blocks_launch import MAX_PROGRAMS
+from .copy_blocks_plain import move_blocks_plain
+
+MAX_BLOCK_BYTES = 2**31 - 1
+# The widest first. The blocks are moved in the widest that fits their sizes and places.
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def copy_blocks(
+    pool: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Copy block `sources[i]` of `pool` over block `targets[i]`.
+
+    `max_programs` bounds how much of the device the copy takes: 12 leaves decode undisturbed.
+    Raises KernelRefused for arguments that do not fit together.
+    """
+    _move(pool, pool, sources, targets, pool.device, max_programs, kernel, strict)
+
+
+def gather_blocks(
+    pool: torch.Tensor,
+    block_ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Copy block `block_ids[i]` of `pool` over `out[i]`, for as many blocks as there are ids.
+
+    `out` shares no memory with the pool. It is on the pool's device, or in page-locked CPU memory,
+    which Triton's kernel writes itself: its bytes are there when the stream has come past the copy,
+    not on return. Any other place is for the plain kernel.
+    """
+    _move(pool, out, block_ids, None, pool.device, max_programs, kernel, strict)
+
+
+def scatter_blocks(
+    data: torch.Tensor,
+    pool: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Copy `data[i]` over block `block_ids[i]` of `pool`. `data` lies where `out` may lie above."""
+    _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
+
+
+def transfer_blocks(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`.
+
+    The two share no memory. Either lies where `out` may lie above; the ids are on the device."""
+    _move(source, target, source_ids, target_ids, source_ids.device, max_programs, kernel, strict)
+
+
+def _move(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    device: torch.device,
+    max_programs: int,
+    kernel: str,
+    strict: bool,
+) -> None:
+    """Move block `source_ids[i]` of `source` to `target_ids[i]` of `target`; None counts from 0."""
+    entries = _check_ids(source_ids, target_ids, device)
+    for tensor, ids in ((source, source_ids), (target, target_ids)):
+        _check_blocks(tensor)
+        if ids is None and tensor.shape[0] != entries:
+            raise KernelRefused(
+                f"expected a buffer of {entries} blocks, one for each id, got {tensor.shape[0]}"
+            )
+    if _block_bytes(source) != _block_bytes(target):
+        raise KernelRefused(
+            "expected blocks of the same size on both sides, "
+            f"got {_block_bytes(source)} and {_block_bytes(target)} bytes"
+        )
+    if max_programs < 1:
+        raise KernelRefused(f"expected max_programs of 1 or more, got {max_programs}")
+    reason = _reason_against(source, device) or _reason_against(target, device)
+    chosen = choose_kernel(kernel, device, unsupported=reason, strict=strict)
+    if not entries:
+        return
+    word = _widest_word(source, target)
+    rows = (_as_words(source, word), _as_words(target, word))
+    if chosen == TRITON:
+        from .copy_blocks_triton import move_blocks_triton
+
+        move_blocks_triton(*rows, source_ids, target_ids, device, max_programs)
+    else:
+        move_blocks_plain(*rows, source_ids, target_ids)
+
+
+def _check_ids(
+    source_ids: torch.Tensor | None, target_ids: torch.Tensor | None, device: torch.device
+) -> int:
+    """How many entries there are."""
+    lists = [ids for ids in (source_ids, target_ids) if ids is not None]
+    for ids in lists:
+        if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
+            raise KernelRefused(
+                f"expected contiguous int64 block ids [n], got {ids.dtype} {list(ids.shape)} "
+                f"with strides {ids.stride()}"
+            )
+        if ids.device != device:
+            raise KernelRefused(
+                f"expected block ids on the pool's device {device}, got {ids.device}"
+            )
+    counts = {ids.numel() for ids in lists}
+    if len(counts) != 1:
+        raise KernelRefused(
+            f"expected as many targets as sources, got {[ids.numel() for ids in lists]}"
+        )
+    return counts.pop()
+
+
+def _check_blocks(tensor: torch.Tensor) -> None:
+    # The strides of one block are looked at, and not a block, which an empty tensor has none of.
+    expected = 1
+    is_contiguous = tensor.ndim >= 2
+    for size, stride in reversed(list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))):
+        is_contiguous &= size == 1 or stride == expected
+        expected *= size
+    if not is_contiguous or (tensor.shape[0] > 1 and tensor.stride(0) < expected):
+        raise KernelRefused(
+            "expected blocks [num_blocks, ...], each contiguous and none in another, "
+            f"got {list(tensor.shape)} with strides {tensor.stride()}"
+        )
+    if not 0 < _block_bytes(tensor) <= MAX_BLOCK_BYTES:
+        raise KernelRefused(
+            f"expected blocks of 1 to {MAX_BLOCK_BYTES} bytes, got {_block_bytes(tensor)}"
+        )
+
+
+def _block_bytes(tensor: torch.Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _reason_against(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Why a Triton kernel on `device` cannot reach `tensor`, or None."""
+    if tensor.device == device or (tensor.device.type == "cpu" and tensor.is_pinned()):
+        return None
+    return f"it runs on {device} and cannot reach {tensor.device} memory that is not page-locked"
+
+
+def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
+    places = 0
+    for tensor in tensors:
+        size = tensor.element_size()
+        places |= tensor.data_ptr() | int(tensor.storage_offset()) * size
+        places |= tensor.stride(0) * size | _block_bytes(tensor)
+    # The lowest bit of them all is the largest power of two that divides each.
+    widest = places & -places
+    return next(word for word in WORDS if word.itemsize <= widest)
+
+
+def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """The same memory as `[num_blocks, words of a block]`."""
+    shape = (tensor.shape[0], tensor.shape[1:].numel())
+    flat = torch.as_strided(tensor, shape, (tensor.stride(0), 1), tensor.storage_offset())
+    return flat.view(word)

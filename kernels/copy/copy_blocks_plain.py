@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block moves in torch: what the Triton kernel is compared with, and what runs where it cannot.
+
+Waits for the device, because it reads the ids. Blocks are moved a few at a time, so that what lies
+between the two tensors stays small.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..choice import KernelRefused
+
+BYTES_AT_ONCE = 64 << 20
+
+
+def move_blocks_plain(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+) -> None:
+    """`target[target_ids[i]] = source[source_ids[i]]` for rows of words; None stands for 0, 1, 2…
+
+    Refuses ids outside the tensors, a target given twice, and within one tensor a block that is
+    both a source and a target. Nothing has moved then.
+    """
+    given = source_ids if source_ids is not None else target_ids
+    count = target.shape[0] if given is None else given.numel()
+    from_ids = range(count) if source_ids is None else source_ids.tolist()
+    to_ids = range(count) if target_ids is None else target_ids.tolist()
+    moves = [pair for pair in zip(from_ids, to_ids, strict=True) if -1 not in pair]
+    _check_range("source", [source_id for source_id, _ in moves], source.shape[0])
+    _check_range("target", [target_id for _, target_id in moves], target.shape[0])
+    _check_order(moves, within_one=source.data_ptr() == target.data_ptr())
+    step = max(1, BYTES_AT_ONCE // (source.shape[1] * source.element_size()))
+    for first in range(0, len(moves), step):
+        from_rows, to_rows = zip(*moves[first : first + step], strict=True)
+        rows = source[torch.tensor(from_rows, device=source.device)]
+        target[torch.tensor(to_rows, device=target.device)] = rows.to(target.device)
+
+
+def _check_range(side: str, ids: list[int], num_blocks: int) -> None:
+    wrong = [block_id for block_id in ids if not 0 <= block_id < num_blocks]
+    if wrong:
+        raise KernelRefused(f"expected {side} ids from 0 to {num_blocks - 1} or -1, got {wrong[0]}")
+
+
+def _check_order(moves: list[tuple[int, int]], *, within_one: bool) -> None:
+    """Refuse moves whose result would depend on their order."""
+    targets: set[int] = set()
+    for _, target_id in moves:
+        if target_id in targets:
+            raise KernelRefused(f"expected every target once, got block {target_id} twice")
+        targets.add(target_id)
+    both = [source_id for source_id, _ in moves if source_id in targets] if within_one else []
+    if both:
+        raise KernelRefused(f"expected no block to be read and written, got block {both[0]}")

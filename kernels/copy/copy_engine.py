@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy engine: many copies in one call, and the page-locked memory they come from and go to.
+
+Binds a few functions of the CUDA runtime that torch has loaded, by ctypes, because neither torch
+nor CuPy offers the batched copy. The multiprocessors stay free for kernels. Knows addresses and
+bytes, nothing of blocks, pools or tiers. Importing it needs no CUDA.
+
+A caller must do this:
+- keep source and target memory alive, and registered, until the stream has come past the batch;
+- put no two copies that touch the same target, or a target that is also a source, into one batch:
+  its copies have no order among themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..choice import KernelRefused
+
+Integers = Sequence[int] | npt.NDArray[np.int64]
+
+# `any` would be faster on some machines, but with it the engine may read a block before the kernel
+# queued in front of the copy has written it, and nobody is told. So there is no choice.
+ACCESS_ORDER_STREAM = 1
+# Copies run beside kernels here. A hint, which the driver may ignore.
+PREFER_OVERLAP_WITH_COMPUTE = 1
+# What stands for the legacy default stream: no handle, and its own name.
+LEGACY_STREAMS = (0, 1)
+FIRST_VERSION = 12080  # with batched copies
+VERSION_WITHOUT_FAIL_INDEX = 13000
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA runtime failed; says which, and what CUDA calls the failure."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @classmethod
+    def of(cls, library: Any, code: int, what: str) -> CudaError:
+        """The failure `code` of `library`, which forgets it: torch would find it after its next
+        kernel and blame that."""
+        name = library.cudaGetErrorName(code).decode()
+        text = library.cudaGetErrorString(code).decode()
+        library.cudaGetLastError()
+        return cls(f"{what} failed: {text} ({name}, {code})", code)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """`cudaMemcpyAttributes`. The two hints are for managed memory and stay empty."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Batch:
+    """Copies by address, ready to be given to the runtime, any number of times."""
+
+    __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
+
+    def __init__(self, sources: Integers, targets: Integers, sizes: Integers) -> None:
+        """Raises KernelRefused unless there are as many of each, and all are above 0."""
+        counts = (len(sources), len(targets), len(sizes))
+        if len(set(counts)) != 1:
+            raise KernelRefused(
+                f"expected as many sources, targets and sizes, got {', '.join(map(str, counts))}"
+            )
+        # One table, whose address is looked up once and not for every call.
+        table = np.array((sources, targets, sizes), dtype=np.int64)
+        self.count = counts[0]
+        if self.count and table.min() <= 0:
+            raise KernelRefused(
+                "expected addresses and sizes above 0 (the runtime takes no empty copy), "
+                f"got {int(table.min())}"
+            )
+        self.sources, self.targets, self.sizes = table
+        first, row_bytes = int(table.ctypes.data), table.strides[0]
+        self.sources_at, self.targets_at, self.sizes_at = (first + i * row_bytes for i in range(3))
+
+
+def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> Batch:
+    """The same copies, those that follow one another in the list and on both sides joined.
+
+    The driver does not do this, and small copies are much slower than large ones. Copies whose
+    neighbours stand elsewhere in the list are not found: sort by address first.
+    """
+    apart = Batch(sources, targets, sizes)
+    if apart.count < 2:
+        return apart
+    is_start = np.ones(apart.count, dtype=np.bool_)
+    is_start[1:] = apart.sources[1:] != apart.sources[:-1] + apart.sizes[:-1]
+    is_start[1:] |= apart.targets[1:] != apart.targets[:-1] + apart.sizes[:-1]
+    starts = np.flatnonzero(is_start)
+    if len(starts) == apart.count:
+        return apart
+    return Batch(apart.sources[starts], apart.targets[starts], np.add.reduceat(apart.sizes, starts))
+
+
+def copy_batch_plain(batch: Batch) -> None:
+    """What the runtime does, for memory of the CPU; done on return."""
+    table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
+    for target, source, size in zip(*table, strict=True):
+        ctypes.memmove(target, source, size)
+
+
+class CudaRuntime:
+    """The functions of one CUDA runtime library. Any thread may call them.
+
+    They work on the calling thread's current device, which must be that of the stream.
+    `refusal` says why there are no batched copies, if there are none; the rest is always there.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.cudaGetErrorName.restype = ctypes.c_char_p
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        self.version = _version(library.cudaRuntimeGetVersion)
+        self.refusal = _reason_against_batches(self.version, _version(library.cudaDriverGetVersion))
+        library.cudaHostRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        library.cudaHostUnregister.argtypes = (ctypes.c_void_p,)
+        self._has_fail_index = self.version < VERSION_WITHOUT_FAIL_INDEX
+        if self.refusal is None:
+            self._bind_batches(library)
+
+    def _bind_batches(self, library: Any) -> None:
+        pointers, size = [ctypes.c_void_p] * 3, ctypes.c_size_t
+        library.cudaMemcpyBatchAsync.argtypes = (
+            *(*pointers, size),
+            *(ctypes.c_void_p, ctypes.c_void_p, size),
+            *((ctypes.c_void_p,) if self._has_fail_index else ()),
+            ctypes.c_void_p,
+        )
+        self._copy = library.cudaMemcpyBatchAsync
+        # One set of attributes, for the copies from number 0 on. The driver only reads them.
+        self._attributes = CopyAttributes(
+            source_access_order=ACCESS_ORDER_STREAM, flags=PREFER_OVERLAP_WITH_COMPUTE
+        )
+        self._first = ctypes.c_size_t(0)
+        self._attributes_at = ctypes.addressof(self._attributes)
+        self._first_at = ctypes.addressof(self._first)
+
+    def copy_batch(self, batch: Batch, stream: int) -> None:
+        """Queue all copies of `batch` in `stream`, the handle of one (`Stream.cuda_stream`).
+
+        Returns before anything is copied. Sources are read after everything that was queued in
+        the stream before. Raises KernelRefused for the default stream, which the runtime does not
+        take, and where `refusal` says so; and CudaError, and some of the copies may then have been
+        queued.
+        """
+        if self.refusal is not None:
+            raise KernelRefused(self.refusal)
+        if stream in LEGACY_STREAMS:
+            raise KernelRefused(
+                "batched copies cannot be queued in CUDA's default stream; make one with "
+                "torch.cuda.Stream() and give its cuda_stream"
+            )
+        if not batch.count:
+            return
+        fail_index = ctypes.c_size_t(0)
+        code = self._copy(
+            batch.targets_at,
+            batch.sources_at,
+            batch.sizes_at,
+            batch.count,
+            self._attributes_at,
+            self._first_at,
+            1,
+            *((ctypes.addressof(fail_index),) if self._has_fail_index else ()),
+            stream,
+        )
+        if code:
+            raise CudaError.of(self._library, code, f"cudaMemcpyBatchAsync of {batch.count} copies")
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Page-lock memory that exists, so that the device can reach it.
+
+        Raises KernelRefused for no memory and CudaError where CUDA cannot.
+        """
+        if address <= 0 or num_bytes <= 0:
+            raise KernelRefused(
+                f"expected an address and a size above 0, got {address} and {num_bytes} bytes"
+            )
+        code = self._library.cudaHostRegister(address, num_bytes, 0)
+        if code:
+            raise CudaError.of(
+                self._library, code, f"cudaHostRegister of {num_bytes} bytes at {address:#x}"
+            )
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host`; no copy may use the memory any more. Raises CudaError."""
+        code = self._library.cudaHostUnregister(address)
+        if code:
+            raise CudaError.of(self._library, code, f"cudaHostUnregister of {address:#x}")
+
+
+def _version(ask: Callable[[Any], int]) -> int:
+    number = ctypes.c_int(0)
+    ask(ctypes.byref(number))
+    return number.value
+
+
+def _reason_against_batches(runtime: int, driver: int) -> str | None:
+    """Why these versions have no batched copies, or None."""
+    if runtime < FIRST_VERSION:
+        return (
+            f"batched copies need CUDA runtime {_shown(FIRST_VERSION)} or newer, and torch has "
+            f"loaded {_shown(runtime)}; install a newer build of it"
+        )
+    if driver < FIRST_VERSION:
+        return (
+            f"batched copies need a driver for CUDA {_shown(FIRST_VERSION)} or newer, and this one "
+            f"is for {_shown(driver)}; install a newer driver"
+        )
+    return None
+
+
+def _shown(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@functools.cache
+def cuda_runtime() -> CudaRuntime:
+    """The runtime of torch. Raises KernelRefused where there is none, or no device."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        raise KernelRefused("batched copies need a CUDA device, and torch sees none")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return CudaRuntime(cuda_library())
+
+
+def cuda_library() -> ctypes.CDLL:
+    """The library of torch's runtime. Raises KernelRefused where it cannot be found."""
+    version = (torch.version.cuda or "").split(".")[0]
+    return load_library(f"libcudart.so.{version}")
+
+
+def load_library(name: str) -> ctypes.CDLL:
+    """The library as this process has it already, else from the system's folders."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    except OSError:
+        pass  # a torch that has the runtime inside it; a second one shares its streams and memory
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise KernelRefused(
+            f"batched copies need {name}, which torch has not loaded and the system does not "
+            f"find ({error}); install a build of torch that brings it"
+        ) from error
+
+
+class PageLockedMemory:
+    """Memory that the copy engine and kernels reach, of just the size asked for.
+
+    torch's own takes the next power of two. Close it after the last copy that uses it.
+    """
+
+    def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
+        """Raises KernelRefused and CudaError as `register_host`, and OSError for want of memory."""
+        if num_bytes <= 0:
+            raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
+        self._runtime = runtime
+        self._memory = mmap.mmap(-1, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._is_registered = False
+        try:
+            runtime.register_host(self.address, num_bytes)
+        except CudaError:
+            self.close()
+            raise
+        self._is_registered = True
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as uint8 `[bytes]`."""
+        # Through NumPy, which holds on to the mapping as `close` needs it; torch.frombuffer would
+        # let it be unmapped under the tensor.
+        return torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
+
+    def close(self) -> None:
+        """Give the memory back: at once, or with the last tensor that still shows it. Idempotent.
+
+        Raises CudaError, and keeps the memory then.
+        """
+        if self._is_registered:
+            self._runtime.unregister_host(self.address)
+            self._is_registered = False
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # a tensor shows it, and frees it when it goes
+
+    def __enter__(self) -> PageLockedMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write new keys and values into their slots of the paged pool, as fp8 where the pool is.
+
+The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, with any strides but
+the last, which is 1: it may be a view of a pool that holds a block's layers together. A slot is
+`block_id * block_size + offset`. Knows nothing of requests; whoever makes the slots gives no slot
+twice in a call, because which of the two writes stays is not defined.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from ..pool_checks import (
+    FP8,
+    check_last_axis,
+    check_one_device,
+    check_scales,
+    check_written,
+    reason_against_fp8,
+)
+from .write_kv_plain import write_kv_plain
+
+PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRITON_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 1024  # a whole row is in the registers of one program
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
+    kernel: str = AUTO,
+    strict: bool = False,
+) -> None:
+    """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, into slot `slots[i]` of `kv`.
+
+    `k` and `v` may have any strides, such as slices of one qkv tensor have. A slot of -1 is not
+    written. Slots beyond the pool are refused by the plain kernel; Triton's, which cannot tell
+    anybody, writes nothing for them.
+
+    An fp8 pool needs float32 `kv_scales`, where value = stored * scale. Per head,
+    `[2, num_kv_heads]`, they are given, positive, and only read. Per token and head,
+    `[num_blocks, 2, block_size, num_kv_heads]`, they are computed here from each row's largest
+    finite magnitude and stored beside it. What lies beyond the range becomes its end, infinities
+    too; NaN stays NaN.
+
+    Raises KernelRefused for arguments that do not fit together.
+    """
+    _check(k, v, kv, slots)
+    check_scales(kv, kv_scales)
+    if kv_scales is not None and kv_scales.ndim == 4:
+        check_written("kv_scales", kv_scales)
+    check_one_device({"k": k, "v": v, "kv": kv, "slots": slots, "kv_scales": kv_scales})
+    chosen = choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
+    if not slots.numel():
+        return
+    if chosen == TRITON:
+        from .write_kv_triton import write_kv_triton
+
+        write_kv_triton(k, v, kv, slots, kv_scales=kv_scales)
+    else:
+        write_kv_plain(k, v, kv, slots, kv_scales=kv_scales)
+
+
+def _check(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
+    if kv.ndim != 5 or kv.shape[1] != 2 or 0 in kv.shape:
+        raise KernelRefused(
+            "expected kv [num_blocks, 2, block_size, num_kv_heads, head_dim], not empty, "
+            f"got {list(kv.shape)}"
+        )
+    check_last_axis("kv", kv)
+    check_written("kv", kv)
+    expected = (slots.numel(), kv.shape[3], kv.shape[4])
+    if k.shape != expected or v.shape != expected:
+        raise KernelRefused(
+            "expected k and v [tokens, num_kv_heads, head_dim] of "
+            f"{list(expected)}, after slots and kv, got {list(k.shape)} and {list(v.shape)}"
+        )
+    if slots.dtype is not torch.int64 or slots.ndim != 1 or not slots.is_contiguous():
+        raise KernelRefused(
+            f"expected contiguous int64 slots [tokens], got {slots.dtype} {list(slots.shape)} "
+            f"with strides {slots.stride()}"
+        )
+    if k.dtype not in PLAIN_FLOATS or v.dtype is not k.dtype or kv.dtype not in (k.dtype, FP8):
+        raise KernelRefused(
+            "expected k and v of one dtype of 16 to 64 bits and kv of the same or float8_e4m3fn, "
+            f"got {k.dtype}, {v.dtype} and {kv.dtype}"
+        )
+
+
+def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
+    """Why Triton's kernel cannot take these, or None."""
+    if k.dtype not in TRITON_FLOATS:
+        return f"it computes nothing in {k.dtype}"
+    if kv.shape[4] > MAX_HEAD_DIM:
+        return f"it takes heads of up to {MAX_HEAD_DIM}, and this is {kv.shape[4]}"
+    return reason_against_fp8(kv)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV writes in torch: what the Triton kernel is compared with, and what runs where it cannot.
+
+Quantises by the same operations in the same order, so the two agree bit for bit. Waits for the
+device, because it reads the slots to see which are to be written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..choice import KernelRefused
+
+E4M3_MAX = 448.0
+# The smallest normal float32: its reciprocal is finite, and no device flushes it to zero.
+SMALLEST_SCALE = 2.0**-126
+
+
+def write_kv_plain(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """As `write_kv.write_kv`, whose checks have passed. Slots outside the pool are refused here."""
+    num_blocks, _, block_size, _, _ = kv.shape
+    lowest, highest = (int(end) for end in slots.aminmax())
+    if lowest < -1 or highest >= num_blocks * block_size:
+        raise KernelRefused(
+            f"expected slots from 0 to {num_blocks * block_size - 1} or -1, "
+            f"got {lowest} to {highest}"
+        )
+    kept = (slots >= 0).nonzero().flatten()
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    for side, source in enumerate((k, v)):
+        values = source[kept]
+        if kv_scales is None:
+            kv[blocks, side, offsets] = values
+            continue
+        values = values.float()
+        if kv_scales.ndim == 2:
+            scales = kv_scales[side]
+        else:
+            scales = computed_scales(values)
+            kv_scales[blocks, side, offsets] = scales
+        # Indexed as bytes: torch does not index fp8 on every device.
+        kv.view(torch.uint8)[blocks, side, offsets] = quantised(values, scales).view(torch.uint8)
+
+
+def computed_scales(values: torch.Tensor) -> torch.Tensor:
+    """The scale of each row: its largest finite magnitude then becomes the largest of e4m3."""
+    magnitudes = values.abs()
+    # One infinity must not turn the rest of its row into zeros, nor NaN all of it into NaN.
+    finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
+    # By a tensor: by a number, torch multiplies with its reciprocal on CUDA, which rounds twice.
+    largest = finite.amax(-1)
+    return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
+
+
+def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 rows as e4m3 under their scales, beyond the range its end, NaN as NaN."""
+    scaled = values * (1.0 / scales).unsqueeze(-1)
+    # Not every torch saturates when it converts: some make NaN of what is beyond the range.
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

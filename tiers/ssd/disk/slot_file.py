@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slot file: records of one size, side by side, read and written in runs of neighbours.
+
+    record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
+    slot i begins at byte i * record_bytes
+
+An encoded payload is shorter: what lies behind its last page is of an earlier record.
+
+Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
+would only hold them a third time. Only header pages and the last, partly filled page of a payload
+pass through a `Scratch`, so what lies in a buffer behind the payload is never read or written.
+Knows nothing of keys, of what a header means, or of who uses a slot.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from ...block import ALIGNMENT, BlockLayout
+from .disk_queue import DiskQueue, open_queue
+from .space import HEADER_PAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+# One call moves about this much: several at a time keep a disk busy, and what is under way is soon
+# over for those who wait behind it, a sync or a read. A little over 1 MiB, so that four blocks of
+# 256 KiB fit with their header pages.
+RUN_BYTES = 1024**2 + 64 * 1024
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+class Scratch:
+    """Aligned pages for the headers and tails of one run that is under way."""
+
+    def __init__(self, records: int, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
+        pages = [memory[i * ALIGNMENT : (i + 1) * ALIGNMENT] for i in range(2 * records)]
+        self.headers = pages[:records]
+        self.tails = pages[records:]
+
+    @cached_property
+    def encoded(self) -> memoryview:
+        """Room for one encoded payload; only who meets one has it."""
+        return memoryview(mmap.mmap(-1, self._slot_bytes))
+
+
+class SlotFile:
+    """`num_slots` records in one preallocated file, mode 0600. Thread-safe but for scratches and
+    queues, each of which is one thread's.
+
+    Raises OSError where the file cannot be made, or not as large as it has to be.
+    """
+
+    def __init__(self, path: Path, layout: BlockLayout, num_slots: int) -> None:
+        self._path = path
+        self._whole = layout.page_bytes // ALIGNMENT * ALIGNMENT
+        self._tail = layout.page_bytes - self._whole
+        self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
+        per_record = 1 + (self._whole > 0) + (self._tail > 0)
+        self.run_slots = max(1, min(RUN_BYTES // self.record_bytes, _IOV_MAX // per_record))
+        self.run_bytes = self.run_slots * self.record_bytes  # of the longest run
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._buffered = os.open(path, flags, 0o600)
+        try:
+            os.ftruncate(self._buffered, num_slots * self.record_bytes)
+            os.posix_fallocate(self._buffered, 0, num_slots * self.record_bytes)
+            self._direct = self._open_direct()
+        except BaseException:
+            os.close(self._buffered)
+            raise
+
+    @property
+    def is_direct(self) -> bool:
+        """False where the file system refuses O_DIRECT."""
+        return self._direct is not None
+
+    def scratch(self) -> Scratch:
+        """Pages for one run of at most `run_slots`."""
+        return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
+
+    def open_queue(self, most: int) -> DiskQueue:
+        """For one thread's requests to this file, at most so many at once."""
+        return open_queue(self._direct, self._buffered, most)
+
+    def start_read(
+        self,
+        disk: DiskQueue,
+        number: int,
+        slot: int,
+        payloads: Sequence[memoryview],
+        scratch: Scratch,
+    ) -> None:
+        """Have neighbouring records read from `slot` on: headers into the scratch, payloads into
+        the buffers, which are whole only after `take_read`."""
+        disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
+
+    def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
+        """How many of the records are whole, of which so many bytes were read; fewer than were
+        asked for where the file ends."""
+        whole = num_bytes // self.record_bytes
+        if self._tail:
+            for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
+                payload[self._whole :] = tail[: self._tail]
+        return whole
+
+    def start_write(
+        self,
+        disk: DiskQueue,
+        number: int,
+        slot: int,
+        payloads: Sequence[memoryview],
+        scratch: Scratch,
+    ) -> None:
+        """Have neighbouring records written from `slot` on; the headers are in the scratch. On the
+        disk only after `sync`."""
+        if self._tail:
+            for payload, tail in zip(payloads, scratch.tails, strict=False):
+                tail[: self._tail] = payload[self._whole :]
+        disk.start(number, True, self._vector(payloads, scratch), slot * self.record_bytes)
+
+    def start_read_encoded(
+        self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
+    ) -> None:
+        """Have one record, header and encoded payload of `size` bytes, read into the scratch."""
+        disk.start(number, False, _encoded_vector(size, scratch), slot * self.record_bytes)
+
+    def start_write_encoded(
+        self, disk: DiskQueue, number: int, slot: int, size: int, scratch: Scratch
+    ) -> None:
+        """Have one record written, whose header and encoded payload of `size` bytes are in the
+        scratch; the rest of its last page is zeroed. On the disk only after `sync`."""
+        scratch.encoded[size : _whole_pages(size)] = bytes(_whole_pages(size) - size)
+        disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
+
+    def encoded_record_bytes(self, size: int) -> int:
+        """What moves for an encoded payload of `size` bytes."""
+        return HEADER_PAGE_BYTES + _whole_pages(size)
+
+    def saved_bytes(self, size: int) -> int:
+        """What need not move of a slot whose encoded payload has `size` bytes; of one without a
+        codec, which has 0, nothing."""
+        return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """Have no record in these slots, of which nobody writes one; on the disk only after `sync`.
+        May raise OSError."""
+        for slot in slots:
+            os.pwrite(self._buffered, bytes(HEADER_PAGE_BYTES), slot * self.record_bytes)
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk. May raise OSError."""
+        os.fdatasync(self._buffered)
+
+    def close(self) -> None:
+        """Close the file; no call may be under way."""
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _open_direct(self) -> int | None:
+        """A descriptor that passes by the page cache, None where a trial read is refused."""
+        descriptor = None
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            os.preadv(descriptor, [Scratch(1, 0).headers[0]], 0)
+        except OSError as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            if error.errno != errno.EINVAL:
+                raise
+            log.warning(
+                "%s is on a file system without direct I/O; blocks pass through the page cache",
+                self._path,
+            )
+            return None
+        return descriptor
+
+    def _vector(self, payloads: Sequence[memoryview], scratch: Scratch) -> list[memoryview]:
+        vector: list[memoryview] = []
+        for index, payload in enumerate(payloads):
+            vector.append(scratch.headers[index])
+            if self._whole:
+                vector.append(payload[: self._whole])
+            if self._tail:
+                vector.append(scratch.tails[index])
+        return vector
+
+
+def _encoded_vector(size: int, scratch: Scratch) -> list[memoryview]:
+    return [scratch.headers[0], scratch.encoded[: _whole_pages(size)]]
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def runs(slots: Sequence[int], longest: int) -> list[range]:
+    """Positions of neighbours in the ascending `slots`, at most `longest` in one run."""
+    found: list[range] = []
+    start = 0
+    for position in range(1, len(slots) + 1):
+        ends = position == len(slots) or slots[position] != slots[position - 1] + 1
+        if ends or position - start == longest:
+            found.append(range(start, position))
+            start = position
+    return found

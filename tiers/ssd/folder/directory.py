@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a store: made, checked, and locked against a second process.
+
+    PATH/lock          held by flock while the store is open; holds the owner's process id
+    PATH/identity      what the store was made for
+    PATH/blocks        the slot file
+    PATH/index/        the LMDB environment
+    PATH/index.new/    one that is about to replace it
+    PATH/index.bad-n/  an index that was damaged, kept for inspection
+
+Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
+it is where somebody else made it. No symbolic link below PATH is followed. Knows nothing of what is
+in these files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...errors import TierConfigError, TierDown
+from ...sizes import MIB, rough_size
+from ..disk.space import SpacePlan
+from ..index.index_file import DATA_FILE as INDEX_DATA
+
+# An owner that was killed while it started its scan (`guard.py`) leaves the lock with that child
+# until the child has become another program.
+LEFT_BEHIND_SECONDS = 2.0
+# Who lists stores (`inventory.py`) holds the lock of each for less.
+GLANCE_SECONDS = 0.1
+_RETRY_SECONDS = 0.01
+
+_FOLDERS = ("index", "index.new", "index.bad-*")
+
+# What a file system says that will never have locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class StoreDirectory:
+    """Holds the lock until `close`. Raises TierConfigError with cause and cure, TierDown where the
+    path cannot be written to at present.
+
+    With `create` false a directory that is no store is refused.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        self.path = path.absolute()
+        self.slot_file = self.path / "blocks"
+        self.index = self.path / "index"
+        if not create and not os.path.lexists(self.path / "lock"):
+            raise TierConfigError(
+                f"{self.path} holds no SSD tier (there is no lock file in it); give the directory "
+                "of one"
+            )
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_foreign_files()
+            self._refuse_wrong_kind(self.path / "lock")
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(self.path / "lock", flags, 0o600)
+        except (FileExistsError, NotADirectoryError):
+            raise TierConfigError(
+                f"the SSD tier needs a directory and {self.path} is in the way of one; use "
+                "another path or remove that file"
+            ) from None
+        except OSError as error:
+            raise TierDown(
+                f"the SSD tier cannot write to {self.path} ({error.strerror}); use another path "
+                "or change its permissions"
+            ) from error
+        self._take_lock()
+        try:
+            for each in self._ours():
+                self._refuse_wrong_kind(each)
+                _make_private(each)
+        except TierConfigError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            kind = TierConfigError if isinstance(error, PermissionError) else TierDown
+            raise kind(
+                f"the SSD tier cannot make all of {self.path} private ({error}); use another "
+                "path or remove what is there"
+            ) from error
+
+    def check_free_space(self, plan: SpacePlan) -> None:
+        """Refuse a plan that the file system has no room for, counting what is already ours: for
+        good where it would be too small empty, else until there is room. A store that has all its
+        files needs no more, though the disk is full: what else the plan counts may never be."""
+        stat = os.statvfs(self.path)
+        free, largest = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+        if _allocated(self.slot_file) >= plan.slot_file_bytes:
+            missing = plan.index_bytes - _allocated(self.index / INDEX_DATA) - free
+        else:
+            missing = plan.total_bytes - self.used_bytes() - free
+        if missing > 0:
+            kind = TierConfigError if plan.total_bytes > largest else TierDown
+            raise kind(
+                f"the SSD tier takes {rough_size(plan.total_bytes)} in {self.path}, where "
+                f"{rough_size(free)} are free; lower its size by {-(-missing // MIB)}MiB or more, "
+                "or use another path"
+            )
+
+    def used_bytes(self) -> int:
+        """What the file system has given to everything of ours."""
+        return sum(each.lstat().st_blocks * 512 for each in self._ours())
+
+    def close(self) -> None:
+        """Let another process in."""
+        os.close(self._lock)
+
+    def _refuse_foreign_files(self) -> None:
+        """Files under our names that we did not make, since the lock file is always made first."""
+        for each in (self.slot_file, self.index):
+            if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
+                raise TierConfigError(
+                    f"the SSD tier would write over {each}, which it did not make (no lock file "
+                    "lies beside it); use another path or remove it"
+                )
+
+    def _ours(self) -> Iterator[Path]:
+        """Everything there is under our names."""
+        for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
+            yield from self.path.glob(name)
+        for name in _FOLDERS:
+            yield from self.path.glob(f"{name}/*")
+
+    def _refuse_wrong_kind(self, path: Path) -> None:
+        """A link, a pipe or a folder that stands where a file of ours belongs."""
+        if not os.path.lexists(path):
+            return
+        mode = path.lstat().st_mode
+        is_folder = any(path.parent == self.path and path.match(name) for name in _FOLDERS)
+        if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "something else"
+            raise TierConfigError(
+                f"the SSD tier needs {path} to be a {'folder' if is_folder else 'file'} and finds "
+                f"{what}; use another path or remove it"
+            )
+
+    def _take_lock(self) -> None:
+        began = time.monotonic()
+        try:
+            while not self._has_lock():
+                owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                waited = time.monotonic() - began
+                if waited > (LEFT_BEHIND_SECONDS if _is_gone(owner) else GLANCE_SECONDS):
+                    os.close(self._lock)
+                    raise TierConfigError(
+                        f"the SSD tier in {self.path} is in use by process {owner}; stop that "
+                        "process or use another path"
+                    )
+                time.sleep(_RETRY_SECONDS)
+            if not os.fstat(self._lock).st_nlink:
+                raise OSError(errno.ENOENT, "the store was just removed")
+            owner_line = f"{os.getpid()}\n".encode()
+            # Over the last one, since a full disk may not give back what it is given.
+            os.pwrite(self._lock, owner_line, 0)
+            os.ftruncate(self._lock, len(owner_line))
+        except OSError as error:
+            os.close(self._lock)
+            kind = TierConfigError if error.errno in _NO_LOCKS else TierDown
+            raise kind(
+                f"the SSD tier cannot lock {self.path} ({error.strerror}); use another path, on a "
+                "local disk with room"
+            ) from error
+
+    def _has_lock(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _is_gone(owner: str) -> bool:
+    """Whether no process has this id. One of another container looks so too, and still has it."""
+    try:
+        os.kill(int(owner), 0)
+    except (ValueError, OverflowError, PermissionError):
+        return False
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _allocated(path: Path) -> int:
+    """What the file system has given to a file; 0 where there is none."""
+    try:
+        return path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _make_private(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_IMODE(mode) & 0o077:
+            os.fchmod(descriptor, 0o700 if stat.S_ISDIR(mode) else 0o600)
+    finally:
+        os.close(descriptor)

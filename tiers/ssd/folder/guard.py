@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands between the store and a damaged index: looks first, and moves aside what is not sound.
+
+A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` looks at it
+and reads it in a child process with a time limit. Knows nothing of what the rows mean; losing an
+index costs a cold cache, serving from a damaged one could cost the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
+from .scan import UNABLE
+
+# What a damaged file does to its reader. Any other signal came from outside.
+_DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
+_SCAN = Path(__file__).with_name("scan.py")
+_MOST_ROWS_IN_BATCH = 65536
+_SLOWEST_ROWS_PER_SECOND = 20_000  # of a scan that works; a fast one does 30 times as much
+_PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
+
+
+def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
+    """All rows of the index in `folder`. Raises IndexDamaged, perhaps after some of them: only
+    when the iteration has ended is any of them good. Raises OSError where it could not be looked
+    at, which says nothing about it: a cache is not thrown away because memory was short, or because
+    the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
+    after the last one some is added for each row, which are all looked at once more."""
+    command = [sys.executable, "-P", "-S", str(_SCAN), str(folder), *filter(None, sys.path)]
+    watch = _Watch(timeout_seconds)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None and child.stderr is not None
+        # A host may forbid it; then opening takes a little longer.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        thread = threading.Thread(
+            target=watch.run, args=(child,), name="stratakv-ssd-scan", daemon=True
+        )
+        thread.start()
+        try:
+            for batch in _batches(child.stdout):
+                watch.saw(len(batch.slots) // SLOT_BYTES)
+                yield batch
+                watch.saw(0)
+            text = child.stderr.read(65536).decode(errors="replace")
+            status = child.wait()
+        finally:
+            watch.over.set()
+            thread.join()
+            child.kill()
+    if watch.is_late:
+        raise OSError(
+            f"the scan of its index stood still for {watch.patience_seconds():g} seconds; give it "
+            "a quicker disk, or remove the index to begin empty"
+        )
+    if status < 0:
+        name = signal.Signals(-status).name
+        if name not in _DEADLY_READS:
+            raise OSError(f"the scan of its index was ended by {name}")
+        raise IndexDamaged(f"reading it ended by {name}")
+    if status == UNABLE:
+        raise OSError(f"its index could not be scanned: {text.strip()}")
+    if status:
+        lines = text.strip().splitlines()
+        raise IndexDamaged(lines[-1] if lines else f"the scan ended with status {status}")
+
+
+class _Watch:
+    """Ends a child that stands still. Belongs to the thread that reads from it but for `run`."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.over = threading.Event()
+        self.is_late = False
+        self._timeout_seconds = timeout_seconds
+        self._rows = 0
+        self._seen_at = time.monotonic()
+
+    def saw(self, num_rows: int) -> None:
+        """More rows have come, or were taken in."""
+        self._rows += num_rows
+        self._seen_at = time.monotonic()
+
+    def patience_seconds(self) -> float:
+        """How long nothing may come."""
+        return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
+
+    def run(self, child: subprocess.Popen[bytes]) -> None:
+        """Until `over`, or until the child has stood still for too long."""
+        while True:
+            left = self._seen_at + self.patience_seconds() - time.monotonic()
+            if left <= 0:
+                self.is_late = True
+                child.kill()
+                return
+            if self.over.wait(left):
+                return
+
+
+def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
+    """Whole batches; a child that stopped in the middle of one says why by its status."""
+    while len(head := stream.read(4)) == 4:
+        count = int.from_bytes(head, "little")
+        if count > _MOST_ROWS_IN_BATCH:
+            return
+        slots, values = stream.read(count * SLOT_BYTES), stream.read(count * VALUE_BYTES)
+        if len(values) != count * VALUE_BYTES:
+            return
+        yield RowBatch(slots, values)
+
+
+def find_damage(folder: Path, timeout_seconds: float) -> str | None:
+    """What is wrong with the index in `folder`, None if nothing is."""
+    try:
+        for _batch in read_rows(folder, timeout_seconds):
+            pass
+    except IndexDamaged as damage:
+        return str(damage)
+    return None
+
+
+def move_aside(folder: Path) -> Path:
+    """Keep a damaged index for inspection, as `<folder>.bad-<n>`; the one before it is removed."""
+    earlier = set_aside(folder)
+    numbers = [int(path.name.rpartition("-")[2]) for path in earlier]
+    aside = folder.with_name(f"{folder.name}.bad-{max(numbers, default=0) + 1}")
+    for path in earlier:
+        shutil.rmtree(path)
+    folder.rename(aside)
+    return aside
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """The folders that were moved aside."""
+    found = folder.parent.glob(f"{folder.name}.bad-*")
+    return [path for path in found if path.name.rpartition("-")[2].isdigit()]
+
+
+def remove_larger(folder: Path, limit_bytes: int) -> None:
+    """Remove what was set aside by a larger store, which would break the bound of this one."""
+    for path in set_aside(folder):
+        data = path / DATA_FILE
+        if not data.exists() or data.stat().st_size > limit_bytes:
+            shutil.rmtree(path)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store was made for: the identity of a layout, a namespace, a codec and a key.
+
+A codec that loses something and the key of a seal are part of the namespace that the identity
+carries, behind what the caller gave. So a version that knows nothing of them sees another store
+and keeps away from it, and a store without them is named as before. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from ...block import BlockLayout
+from ...codecs.base import Codec
+from ...errors import TierConfigError
+from ...mac_key import MacKey
+from ...record_seal import Seal
+from ..index.index_file import Identity
+
+_LOSSY = b"\0codec="  # before the name of a codec that loses something
+_SEAL = b"\0seal=hmac-sha256:"  # before the id of a key; always last
+
+
+class FullNamespace(NamedTuple):
+    """The parts of the namespace in an identity."""
+
+    given: bytes
+    codec: str = ""  # none that loses anything
+    key_id: bytes = b""  # no key: plain checksums
+
+    def pack(self) -> bytes:
+        """As an identity carries it."""
+        return self._unsealed() + (_SEAL + self.key_id if self.key_id else b"")
+
+    def seal(self, key: MacKey) -> Seal:
+        """The seal of the records of this store."""
+        return key.seal(self._unsealed())
+
+    def _unsealed(self) -> bytes:
+        return self.given + (_LOSSY + self.codec.encode() if self.codec else b"")
+
+
+def unpack(namespace: bytes) -> FullNamespace:
+    """The parts of what an identity carries, which may be from anywhere."""
+    rest, mark, key_id = namespace.rpartition(_SEAL)
+    if not mark:
+        rest, key_id = namespace, b""
+    given, _, codec = rest.partition(_LOSSY)
+    return FullNamespace(given, codec.decode(errors="replace"), key_id)
+
+
+def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> FullNamespace:
+    """Blocks that lost something to a codec have a namespace of their own, so that nobody is
+    served them who did not ask for it; sealed records have one for each key."""
+    lossy = codec.name if codec is not None and not codec.is_lossless else ""
+    return FullNamespace(given, lossy, b"" if key is None else key.id)
+
+
+def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespace) -> Identity:
+    """As index and identity file say it."""
+    text = (
+        f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
+        f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
+    )
+    return Identity(format_version, layout.layout_id(), namespace.pack(), text)
+
+
+def refuse(path: Path, found: Identity, wanted: Identity) -> NoReturn:
+    """Raise TierConfigError: what was found, what is wanted, and what to do."""
+    theirs, ours = _difference(found, wanted)
+    cure = "give the key file it was made with, " if "MAC key" in theirs + ours else ""
+    raise TierConfigError(
+        f"the SSD tier in {path} was made for {theirs}, and this engine has {ours}; {cure}use "
+        "another path or delete that directory"
+    )
+
+
+def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
+    if found.layout_id != wanted.layout_id:
+        return found.layout_text, wanted.layout_text
+    theirs, ours = unpack(found.namespace), unpack(wanted.namespace)
+    if theirs.given != ours.given:
+        # A namespace is there where the names of blocks do not say which model they are of.
+        return f"another model or naming of blocks ({_name_of(theirs.given)})", _name_of(ours.given)
+    if theirs.codec != ours.codec:
+        return _codec_of(theirs.codec), _codec_of(ours.codec)
+    return key_name(theirs.key_id), key_name(ours.key_id)
+
+
+def key_name(key_id: bytes) -> str:
+    """For people."""
+    return f"the MAC key {key_id.hex()[:16]}" if key_id else "no MAC key"
+
+
+def _name_of(namespace: bytes) -> str:
+    return f"namespace {namespace.hex()[:16]}" if namespace else "no namespace"
+
+
+def _codec_of(name: str) -> str:
+    return f"the codec {name}" if name else "no codec that changes numbers"

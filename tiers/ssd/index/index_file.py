@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index on disk: an LMDB environment that says which slot holds which block.
+
+It is the durable copy of the index in memory, read once at the start and written in batches. A
+row's key is the slot, not the block: the number of rows is then bounded by the number of slots,
+two rows cannot claim one slot, and a batch of neighbouring slots changes one page of the tree
+instead of one page for each block.
+
+    store    name → value       what the store was made for, see `Identity`
+    slots    slot u32 big-endian → block key (40) | generation u64 | last use u64
+                                   | encoded bytes u64, 0 for a block without a codec
+
+Used by one thread at a time. `folder/guard.py` must have looked at the files before, because LMDB
+on a damaged file can end the process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import struct
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+
+from ...block import KEY_BYTES
+
+DATA_FILE = "data.mdb"
+FORMAT_VERSION = 3  # 2 had records without tags
+SLOT_BYTES = 4
+VALUE_BYTES = 64
+
+_SLOT = struct.Struct(">I")
+_VALUE = struct.Struct(f"<{KEY_BYTES}sQQQ")
+_ZEROS = bytes(1024**2)
+_NUMBER = struct.Struct("<Q")
+EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
+_LARGEST_EPOCH = 2**32 - 2  # the upper half of a generation has to hold the next one
+_ROWS_PER_COMMIT = 65536  # of a rebuilt index
+
+
+class IndexDamaged(Exception):
+    """What is wrong with an index, in a few words for a person."""
+
+
+class Row(NamedTuple):
+    """One block on the disk. `last_use` only orders rows; it is no time. `encoded_bytes` is what a
+    codec made of the block, 0 where it lies as it is."""
+
+    slot: int
+    key: bytes
+    generation: int
+    last_use: int
+    encoded_bytes: int = 0
+
+
+class Columns(NamedTuple):
+    """Many rows, one sequence for each of their fields."""
+
+    slots: array[int]
+    keys: list[bytes]
+    generations: array[int]
+    last_uses: array[int]
+    encoded_bytes: array[int]
+
+
+class RowBatch(NamedTuple):
+    """Many rows in the order of their slots, as they lie on the disk."""
+
+    slots: bytes
+    values: bytes
+
+    def rows(self) -> Iterator[Row]:
+        for (slot,), value in zip(
+            _SLOT.iter_unpack(self.slots), _VALUE.iter_unpack(self.values), strict=True
+        ):
+            yield Row(slot, *value)
+
+    def columns(self, num_slots: int) -> Columns:
+        """The rows below `num_slots`, without an object for each: a million are slow to make."""
+        slots, words = array("I", self.slots), array("Q", self.values)
+        (slots if sys.byteorder == "little" else words).byteswap()
+        count = bisect_left(slots, num_slots)
+        stop = count * _VALUE.size
+        keys = [self.values[i : i + KEY_BYTES] for i in range(0, stop, _VALUE.size)]
+        in_row = _VALUE.size // words.itemsize
+        before = KEY_BYTES // words.itemsize
+        words = words[: count * in_row]
+        fields = (words[before + field :: in_row] for field in range(in_row - before))
+        return Columns(slots[:count], keys, *fields)
+
+
+def batch_of(rows: Sequence[Row]) -> RowBatch:
+    """A batch of rows that are in the order of their slots."""
+    return RowBatch(
+        b"".join(_SLOT.pack(row.slot) for row in rows),
+        b"".join(_VALUE.pack(*row[1:]) for row in rows),
+    )
+
+
+class Identity(NamedTuple):
+    """What the store was made for. Another layout, namespace or format has another store."""
+
+    format_version: int
+    layout_id: bytes
+    namespace: bytes
+    layout_text: str  # for people, in messages
+
+    def is_same(self, other: Identity) -> bool:
+        return self[:3] == other[:3]
+
+
+class IndexFile:
+    """Rows and identity in `folder`. Every call that changes something is one durable commit.
+
+    Every call may raise lmdb.Error.
+    """
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = folder
+        self._data = folder / DATA_FILE
+        self._map_bytes = map_bytes
+        self._is_refused = False
+        self._open()
+
+    def reserve(self, map_bytes: int) -> None:
+        """Write the file's whole room once, so that a full disk cannot break a commit later, and
+        so that a commit does not wait for the file system's journal. May raise OSError."""
+        descriptor = os.open(self._data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            start = os.fstat(descriptor).st_size
+            for offset in range(start, map_bytes, len(_ZEROS)):
+                os.pwrite(descriptor, _ZEROS[: map_bytes - offset], offset)
+            if start < map_bytes:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def file_bytes(self) -> int:
+        return _size(self._data)
+
+    def identity(self) -> Identity | None:
+        """None where the index is new. Raises IndexDamaged."""
+        with self._env.begin() as txn:
+            version = txn.get(b"format", db=self._store)
+            if version is None:
+                return None
+            if len(version) != _NUMBER.size:
+                raise IndexDamaged(f"the number of its format has {len(version)} bytes")
+            return Identity(
+                _NUMBER.unpack(version)[0],
+                txn.get(b"layout_id", b"", db=self._store),
+                txn.get(b"namespace", b"", db=self._store),
+                txn.get(b"layout", b"", db=self._store).decode(errors="replace"),
+            )
+
+    def write_identity(self, identity: Identity) -> None:
+        with self._env.begin(write=True, db=self._store) as txn:
+            txn.put(b"format", _NUMBER.pack(identity.format_version))
+            txn.put(b"layout_id", identity.layout_id)
+            txn.put(b"namespace", identity.namespace)
+            txn.put(b"layout", identity.layout_text.encode())
+
+    def next_epoch(self, last: int | None) -> int:
+        """A number below 2**32 that no earlier opening of the store had. `last` is the one before
+        as far as somebody else knows; otherwise the index does, and a new index begins anywhere,
+        so that it does not repeat the numbers of one that was lost."""
+        with self._env.begin(write=True, db=self._store) as txn:
+            stored = txn.get(b"epoch", b"")
+            if last is None and len(stored) == _NUMBER.size:
+                last = int(_NUMBER.unpack(stored)[0])
+            if last is None or last > _LARGEST_EPOCH:
+                last = secrets.randbits(31)
+            txn.put(b"epoch", _NUMBER.pack(last + 1))
+        return last + 1
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in the order of their slots. Rows of a wrong length are left out."""
+        with self._env.begin(db=self._slots) as txn, txn.cursor() as cursor:
+            for slot, value in cursor:
+                if len(slot) == _SLOT.size and len(value) == _VALUE.size:
+                    yield Row(_SLOT.unpack(slot)[0], *_VALUE.unpack(value))
+
+    def put(self, rows: Iterable[Row], deleted: Sequence[int] = ()) -> None:
+        """Write rows over what their slots had, and remove the rows of other slots."""
+        items = [(_SLOT.pack(row.slot), _VALUE.pack(*row[1:])) for row in sorted(rows)]
+        with self._change_rows() as txn, txn.cursor() as cursor:
+            cursor.putmulti(items)
+            for slot in sorted(deleted):
+                txn.delete(_SLOT.pack(slot))
+
+    def delete(self, slots: Sequence[int]) -> None:
+        """Remove the rows of these slots; missing ones are ignored."""
+        with self._change_rows() as txn:
+            for slot in sorted(slots):
+                txn.delete(_SLOT.pack(slot))
+
+    def delete_from(self, slot: int) -> None:
+        """Remove the rows of this slot and of all after it."""
+        with self._change_rows() as txn, txn.cursor() as cursor:
+            while cursor.set_range(_SLOT.pack(slot)):
+                cursor.delete()
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _open(self) -> None:
+        self._env = lmdb.open(
+            str(self._folder),
+            # Never smaller than the file, which a shrinking store has to read before it shrinks.
+            map_size=max(self._map_bytes, _size(self._data)),
+            max_dbs=2,
+            mode=0o600,
+            lock=False,  # one process holds the store's own lock, and nothing reads beside a write
+            writemap=False,  # a wild pointer must not reach the file
+            readahead=False,
+        )
+        try:
+            self._store = self._env.open_db(b"store")
+            self._slots = self._env.open_db(b"slots")
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _change_rows(self) -> Any:
+        """A transaction. After an error of the disk at a bad moment LMDB refuses every further one
+        until the file is opened anew; that is done here, so that only the disk has to heal."""
+        if self._is_refused:
+            self._env.close()
+            self._open()
+            self._is_refused = False
+        try:
+            return self._env.begin(write=True, db=self._slots)
+        except lmdb.PanicError:
+            self._is_refused = True
+            raise
+
+
+def rebuild(folder: Path, map_bytes: int, identity: Identity, rows: Iterable[Row]) -> None:
+    """Replace the index in `folder` by a new one of `map_bytes` that holds `rows`.
+
+    LMDB files never shrink, so a smaller store needs a new one. A crash in between leaves either
+    index; the new one names what it is for only when it is whole, see `finish_rebuild`.
+    """
+    fresh = fresh_folder(folder)
+    shutil.rmtree(fresh, ignore_errors=True)
+    index = IndexFile(fresh, map_bytes)
+    try:
+        index.reserve(map_bytes)
+        waiting = iter(rows)
+        while some := list(islice(waiting, _ROWS_PER_COMMIT)):
+            index.put(some)
+        index.write_identity(identity)
+    finally:
+        index.close()
+    sync_folder(fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    sync_folder(folder.parent)
+
+
+def finish_rebuild(folder: Path) -> None:
+    """After a crash: take the new index where the old one is gone already, else remove it."""
+    fresh = fresh_folder(folder)
+    if not fresh.exists():
+        return
+    if (folder / DATA_FILE).exists():
+        shutil.rmtree(fresh)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in the folder are on the disk. May raise OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Where the index lies that is about to replace the one in `folder`."""
+    return folder.with_name(folder.name + ".new")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

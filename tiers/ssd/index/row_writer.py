@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the rows of the index to the disk: new blocks, removals, last uses, in few commits.
+
+A commit is dear, so a full store removes in it what later batches will displace: a steady stream
+of batches then takes one commit each instead of two. Knows nothing of records; who calls it has
+seen to it that those of new rows are on the disk. Called by one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from ..state import StoreState
+from .index_file import IndexFile
+from .slot_index import Entry
+
+ROWS_PER_COMMIT = 4096
+
+_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
+
+
+class RowWriter:
+    """`released` is told which entries' rows are gone, under the lock."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        index_file: IndexFile,
+        released: Callable[[Iterable[Entry]], None],
+    ) -> None:
+        self._state = state
+        self._index_file = index_file
+        self._released = released
+        self._ahead = state.index.num_slots // _AHEAD_SHARE
+
+    def remove_leaving(self) -> bool:
+        """Remove the rows of all blocks that left; their slots are free then. False where the disk
+        kept some; they are removed another time."""
+        with self._state.lock:
+            leaving = self._state.index.take_leaving()
+        for start in range(0, len(leaving), ROWS_PER_COMMIT):
+            chunk = leaving[start : start + ROWS_PER_COMMIT]
+            try:
+                self._index_file.delete([entry.slot for entry in chunk])
+            except Exception as error:  # noqa: BLE001 - or their slots were lost
+                self._state.count_fault(error)
+                with self._state.lock:
+                    self._state.index.keep_leaving(leaving[start:])
+                return False
+            self._release(chunk)
+        return True
+
+    def commit(self, entries: Sequence[Entry]) -> bool:
+        """Commit the rows of new entries, with them last uses and removals for later batches;
+        False if that failed."""
+        index = self._state.index
+        with self._state.lock:
+            rows = index.touched_rows(ROWS_PER_COMMIT)
+            rows += index.new_rows(entries)
+            self._state.stats.evicted_blocks += index.make_room(min(len(entries), self._ahead))
+            leaving = index.take_leaving(ROWS_PER_COMMIT) if rows else []
+        if not rows:
+            return True
+        try:
+            self._index_file.put(rows, [entry.slot for entry in leaving])
+        except Exception as error:  # noqa: BLE001 - or their slots were lost
+            self._state.count_fault(error)
+            with self._state.lock:
+                index.keep_leaving(leaving)
+            return False
+        self._release(leaving)
+        return True
+
+    def write_last_uses(self, stop_at: float) -> None:
+        """Bring the order of use to the disk, as far as the time allows."""
+        while True:
+            with self._state.lock:
+                rows = self._state.index.touched_rows(ROWS_PER_COMMIT)
+            if not rows or time.monotonic() > stop_at:
+                return
+            try:
+                self._index_file.put(rows)
+            except Exception as error:  # noqa: BLE001 - the order of use is worth no more
+                self._state.count_fault(error)
+                return
+
+    def _release(self, gone: Sequence[Entry]) -> None:
+        with self._state.lock:
+            self._state.index.release(gone)
+            self._released(gone)
