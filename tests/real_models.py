@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from stratakv.benchmarks.gpu import engine_model
+from stratakv.benchmarks.gpu.engine import model as engine_model
 from stratakv.engine.models.checkpoint.weights import expected_tensors
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL

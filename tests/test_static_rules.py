@@ -22,7 +22,7 @@ SPDX = "SPDX-License-Identifier: Apache-2.0"
 # Loading one of these runs code that the data names.
 BANNED_MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # path -> why it writes pickle; reading stays forbidden there too.
-WRITES_PICKLE = {"benchmarks/hash_peers.py": "times block hashing as the peer does it"}
+WRITES_PICKLE = {"benchmarks/core/hash_peers.py": "times block hashing as the peer does it"}
 BANNED_CALLS = {
     "torch.load": "reads pickle; use safetensors",
     "torch.serialization.load": "reads pickle; use safetensors",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .copy_lanes import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
-from .copy_plots import plot_ceilings
+from .copies.plots import plot_ceilings
+from .copies.streams import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
 from .place import Place, WrongResult, check_close
 from .results import Results
 from .section import Section

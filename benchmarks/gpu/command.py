@@ -22,21 +22,13 @@ import torch
 from rich.console import Console
 
 from ...tiers.settings.values import ConfigError
-from ..plots import draw_and_tell
-from ..report import Report, print_table
-from . import (
-    ceilings,
-    copies,
-    decode,
-    device_copies,
-    engine_phases,
-    engine_step,
-    interference,
-    launch_sweep,
-    peers,
-    prefill,
-    writes,
-)
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report, print_table
+from . import ceilings
+from .attention import decode, launch_sweep, peers, prefill, writes
+from .copies import device_copies, interference, methods_section
+from .engine import phases as engine_phases
+from .engine import step as engine_step
 from .place import Place, SectionOver
 from .results import Results
 from .section import Section
@@ -48,7 +40,7 @@ SECTIONS: tuple[Section, ...] = (
     writes.SECTION,
     decode.SECTION,
     prefill.SECTION,
-    copies.SECTION,
+    methods_section.SECTION,
     device_copies.SECTION,
     interference.SECTION,
     engine_step.SECTION,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..report import Report
+from ..harness.report import Report
 
 Row = dict[str, Any]  # one measured case: "case" names it, the other entries are plain values
 

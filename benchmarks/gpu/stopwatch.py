@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..report import median, percentile
+from ..harness.report import median, percentile
 from .place import Place
 
 Launch = Callable[[], object]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ...tiers.block import BlockLayout
 from ...tiers.shared_memory import SharedMemory
-from ..tiers.contest import WrongWork
+from ..harness.comparison import WrongWork
 from ..tiers.scale import MIB, layout_of
 
 STAMP_BYTES = 16

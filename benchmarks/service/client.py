@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
 from .blocks import Blocks
-from .mooncake_way import MooncakeWay
-from .raw_way import RawWay
-from .redis_way import RedisWay
-from .ways import SECONDS, ConnectionWay, CopyWay, Plan, TierWay, Way
+from .mooncake_transport import MooncakeWay
+from .raw_transport import RawWay
+from .redis_transport import RedisWay
+from .transports import SECONDS, ConnectionWay, CopyWay, Plan, TierWay, Way
 
 WAYS: dict[str, Any] = {
     "copy": CopyWay,

@@ -23,13 +23,13 @@ from rich.console import Console
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
 from ...tiers.settings.values import ConfigError
-from ..plots import draw_and_tell
-from ..report import Report, median
-from ..tiers.contest import Contest, WrongWork, quartiles, take_rounds
+from ..harness.comparison import Contest, WrongWork, quartiles, take_rounds
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report, median
 from ..tiers.scale import layout_of
 from ..tiers.slab_case import footprint_bytes
-from . import mooncake_way, raw_way
-from .crew import Crew, Round, cpu_seconds, far_ends
+from . import mooncake_transport, raw_transport
+from .clients import Crew, Round, cpu_seconds, far_ends
 from .report import plot_service, print_service
 from .scale import (
     CASES,
@@ -44,7 +44,7 @@ from .scale import (
     row_name,
 )
 from .servers import OPENSSL, cache_server, certificate, find_redis, redis_server
-from .ways import Plan
+from .transports import Plan
 
 _LOOK_UP_BLOCK_BYTES = 4096
 _SPARE = 1.25  # of the server's memory: what is being stored has a place beside what is there
@@ -117,8 +117,8 @@ class Measurement:
         self._skipped: dict[str, str] = {}
         if no_redis:
             self._skipped["redis"] = no_redis
-        if mooncake_way.why_not():
-            self._skipped["mooncake"] = mooncake_way.why_not()
+        if mooncake_transport.why_not():
+            self._skipped["mooncake"] = mooncake_transport.why_not()
         figures = report.figures
         figures["plan"] = {
             "footprint_bytes": self._footprint,
@@ -197,7 +197,9 @@ class Measurement:
                 pids["copy"] = []
             for name in wanted - {"copy"}:
                 ends = stack.enter_context(
-                    far_ends(raw_way.serve, crew.block_bytes, crew.count, files, clients=len(crew))
+                    far_ends(
+                        raw_transport.serve, crew.block_bytes, crew.count, files, clients=len(crew)
+                    )
                 )
                 plans = [Plan("raw", {"port": port, "ca_file": ca_file}) for _, port in ends]
                 stack.enter_context(crew.way(name, plans))
@@ -225,7 +227,9 @@ class Measurement:
     def _with_mooncake(self, crew: Crew) -> Iterator[list[int]]:
         """One process holds the memory of all clients, as a server would."""
         count = len(crew) * crew.count
-        with far_ends(mooncake_way.serve, crew.block_bytes, count, clients=1) as [(child, told)]:
+        with far_ends(mooncake_transport.serve, crew.block_bytes, count, clients=1) as [
+            (child, told)
+        ]:
             target, addresses = told
             plans = [
                 Plan(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plots import GATE, MISSED, new_figure, save_figure
-from ..report import Report, print_table
+from ..harness.plots import GATE, MISSED, new_figure, save_figure
+from ..harness.report import Report, print_table
 from .scale import CASES, GATES, LIMITS, SIZES, row_name
 
 # With one client, and with more.

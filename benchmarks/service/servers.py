@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..tiers.contest import WrongWork
+from ..harness.comparison import WrongWork
 
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 10.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ...tiers import record
 from ...tiers.ssd import reader, record_writer
 from ...tiers.tag import NO_TAG, Proof
-from .contest import Contest
+from ..harness.comparison import Contest
 from .store_case import StoreCase
 from .swap import swapped
 

@@ -18,8 +18,8 @@ from ...tiers.block import BlockLayout
 from ...tiers.codecs.base import Codec
 from ...tiers.codecs.choice import CODECS
 from ...tiers.contract import make_buffers
-from ..report import Report, median, print_table
-from .contest import WrongWork
+from ..harness.comparison import WrongWork
+from ..harness.report import Report, median, print_table
 
 _ROUNDS = 9
 _SEED = 5

@@ -22,11 +22,11 @@ from rich.console import Console
 from ...engine.settings import readers
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
-from ..plots import draw_and_tell
-from ..report import Report, median
+from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report, median
 from . import checksum_case
 from .codec_case import measure_codecs, print_codecs
-from .contest import Outcome, WrongWork, quartiles, take_rounds
 from .gates import BYTES_PER_ENTRY, GATES, LOOK_UPS, LOOK_UPS_WHILE_CHURNING, REOPEN
 from .index_case import IndexCase
 from .place import check_huge_pages, working_folder

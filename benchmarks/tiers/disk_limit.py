@@ -38,7 +38,7 @@ from typing import Protocol
 
 from ...tiers.block import ALIGNMENT
 from ...tiers.cpu import CpuSlab
-from .contest import WrongWork
+from ..harness.comparison import WrongWork
 
 QUEUE_DEPTH = 8  # at least
 READ_DEPTHS = (8, 16, 32)  # requests at a time, of which the best one counts

@@ -24,7 +24,7 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from .contest import Contest, WrongWork
+from ..harness.comparison import Contest, WrongWork
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
 from .swap import swapped

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..plots import GATE, MET, MISSED, new_figure, save_figure
-from ..report import Report, print_table
+from ..harness.plots import GATE, MET, MISSED, new_figure, save_figure
+from ..harness.report import Report, print_table
 from .gates import GATES
 from .scale import SIZES
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tiers.cpu import CpuSlab
-from .contest import Contest, WrongWork
+from ..harness.comparison import Contest, WrongWork
 from .scale import MIB, key_of, layout_of
 
 BATCH_BYTES = 32 * MIB

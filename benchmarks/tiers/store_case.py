@@ -24,7 +24,7 @@ from ...tiers.base import Stored
 from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
 from ...tiers.tag import Proof
-from .contest import Contest, WrongWork
+from ..harness.comparison import Contest, WrongWork
 from .disk_limit import QUEUE_DEPTH, READ_DEPTHS, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 

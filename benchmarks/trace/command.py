@@ -20,8 +20,8 @@ from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
 from ...tiers.settings.values import ConfigError
-from ..plots import draw_and_tell
-from ..report import Report
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report
 from .cells import (
     HEADS_FIRST,
     LRU,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..plots import MET, new_figure, save_figure
-from ..report import Report
+from ..harness.plots import MET, new_figure, save_figure
+from ..harness.report import Report
 from .cells import HEADS_FIRST, LRU, OPT
 
 _COLOURS = {LRU: "#8a8f98", OPT: "#222222", HEADS_FIRST: "#c9a0a0"}

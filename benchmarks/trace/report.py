@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..report import Report, print_table
+from ..harness.report import Report, print_table
 from .cells import HEADS_FIRST, LRU, OPT, Answer, Cell, PairCell
 from .contenders import ADMIT_ALL
 from .replay import Outcome

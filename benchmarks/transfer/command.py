@@ -15,9 +15,9 @@ import gc
 
 from rich.console import Console
 
-from ..plots import draw_and_tell
-from ..report import Report
-from ..tiers.contest import WrongWork, take_rounds
+from ..harness.comparison import WrongWork, take_rounds
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report
 from ..tiers.slab_case import footprint_bytes
 from .copy_case import CopyCase
 from .layer_ranges import take_layer_ranges

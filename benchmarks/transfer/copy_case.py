@@ -11,7 +11,7 @@ import threading
 import time
 
 from ...connector.device.base import Event, Stream
-from ..tiers.contest import Contest, WrongWork
+from ..harness.comparison import Contest, WrongWork
 from .rig import WAIT_SECONDS, Bytes, Pairs, Rig, copy_plainly
 from .scale import JOB_BLOCKS, MOVES, RUN_BLOCKS, copy_name
 

@@ -30,8 +30,8 @@ from ...engine.options import EMBEDDED_MODEL
 from ...engine.worker.block_table import BlockTable
 from ...engine.worker.forward.attention_metadata import AttentionPlanner
 from ...engine.worker.kv_pool import KvPool
-from ..report import median, percentile
-from ..tiers.contest import WrongWork
+from ..harness.comparison import WrongWork
+from ..harness.report import median, percentile
 from .rig import WAIT_SECONDS
 
 BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is worth a copy

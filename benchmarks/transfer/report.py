@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..plots import MISSED, new_figure, save_figure
-from ..report import Report, print_table
+from ..harness.plots import MISSED, new_figure, save_figure
+from ..harness.report import Report, print_table
 from .scale import GATES, MOVES, RUN_BLOCKS, SIZES, copy_name, submit_name
 
 _COLOURS = ("#2b6cb0", "#63a4d8", "#2f7d4f", "#7fbf98", "#b7791f")

@@ -19,7 +19,7 @@ from ...connector.offload_worker import OffloadWorker
 from ...connector.transfer import CopySignal
 from ...engine.worker.kv_pool import KvPool
 from ...tiers.cpu import CpuSlab
-from ..tiers.contest import WrongWork
+from ..harness.comparison import WrongWork
 from ..tiers.scale import MIB, layout_of
 
 WAIT_SECONDS = 60.0

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...connector.base import ConnectorMetadata, CopyJob
-from ..report import median
-from ..tiers.contest import WrongWork
+from ..harness.comparison import WrongWork
+from ..harness.report import median
 from .rig import WAIT_SECONDS, Rig, copy_plainly
 from .scale import JOB_BLOCKS
 

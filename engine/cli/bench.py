@@ -23,9 +23,9 @@ DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 # Name → module with add_arguments(parser) and run(args) -> exit code; args also holds `quick` and
 # `out`, which every benchmark takes.
 BENCHMARKS = {
-    "offload": "...benchmarks.offload",
-    "serve": "...benchmarks.serve",
-    "core": "...benchmarks.core",
+    "offload": "...benchmarks.offload.command",
+    "serve": "...benchmarks.serve.command",
+    "core": "...benchmarks.core.command",
     "tiers": "...benchmarks.tiers.command",
     "gpu": "...benchmarks.gpu.command",
     "trace": "...benchmarks.trace.command",

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks import offload
-from stratakv.benchmarks.report import Report, environment, median
+from stratakv.benchmarks.harness.comparison import Contest, take_rounds
+from stratakv.benchmarks.harness.report import Report, environment, median
+from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.tiers import disk_limit
-from stratakv.benchmarks.tiers.contest import Contest, take_rounds
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
 from stratakv.engine.core.offload import offload_settings
@@ -117,10 +117,10 @@ def test_u02_every_picture_names_machine_date_and_version(
 
 
 def draw(report: Report, path: Path) -> None:
-    from stratakv.benchmarks.core_report import plot_core
-    from stratakv.benchmarks.offload_costs_report import plot_costs
-    from stratakv.benchmarks.plots import plot_phases
-    from stratakv.benchmarks.serve_plot import plot_serve
+    from stratakv.benchmarks.core.report import plot_core
+    from stratakv.benchmarks.harness.plots import plot_phases
+    from stratakv.benchmarks.offload.costs_report import plot_costs
+    from stratakv.benchmarks.serve.plot import plot_serve
     from stratakv.benchmarks.service.report import plot_service
     from stratakv.benchmarks.tiers.report import plot_tiers
     from stratakv.benchmarks.trace.plot import plot_traces

@@ -11,7 +11,7 @@ import torch
 from stratakv.benchmarks.gpu.place import Place
 from stratakv.benchmarks.gpu.results import Results
 from stratakv.benchmarks.gpu.section import Section
-from stratakv.benchmarks.report import Report
+from stratakv.benchmarks.harness.report import Report
 
 
 def rehearsal(quick: bool = True) -> Place:

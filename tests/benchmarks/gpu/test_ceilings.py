@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.benchmarks.gpu import ceilings, copy_lanes
-from stratakv.benchmarks.gpu.copy_lanes import Lanes, page_locked, time_both_ways
+from stratakv.benchmarks.gpu import ceilings
+from stratakv.benchmarks.gpu.copies import streams as copy_lanes
+from stratakv.benchmarks.gpu.copies.streams import Lanes, page_locked, time_both_ways
 from stratakv.benchmarks.gpu.place import WrongResult
 from stratakv.benchmarks.gpu.stopwatch import Timing
 from stratakv.kernels.copy import copy_engine

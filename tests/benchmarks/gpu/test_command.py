@@ -14,7 +14,7 @@ from stratakv.benchmarks.gpu import command
 from stratakv.benchmarks.gpu.place import Place, SectionOver
 from stratakv.benchmarks.gpu.results import Results, Target
 from stratakv.benchmarks.gpu.section import Section
-from stratakv.benchmarks.report import Report
+from stratakv.benchmarks.harness.report import Report
 from stratakv.tiers.settings.values import ConfigError
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.gpu import engine_model, engine_phases, engine_step
-from stratakv.benchmarks.gpu.engine_phases import PHASES
+from stratakv.benchmarks.gpu.engine import model as engine_model
+from stratakv.benchmarks.gpu.engine import phases as engine_phases
+from stratakv.benchmarks.gpu.engine import step as engine_step
+from stratakv.benchmarks.gpu.engine.phases import PHASES
 from stratakv.benchmarks.gpu.place import WrongResult
-from stratakv.benchmarks.offload_engines import MeasuredEngine, Run
+from stratakv.benchmarks.offload.engines import MeasuredEngine, Run
 from stratakv.engine.models.spec import load_model_spec
 
 from .copy_rehearsal import is_plot, no_results, rehearsal, rehearse

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.service import command
-from stratakv.benchmarks.service.crew import Crew, cpu_seconds
+from stratakv.benchmarks.service.clients import Crew, cpu_seconds
 from stratakv.benchmarks.service.scale import (
     CASES,
     GATES,
@@ -22,8 +23,7 @@ from stratakv.benchmarks.service.scale import (
     row_name,
 )
 from stratakv.benchmarks.service.servers import OPENSSL, find_redis
-from stratakv.benchmarks.service.ways import Plan
-from stratakv.benchmarks.tiers.contest import WrongWork
+from stratakv.benchmarks.service.transports import Plan
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.engine.cli.main import main
 

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.report import Report
+from stratakv.benchmarks.harness.comparison import (
+    Contest,
+    Outcome,
+    WrongWork,
+    quartiles,
+    take_rounds,
+)
+from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.tiers import checksum_case, codec_case, disk_limit
 from stratakv.benchmarks.tiers.command import Results
-from stratakv.benchmarks.tiers.contest import Contest, Outcome, WrongWork, quartiles, take_rounds
 from stratakv.benchmarks.tiers.gates import Gate
 from stratakv.benchmarks.tiers.index_case import IndexCase
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers import command, place
-from stratakv.benchmarks.tiers.contest import WrongWork
 from stratakv.benchmarks.tiers.gates import GATES
 from stratakv.benchmarks.tiers.place import file_system_of, working_folder
 from stratakv.benchmarks.tiers.scale import SIZES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.report import Report
+from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.trace import cells, command
 from stratakv.benchmarks.trace.cells import HEADS_FIRST, OPT, Answer, Cell, PairCell, Source
 from stratakv.benchmarks.trace.replay import Outcome

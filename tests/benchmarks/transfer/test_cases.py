@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.tiers.contest import WrongWork
+from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.benchmarks.transfer.copy_case import CopyCase
 from stratakv.benchmarks.transfer.rig import Rig, copy_plainly

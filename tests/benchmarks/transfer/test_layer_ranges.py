@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stratakv.benchmarks.tiers.contest import WrongWork
+from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.transfer import layer_ranges
 from stratakv.benchmarks.transfer.layer_ranges import (
     BLOCK_TOKENS,

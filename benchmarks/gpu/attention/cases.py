@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random batches for attention over the paged pool, the same for decode, prefill and peers.
+
+A case is decode where every request has one new token. Its pool is one of several layers, as the
+engine's is: a block holds its layers one after the other, and each launch reads another layer, so
+that together they do not fit into the level-2 cache. Block ids are a random permutation. Knows
+nothing of targets, tables and plots.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....kernels.attention.paged_decode import paged_decode
+from ....kernels.attention.paged_decode_plain import paged_decode_plain
+from ....kernels.attention.paged_prefill import paged_prefill
+from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
+from ..place import Place, check_close
+from ..results import Row
+from ..stopwatch import Launch, Timing, time_launches
+
+COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
+MAX_LAYERS = 64
+FP8 = torch.float8_e4m3fn
+FP8_SPREAD = 64.0  # of what is stored; a scale of about its inverse brings it back to 1
+FILLED_AT_ONCE = 2**27  # elements that are random float32 before they become float8
+# In units of the row's own root mean square: rounding to 16 bits, the result and its reference.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A shape to measure. The defaults are those of the targets: 32 heads over 8."""
+
+    name: str
+    chunks: tuple[tuple[int, int], ...]  # of each request: new tokens, tokens before them
+    group: int = 4
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    scales: str = ""  # "head" or "token" for a float8 pool
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        return all(new == 1 for new, _ in self.chunks)
+
+    @property
+    def heads(self) -> int:
+        return self.group * self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied with."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [new + before for new, before in self.chunks]
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        return FP8 if self.scales else self.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in one layer, without scales."""
+        return 2 * self.kv_heads * self.head_dim * self.pool_dtype.itemsize
+
+    @property
+    def read_bytes(self) -> int:
+        """K and V that must be read, each once: for decode all that there is to move."""
+        reach = [
+            before + new if self.window is None else min(before, self.window - 1) + new
+            for new, before in self.chunks
+        ]
+        return sum(reach) * self.token_bytes
+
+    @property
+    def keys_seen(self) -> int:
+        """Summed over all new tokens."""
+        return sum(
+            min(before + i + 1, self.window or before + i + 1)
+            for new, before in self.chunks
+            for i in range(new)
+        )
+
+    @property
+    def flops(self) -> int:
+        """Two products, each of a multiplication and an addition; what is masked does not count."""
+        return 4 * self.heads * self.head_dim * self.keys_seen
+
+    def describe(self) -> Row:
+        """The entries of a row that say what was measured."""
+        return {
+            "case": self.name,
+            "requests": len(self.chunks),
+            "new_tokens": [new for new, _ in self.chunks][:8],
+            "longest": max(self.lengths),
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "block_size": self.block_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "pool": f"fp8, {self.scales} scales" if self.scales else "as q",
+            "window": self.window,
+            "softcap": self.softcap,
+        }
+
+
+def decode_case(name: str, requests: int, context: int, **options: object) -> Case:
+    """`requests` requests with `context` tokens each, the new one among them."""
+    return Case(name=name, chunks=((1, context - 1),) * requests, **options)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tensors of a case. `layers` and `scales` belong together; the rest is shared by all."""
+
+    case: Case
+    q: Tensor  # [tokens, heads, head_dim]
+    layers: list[Tensor]  # each [num_blocks, 2, block_size, kv heads, head_dim]
+    scales: list[Tensor | None]
+    block_tables: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+
+    def run(self, kernel: str, layer: int = 0, num_splits: int | None = None) -> Tensor:
+        """A new tensor with the attention of all new tokens over one layer."""
+        case = self.case
+        tensors = (self.q, self.layers[layer], self.block_tables, self.seq_lens)
+        if case.is_decode:
+            return paged_decode(
+                *tensors,
+                scale=case.scale,
+                window=case.window,
+                softcap=case.softcap,
+                kv_scales=self.scales[layer],
+                num_splits=num_splits,
+                kernel=kernel,
+            )
+        return paged_prefill(
+            *tensors,
+            self.query_starts,
+            max_query_len=max(new for new, _ in case.chunks),
+            scale=case.scale,
+            window=case.window,
+            softcap=case.softcap,
+            kv_scales=self.scales[layer],
+            kernel=kernel,
+        )
+
+    def launches(self, kernel: str, num_splits: int | None = None) -> list[Launch]:
+        """One for each layer."""
+        return [partial(self.run, kernel, layer, num_splits) for layer in range(len(self.layers))]
+
+    def reference(self) -> Tensor:
+        """What `run` must give for the first layer: by the plain twin, in float32."""
+        case, out = self.case, torch.empty_like(self.q)
+        tensors = (self.q, self.layers[0], self.block_tables, self.seq_lens)
+        if case.is_decode:
+            return paged_decode_plain(
+                *tensors,
+                scale=case.scale,
+                window=case.window,
+                softcap=case.softcap,
+                kv_scales=self.scales[0],
+                out=out,
+            )
+        return paged_prefill_plain(
+            *tensors,
+            self.query_starts,
+            scale=case.scale,
+            window=case.window,
+            softcap=case.softcap,
+            kv_scales=self.scales[0],
+            out=out,
+        )
+
+
+def make_batch(place: Place, case: Case) -> Batch:
+    """The same values in every call for a case on a device."""
+    generator = torch.Generator(device=place.device)
+    generator.manual_seed(zlib.crc32(case.name.encode()))
+    widths = [-(-length // case.block_size) for length in case.lengths]
+    num_blocks = sum(widths)
+    layers = num_layers(place, case.read_bytes)
+    pool = _random_pool(place, case, (num_blocks, layers), generator)
+    starts = [0]
+    for new, _ in case.chunks:
+        starts.append(starts[-1] + new)
+    integers = partial(torch.tensor, dtype=torch.int32, device=place.device)
+    return Batch(
+        case=case,
+        q=torch.randn(
+            (starts[-1], case.heads, case.head_dim),
+            generator=generator,
+            device=place.device,
+            dtype=case.dtype,
+        ),
+        layers=[pool[:, layer] for layer in range(layers)],
+        scales=_random_scales(place, case, num_blocks, layers, generator),
+        block_tables=_scattered_tables(place, widths, generator),
+        seq_lens=integers(case.lengths),
+        query_starts=integers(starts),
+    )
+
+
+def num_layers(place: Place, layer_bytes: int, most: int = MAX_LAYERS) -> int:
+    """As many as are cold together, and no more than are reasonable for a tiny case."""
+    if place.is_rehearsal:
+        return 2
+    return max(1, min(most, -(-COLD_BYTES // layer_bytes)))
+
+
+def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
+    """Each row in units of its own size, since long contexts average to little. Raises
+    WrongResult."""
+    right = expected.float()
+    size = right.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+    if got.shape == expected.shape:
+        got, right = got.float() / size, right / size
+    check_close(what, got, right, absolute=TOLERANCE)
+
+
+def time_checked(
+    place: Place, batch: Batch, expected: Tensor, *, num_splits: int | None = None, rounds: int = 7
+) -> Timing:
+    """Seconds of one launch of ours, looked at before it is timed. Raises WrongResult."""
+    check_attention(batch.case.name, batch.run(place.kernel, 0, num_splits), expected)
+    return time_launches(place, batch.launches(place.kernel, num_splits), rounds=rounds)
+
+
+def _random_pool(
+    place: Place, case: Case, blocks_and_layers: tuple[int, int], generator: torch.Generator
+) -> Tensor:
+    shape = (*blocks_and_layers, 2, case.block_size, case.kv_heads, case.head_dim)
+    pool = torch.empty(shape, dtype=case.pool_dtype, device=place.device)
+    if not case.scales:
+        return pool.normal_(generator=generator)
+    largest = torch.finfo(FP8).max
+    rows = max(1, FILLED_AT_ONCE // pool[0].numel())
+    for part in torch.split(pool, rows):
+        wide = torch.randn(part.shape, generator=generator, device=place.device)
+        part.copy_((wide * FP8_SPREAD).clamp(-largest, largest))
+    return pool
+
+
+def _random_scales(
+    place: Place, case: Case, num_blocks: int, layers: int, generator: torch.Generator
+) -> list[Tensor | None]:
+    """Another for each place, up to a fifth away from what brings the values back to 1."""
+    if not case.scales:
+        return [None] * layers
+    shape: tuple[int, ...] = (layers, 2, case.kv_heads)
+    if case.scales == "token":
+        shape = (num_blocks, layers, 2, case.block_size, case.kv_heads)
+    drawn = torch.rand(shape, generator=generator, device=place.device)
+    drawn = (0.8 + 0.4 * drawn) / FP8_SPREAD
+    of_layers = drawn.unbind(1 if case.scales == "token" else 0)
+    return list(of_layers)
+
+
+def _scattered_tables(place: Place, widths: Sequence[int], generator: torch.Generator) -> Tensor:
+    ids = torch.randperm(sum(widths), generator=generator, device=place.device, dtype=torch.int32)
+    tables = ids.new_zeros(len(widths), max(widths))
+    for row, own in zip(tables, torch.split(ids, list(widths)), strict=True):
+        row[: len(own)] = own
+    return tables

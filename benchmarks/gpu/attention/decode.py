@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged decode: how much of the device's copy bandwidth it reads K and V with.
+
+Requests times context, then groups, head and block sizes, types, scales, window and soft cap. The
+cases of the targets come first, since a section's time is bounded. Knows nothing of how launches
+are timed.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from ...harness.plots import new_figure, save_figure
+from ..case_loop import run_cases
+from ..place import Place
+from ..results import Results, Row, Target
+from ..section import Section
+from .cases import Case, decode_case, make_batch, time_checked
+
+NAME = "decode"
+CEILING = "device_copy_gb_per_second"
+LARGE_BYTES = 0.5e9  # of K and V in one layer: from there on, bandwidth is all that counts
+GRID = (
+    ("1k x 1", 1, 1024),
+    ("1k x 64", 64, 1024),
+    ("4k x 32", 32, 4096),
+    ("8k x 64", 64, 8192),
+    ("32k x 8", 8, 32768),
+    ("128k x 1", 1, 131072),
+)
+LARGE = ("4k x 32", "8k x 64", "32k x 8")  # 128k x 1 is large too, and has a target of its own
+
+
+def choose_cases(place: Place) -> list[Case]:
+    """The cases of this run, the most wanted first."""
+    if place.is_rehearsal:
+        return _rehearsal_cases()
+    grid = [decode_case(name, requests, context) for name, requests, context in GRID]
+    fp8 = [
+        decode_case(f"{name} fp8 {scales}", requests, context, scales=scales)
+        for name, requests, context in GRID
+        if name in ("1k x 64", "8k x 64", "32k x 8")
+        for scales in ("head", "token")
+    ]
+    if place.is_quick:
+        return grid + [case for case in fp8 if case.name.startswith("8k x 64")]
+    return grid + fp8 + _variants()
+
+
+def _variants() -> list[Case]:
+    """One thing differs from the grid in each."""
+    return [
+        decode_case("4k x 32 group 8", 32, 4096, group=8),
+        decode_case("4k x 32 group 7", 32, 4096, group=7),
+        decode_case("4k x 32 group 1", 32, 4096, group=1),
+        decode_case("4k x 32 block 32", 32, 4096, block_size=32),
+        decode_case("4k x 32 block 64", 32, 4096, block_size=64),
+        decode_case("4k x 64 head 64", 64, 4096, head_dim=64),
+        decode_case("4k x 64 head 64 group 8", 64, 4096, head_dim=64, group=8),
+        decode_case("4k x 32 fp16", 32, 4096, dtype=torch.float16),
+        decode_case("32k x 8 window 4096", 8, 32768, window=4096),
+        decode_case("4k x 32 softcap 30", 32, 4096, softcap=30.0),
+    ]
+
+
+def _rehearsal_cases() -> list[Case]:
+    """The same kinds as on a device, with names that its targets look for."""
+    tiny: dict[str, object] = {"kv_heads": 2, "head_dim": 16, "block_size": 8}
+    cases = [
+        decode_case(name, min(requests, 2), 20 + 8 * index, **tiny)
+        for index, (name, requests, _) in enumerate(GRID)
+    ]
+    cases += [
+        decode_case(f"8k x 64 fp8 {scales}", 2, 20, scales=scales, **tiny)
+        for scales in ("head", "token")
+    ]
+    cases.append(decode_case("window", 2, 40, window=12, group=7, **tiny))
+    cases.append(decode_case("softcap", 2, 40, softcap=5.0, dtype=torch.float16, **tiny))
+    return cases
+
+
+def run(place: Place, results: Results) -> None:
+    """Measure all cases; ratios are set from what was measured, however far it got."""
+    try:
+        run_cases(
+            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
+        )
+    finally:
+        set_ratios(results)
+
+
+def measure(place: Place, results: Results, case: Case) -> None:
+    """One row. Raises WrongResult."""
+    batch = make_batch(place, case)
+    timing = time_checked(place, batch, batch.reference(), rounds=place.choose(7, 5, 3))
+    rate = case.read_bytes / timing.median / 1e9
+    results.add_row(
+        NAME,
+        {
+            **case.describe(),
+            "layers": len(batch.layers),
+            "read_bytes": case.read_bytes,
+            "seconds": timing.median,
+            "seconds_p10": timing.p10,
+            "seconds_p90": timing.p90,
+            "gb_per_second": rate,
+            "over_device_copy": results.ratio_to_ceiling(rate, CEILING),
+        },
+    )
+
+
+def set_ratios(results: Results) -> None:
+    """The figures of the targets. The lowest of several counts, so that each keeps the promise."""
+    rows = {row["case"]: row for row in results.rows(NAME)}
+    shares = {name: row["over_device_copy"] for name, row in rows.items()}
+    large = [shares[name] for name in LARGE if shares.get(name) is not None]
+    if large:
+        results.set_ratio("decode_over_device_copy", min(large))
+    for name, ratio in (("128k x 1", "decode_128k_by_1"), ("1k x 64", "decode_1k_by_64")):
+        if shares.get(name) is not None:
+            results.set_ratio(ratio, shares[name])
+    if "1k x 1" in rows:
+        results.set_ratio("decode_1k_by_1_microseconds", 1e6 * rows["1k x 1"]["seconds"])
+    gains = {scales: _fp8_gains(rows, scales) for scales in ("head", "token")}
+    for scales, found in gains.items():
+        if found:
+            results.set_ratio(f"decode_fp8_{scales}_scales_speedup", min(found))
+    if any(gains.values()):
+        results.set_ratio(
+            "decode_fp8_speedup", min(min(found) for found in gains.values() if found)
+        )
+
+
+def _fp8_gains(rows: dict[str, Row], scales: str) -> list[float]:
+    """How many times faster than bf16, of the large cases that were measured in both."""
+    return [
+        rows[name]["seconds"] / rows[f"{name} fp8 {scales}"]["seconds"]
+        for name in LARGE
+        if name in rows and f"{name} fp8 {scales}" in rows
+    ]
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """Bandwidth of every case over the bytes it reads; None without rows."""
+    rows = results.rows(NAME)
+    if not rows:
+        return None
+    figure, panels = new_figure(1, 1, (9.0, 5.2))
+    axes = panels[0][0]
+    kinds = (
+        ("requests x context, bf16, group 4", "#2f7d4f", "o", _is_grid),
+        ("float8 pool", "#b7791f", "s", lambda row: row["pool"] != "as q"),
+        ("another shape or type", "#2b6cb0", "^", lambda row: True),
+    )
+    left = list(rows)
+    for label, colour, marker, belongs in kinds:
+        here = [row for row in left if belongs(row)]
+        left = [row for row in left if not belongs(row)]
+        if here:
+            axes.scatter(
+                [row["read_bytes"] for row in here],
+                [row["gb_per_second"] for row in here],
+                color=colour, marker=marker, label=label, zorder=3,
+            )  # fmt: skip
+    for row in rows:
+        axes.annotate(
+            row["case"], (row["read_bytes"], row["gb_per_second"]),
+            xytext=(4, 4), textcoords="offset points", fontsize=6,
+        )  # fmt: skip
+    ceiling = results.ceilings.get(CEILING)
+    if ceiling:
+        axes.axhline(ceiling, linestyle="--", color="#555555", label="device copy")
+        axes.axhline(0.88 * ceiling, linestyle=":", color="#555555", label="target of large cases")
+    axes.set_xscale("log")
+    axes.set_yscale("log" if _is_wide([row["gb_per_second"] for row in rows]) else "linear")
+    axes.set_xlabel("K and V of one layer, bytes")
+    axes.set_ylabel("K and V read, GB/s")
+    axes.set_title("Paged decode over a scattered pool", fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    return save_figure(figure, results.report.environment, directory / "gpu-decode.png")
+
+
+def _is_grid(row: Row) -> bool:
+    return row["case"] in {name for name, _, _ in GRID}
+
+
+def _is_wide(values: list[float]) -> bool:
+    """Whether they span a decade and a log axis helps."""
+    return math.log10(max(values) / min(values)) > 1
+
+
+SECTION = Section(
+    NAME,
+    "Paged decode",
+    run,
+    plot,
+    (
+        Target(
+            "decode_over_device_copy",
+            "decode over device copy, 0.5 GB of KV and more (lowest)",
+            least=0.88,
+        ),
+        Target("decode_128k_by_1", "decode over device copy, 128k x 1", least=0.80),
+        Target("decode_1k_by_64", "decode over device copy, 1k x 64", least=0.75),
+        Target("decode_1k_by_1_microseconds", "decode, 1k x 1", most=12, unit=" µs"),
+        Target("decode_fp8_speedup", "decode, float8 pool over bf16 (lowest)", least=1.6),
+    ),
+)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other launch parameters of decode and prefill beside the ones their tables choose.
+
+Nothing is tuned while an engine runs; the tables are checked in, and this is where they come from:
+each row of this section has what was chosen, what was best, and everything that was tried. The
+tables are replaced in this process for one measurement at a time. Runs only in the full form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ....kernels.attention import paged_decode_launch, paged_prefill_launch
+from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
+from ....kernels.choice import probe_hardware
+from ...harness.plots import new_figure, save_figure
+from ..case_loop import one_line, run_cases
+from ..place import Place
+from ..results import Results, Row
+from ..section import Section
+from .cases import Batch, Case, decode_case, make_batch, time_checked
+
+NAME = "launch-sweep"
+DECODE_ROWS = tuple(
+    paged_decode_launch.Row(tile, warps, stages)
+    for tile in (64, 128, 32)
+    for warps in (4, 8)
+    for stages in (3, 5)
+)
+PREFILL_LAUNCHES = tuple(
+    paged_prefill_launch.Launch(rows, keys, warps, stages)
+    for rows, keys, warps in ((128, 64, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (128, 32, 8))
+    for stages in (5, 3)
+)
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def run(place: Place, results: Results) -> None:
+    """Splits, then decode's table, then prefill's. Raises SectionOver."""
+    if place.is_quick and not place.is_rehearsal:
+        results.add_note(NAME, "only in the full form")
+        return
+    splits, rows, launches = choose_cases(place)
+    sweeps: tuple[tuple[list[Case], Callable[[Place, Results, Case], None]], ...] = (
+        (splits, sweep_splits),
+        (launches, sweep_prefill_launches),
+        (rows, sweep_decode_rows),
+    )
+    for cases, sweep in sweeps:
+        run_cases(place, results, NAME, cases, partial(sweep, place, results))
+
+
+def choose_cases(place: Place) -> tuple[list[Case], list[Case], list[Case]]:
+    """For splits, for decode's table, for prefill's."""
+    if place.is_rehearsal:
+        tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
+        chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)
+        return [tiny], [tiny], [chunk]
+    sizes = (("1k x 1", 1, 1024), ("1k x 64", 64, 1024), ("8k x 64", 64, 8192))
+    splits = [decode_case(*size) for size in (*sizes, ("128k x 1", 1, 131072))]
+    rows = [
+        decode_case("4k x 32", 32, 4096),
+        decode_case("8k x 64 fp8 head", 64, 8192, scales="head"),
+    ]
+    return splits, rows, [Case(name="8k + 8k", chunks=((8192, 8192),))]
+
+
+def sweep_splits(place: Place, results: Results, case: Case) -> None:
+    """Powers of two, and what is chosen without being told."""
+    batch = make_batch(place, case)
+    counts: list[int | None] = [None]
+    counts += [1 << power for power in range(MAX_SPLITS.bit_length()) if 1 << power <= MAX_SPLITS]
+    if place.is_rehearsal:
+        counts = counts[:3]
+    pairs = len(case.chunks) * case.kv_heads
+    chosen = paged_decode_launch.choose_splits(pairs, max(case.lengths), _multiprocessors(place))
+    trial = _Trials(place, results, batch, "splits", {"num_splits": chosen})
+    for count in counts:
+        given = chosen if count is None else count
+        trial.add({"num_splits": given, "is_chosen": count is None}, num_splits=count)
+
+
+def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
+    """Tiles, warps and stages in place of the table's."""
+    path = DOT_TOKEN_SCALES if case.scales == "token" else DOT
+    size = next(s for s in paged_decode_launch.HEAD_SIZES if case.head_dim <= s)
+    capability = probe_hardware().capability or paged_decode_launch.NEWEST
+    key = (path, case.pool_dtype.itemsize, size)
+    launch = paged_decode_launch.choose_launch(
+        capability, case.group, case.head_dim, case.pool_dtype, case.scales == "token"
+    )
+    chosen = paged_decode_launch.Row(launch.tile, launch.num_warps, launch.num_stages)
+    trial = _Trials(place, results, make_batch(place, case), "decode table", chosen._asdict())
+    for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
+        with replaced(paged_decode_launch.TABLE, capability, {key: row}):
+            trial.add({**row._asdict(), "is_chosen": row == chosen})
+
+
+def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
+    """Tiles, warps and stages of long chunks in place of the table's."""
+    size = max(64, paged_prefill_launch.padded_head_dim(case.head_dim))
+    chosen = paged_prefill_launch.choose_launch(
+        probe_hardware().capability, case.head_dim, case.group, case.chunks[0][0]
+    )
+    trial = _Trials(
+        place, results, make_batch(place, case), "prefill table", _launch_entries(chosen)
+    )
+    wide, narrow = paged_prefill_launch.WIDE, paged_prefill_launch.NARROW
+    for launch in _chosen_first(chosen, place.choose(PREFILL_LAUNCHES, (), PREFILL_LAUNCHES[:2])):
+        with replaced(wide, size, (launch, launch)), replaced(narrow, size, (launch, launch)):
+            trial.add({**_launch_entries(launch), "is_chosen": launch == chosen})
+
+
+@contextmanager
+def replaced(table: MutableMapping[Key, Value], key: Key, value: Value) -> Iterator[None]:
+    """One entry is another while this is open."""
+    before = dict(table)
+    table[key] = value
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+
+
+class _Trials:
+    """One row of results, complete after every trial."""
+
+    def __init__(
+        self, place: Place, results: Results, batch: Batch, what: str, chosen: Row
+    ) -> None:
+        self._place = place
+        self._batch = batch
+        self._expected = batch.reference()
+        self._tried: list[Row] = []
+        self._row: Row = {**batch.case.describe(), "swept": what, "chosen": chosen}
+        self._row["tried"] = self._tried
+        results.add_row(NAME, self._row)
+
+    def add(self, entries: Row, *, num_splits: int | None = None) -> None:
+        """Seconds of one launch, or why there are none. Raises SectionOver."""
+        self._place.check_time()
+        try:
+            timing = time_checked(
+                self._place, self._batch, self._expected, num_splits=num_splits, rounds=3
+            )
+        except Exception as error:  # noqa: BLE001 - what no table has may well not compile
+            self._tried.append({**entries, "failed": one_line(error)})
+            self._place.synchronise()
+            return
+        self._tried.append({**entries, "seconds": timing.median})
+        measured = [trial for trial in self._tried if "seconds" in trial]
+        best = min(measured, key=lambda trial: trial["seconds"])
+        self._row["best"] = best
+        chosen = [trial["seconds"] for trial in measured if trial["is_chosen"]]
+        if chosen:
+            self._row["best_over_chosen"] = best["seconds"] / chosen[0]
+
+
+def _chosen_first(chosen: Any, others: tuple[Any, ...]) -> list[Any]:
+    return [chosen, *(other for other in others if other != chosen)]
+
+
+def _launch_entries(launch: paged_prefill_launch.Launch) -> Row:
+    return {
+        "block_rows": launch.block_rows,
+        "block_keys": launch.block_keys,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+
+
+def _multiprocessors(place: Place) -> int:
+    if place.is_rehearsal:
+        return 1
+    return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """How long every trial took in units of the chosen one; None without rows."""
+    rows = [row for row in results.rows(NAME) if "best_over_chosen" in row]
+    if not rows:
+        return None
+    figure, panels = new_figure(1, 1, (8.0, 4.6))
+    axes = panels[0][0]
+    for index, row in enumerate(rows):
+        measured = [trial for trial in row["tried"] if "seconds" in trial]
+        unit = next(trial["seconds"] for trial in measured if trial["is_chosen"])
+        others = [trial["seconds"] / unit for trial in measured]
+        axes.scatter([index] * len(others), others, color="#2b6cb0", s=18, zorder=3)
+    axes.axhline(1.0, linestyle="--", color="#555555", label="chosen")
+    axes.set_yscale("log")
+    labels = [f"{row['case']}\n{row['swept']}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=8, rotation=20)
+    axes.set_ylabel("time in units of the chosen launch's")
+    axes.set_title("Launch parameters: below the line is better", fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    return save_figure(figure, results.report.environment, directory / "gpu-launch-sweep.png")
+
+
+SECTION = Section(NAME, "Launch parameters", run, plot)

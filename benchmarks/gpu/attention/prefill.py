@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged prefill: floating-point operations a second of chunks over contexts of several lengths.
+
+What the mask leaves out does not count. The cases of the target come first, since a section's time
+is bounded. Knows nothing of how launches are timed, and nothing of peers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import geometric_mean
+
+from ...harness.plots import new_figure, save_figure
+from ..case_loop import run_cases
+from ..place import Place
+from ..results import Results, Target
+from ..section import Section
+from .cases import Case, make_batch, time_checked
+
+NAME = "prefill"
+CEILING = "matmul_bf16_tflops"
+CHUNKS = (2048, 8192)
+CONTEXTS = (0, 8192, 32768)
+MIXED = ((4096, 8192), (256, 1024), (256, 0), (128, 4096), (64, 2048), (16, 512), (1, 3000))
+
+
+def name_of(chunk: int, context: int) -> str:
+    """As in the tables: `2k + 32k`."""
+    return f"{chunk // 1024}k + {context // 1024}k"
+
+
+GRID = tuple(name_of(chunk, context) for chunk in CHUNKS for context in CONTEXTS)
+
+
+def choose_cases(place: Place) -> list[Case]:
+    """The cases of this run, those of the target first."""
+    if place.is_rehearsal:
+        return _rehearsal_cases()
+    grid = grid_cases()
+    if place.is_quick:
+        return [*grid, Case(name="mixed", chunks=MIXED)]
+    return [
+        *grid,
+        Case(name="mixed", chunks=MIXED),
+        *(
+            Case(name=f"{name_of(chunk, context)} group 8", chunks=((chunk, context),), group=8)
+            for chunk, context in ((2048, 8192), (8192, 8192))
+        ),
+        Case(name="mixed group 8", chunks=MIXED, group=8),
+        Case(name="2k + 8k x 4", chunks=((2048, 8192),) * 4),
+        Case(name="8k + 8k fp8 head", chunks=((8192, 8192),), scales="head"),
+        Case(name="8k + 8k block 64", chunks=((8192, 8192),), block_size=64),
+    ]
+
+
+def grid_cases() -> list[Case]:
+    """Those of the targets, of ours and beside peers."""
+    return [
+        Case(name=name_of(chunk, context), chunks=((chunk, context),))
+        for chunk in CHUNKS
+        for context in CONTEXTS
+    ]
+
+
+def _rehearsal_cases() -> list[Case]:
+    cases = [
+        Case(name=name, chunks=((12, 8 * index),), kv_heads=2, head_dim=16, block_size=8)
+        for index, name in enumerate(GRID)
+    ]
+    mixed = ((20, 9), (5, 3), (1, 30))
+    cases.append(Case(name="mixed", chunks=mixed, group=8, kv_heads=1, head_dim=16, block_size=8))
+    cases.append(
+        Case(name="fp8", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8, scales="head")
+    )
+    return cases
+
+
+def run(place: Place, results: Results) -> None:
+    """Measure all cases; the figure of the target is set from what was measured."""
+    try:
+        run_cases(
+            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
+        )
+    finally:
+        rates = [row["tflops"] for row in results.rows(NAME) if row["case"] in GRID]
+        if rates:
+            results.set_ratio("prefill_tflops", geometric_mean(rates))
+
+
+def measure(place: Place, results: Results, case: Case) -> None:
+    """One row. Raises WrongResult."""
+    batch = make_batch(place, case)
+    timing = time_checked(place, batch, batch.reference(), rounds=place.choose(7, 5, 3))
+    rate = case.flops / timing.median / 1e12
+    results.add_row(
+        NAME,
+        {
+            **case.describe(),
+            "layers": len(batch.layers),
+            "flops": case.flops,
+            "seconds": timing.median,
+            "seconds_p10": timing.p10,
+            "seconds_p90": timing.p90,
+            "tflops": rate,
+            "over_matmul": results.ratio_to_ceiling(rate, CEILING),
+        },
+    )
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """A bar for each case, the target and the matrix product as lines; None without rows."""
+    rows = results.rows(NAME)
+    if not rows:
+        return None
+    figure, panels = new_figure(1, 1, (9.0, 4.8))
+    axes = panels[0][0]
+    rates = [row["tflops"] for row in rows]
+    colours = ["#2f7d4f" if row["case"] in GRID else "#2b6cb0" for row in rows]
+    bars = axes.bar([row["case"] for row in rows], rates, color=colours, width=0.65)
+    axes.bar_label(bars, labels=[f"{rate:.3g}" for rate in rates], fontsize=8, padding=2)
+    axes.axhline(TARGET.least or 0.0, linestyle=":", color="#555555", label="target")
+    ceiling = results.ceilings.get(CEILING)
+    if ceiling:
+        axes.axhline(ceiling, linestyle="--", color="#555555", label="matrix product, bf16")
+    axes.tick_params(axis="x", labelsize=8, rotation=40)
+    axes.set_ylabel("TFLOP/s, masked keys left out")
+    axes.set_title("Paged prefill: chunk + context in tokens", fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    return save_figure(figure, results.report.environment, directory / "gpu-prefill.png")
+
+
+TARGET = Target(
+    "prefill_tflops",
+    "prefill, chunks of 2k to 8k over 0 to 32k (geometric mean)",
+    least=400,
+    unit=" TFLOP/s",
+)
+SECTION = Section(NAME, "Paged prefill", run, plot, (TARGET,))

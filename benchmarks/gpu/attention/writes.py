@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV writes: how much of the device's copy bandwidth they move their bytes with.
+
+K and V are slices of one qkv tensor, as behind a fused projection. The floor of the bytes is what
+must be read and written once: keys, values, slots, and scales where there are some. Knows nothing
+of how launches are timed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....kernels.write.write_kv import write_kv
+from ....kernels.write.write_kv_plain import write_kv_plain
+from ...harness.plots import new_figure, save_figure
+from ..case_loop import run_cases
+from ..place import Place, check_close
+from ..results import Results, Target
+from ..section import Section
+from ..stopwatch import Launch, time_launches
+from .cases import FP8, num_layers
+
+NAME = "writes"
+MAX_SETS = 512  # half a megabyte each, for 64 tokens, is cold then
+CEILING = "device_copy_gb_per_second"
+ROOM = 2  # slots of the pool for each token that is written
+# The step between neighbours in float8, which a last place of a scale may move a value by: an
+# eighth, and no less than the smallest value there is.
+FP8_STEP = 0.13
+FP8_SMALLEST = 2.0**-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`tokens` written in one launch; the shape of the targets' model by default."""
+
+    tokens: int
+    order: str  # of the slots: "random" or "consecutive"
+    scales: str = ""  # "head" or "token" for a float8 pool
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens} {self.order}" + (f" fp8 {self.scales}" if self.scales else "")
+
+    @property
+    def floor_bytes(self) -> int:
+        """Read and written once: K and V in bf16, slots; K and V in the pool, scales of tokens."""
+        values = 2 * self.tokens * self.kv_heads * self.head_dim
+        scales = 2 * self.tokens * self.kv_heads * 4 if self.scales == "token" else 0
+        return values * 2 + self.tokens * 8 + values * (1 if self.scales else 2) + scales
+
+
+@dataclass(slots=True)
+class Buffers:
+    """What one launch reads and writes."""
+
+    k: Tensor
+    v: Tensor
+    kv: Tensor
+    slots: Tensor
+    scales: Tensor | None
+
+    def write(self, kernel: str) -> None:
+        write_kv(self.k, self.v, self.kv, self.slots, kv_scales=self.scales, kernel=kernel)
+
+
+def choose_cases(place: Place) -> list[Case]:
+    """All sizes in bf16, then float8; a quick run leaves out the sizes in between."""
+    if place.is_rehearsal:
+        return [
+            Case(tokens=tokens, order=order, scales=scales, heads=4, kv_heads=2, head_dim=16)
+            for scales in ("", "head", "token")
+            for tokens in (1, 16)
+            for order in ("random", "consecutive")
+        ]
+    sizes = (1, 8192) if place.is_quick else (1, 64, 512, 8192)
+    return [
+        Case(tokens=tokens, order=order, scales=scales)
+        for scales in ("", "head", "token")
+        for tokens in sizes
+        for order in ("random", "consecutive")
+    ]
+
+
+def run(place: Place, results: Results) -> None:
+    """Measure all cases. Raises SectionOver, WrongResult."""
+    run_cases(place, results, NAME, choose_cases(place), lambda case: measure(place, results, case))
+
+
+def measure(place: Place, results: Results, case: Case) -> None:
+    """One row, after what was written has been compared. Raises WrongResult."""
+    sets = make_buffers(place, case)
+    check(place, case, sets[0])
+    launches: list[Launch] = [partial(buffers.write, place.kernel) for buffers in sets]
+    timing = time_launches(place, launches, rounds=place.choose(7, 5, 3))
+    rate = case.floor_bytes / timing.median / 1e9
+    share = results.ratio_to_ceiling(rate, CEILING)
+    results.add_row(
+        NAME,
+        {
+            "case": case.name,
+            "tokens": case.tokens,
+            "order": case.order,
+            "pool": f"fp8, {case.scales} scales" if case.scales else "bfloat16",
+            "sets": len(sets),
+            "floor_bytes": case.floor_bytes,
+            "seconds": timing.median,
+            "seconds_p10": timing.p10,
+            "seconds_p90": timing.p90,
+            "gb_per_second": rate,
+            "over_device_copy": share,
+        },
+    )
+    largest = place.choose(8192, 8192, 16)
+    is_wanted = case.tokens == largest and case.order == "random" and not case.scales
+    if is_wanted and share is not None:
+        results.set_ratio("write_over_byte_floor", share)
+
+
+def make_buffers(place: Place, case: Case) -> list[Buffers]:
+    """Sets of random values, slots and pools, cold together. No slot is given twice."""
+    generator = torch.Generator(device=place.device)
+    generator.manual_seed(zlib.crc32(case.name.encode()))
+    on_device = partial(torch.empty, device=place.device)
+    num_blocks = -(-ROOM * case.tokens // case.block_size)
+    rows = case.heads + 2 * case.kv_heads
+    pool_shape = (num_blocks, 2, case.block_size, case.kv_heads, case.head_dim)
+    sets = []
+    for _ in range(num_layers(place, case.floor_bytes, MAX_SETS)):
+        qkv = on_device((case.tokens, rows, case.head_dim), dtype=torch.bfloat16)
+        qkv.normal_(generator=generator)
+        _, k, v = torch.split(qkv, [case.heads, case.kv_heads, case.kv_heads], dim=1)
+        kv = on_device(pool_shape, dtype=FP8 if case.scales else torch.bfloat16)
+        kv.view(torch.uint8).zero_()
+        scales = None
+        if case.scales:
+            shape = pool_shape[:-1] if case.scales == "token" else (2, case.kv_heads)
+            scales = torch.full(shape, 5.0 / 448.0, device=place.device)
+        sets.append(Buffers(k, v, kv, _slots(place, case, num_blocks, generator), scales))
+    return sets
+
+
+def check(place: Place, case: Case, buffers: Buffers) -> None:
+    """The whole pool against the plain twin's, on the CPU: there torch divides as IEEE says, on a
+    CUDA device it multiplies with the reciprocal of a number. Raises WrongResult."""
+    cpu = torch.device("cpu")
+    kv, slots = buffers.kv.to(cpu, copy=True), buffers.slots.to(cpu)
+    scales = None if buffers.scales is None else buffers.scales.to(cpu, copy=True)
+    write_kv_plain(buffers.k.to(cpu), buffers.v.to(cpu), kv, slots, kv_scales=scales)
+    buffers.write(place.kernel)
+    if scales is not None and buffers.scales is not None:
+        what = f"scales of {case.name}"
+        check_close(what, buffers.scales.to(cpu), scales, absolute=0.0, relative=1e-6)
+    absolute, relative = (FP8_SMALLEST, FP8_STEP) if case.scales else (0.0, 0.0)
+    check_close(case.name, buffers.kv.to(cpu), kv, absolute=absolute, relative=relative)
+
+
+def _slots(place: Place, case: Case, num_blocks: int, generator: torch.Generator) -> Tensor:
+    if case.order == "consecutive":
+        return torch.arange(case.tokens, device=place.device)
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator, device=place.device)
+    return slots[: case.tokens].contiguous()
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """Bandwidth over the number of tokens, a line for each pool and order; None without rows."""
+    rows = results.rows(NAME)
+    if not rows:
+        return None
+    figure, panels = new_figure(1, 1, (7.6, 4.6))
+    axes = panels[0][0]
+    colours = dict(zip(dict.fromkeys(r["pool"] for r in rows), _COLOURS, strict=False))
+    for pool, order in dict.fromkeys((row["pool"], row["order"]) for row in rows):
+        here = [row for row in rows if (row["pool"], row["order"]) == (pool, order)]
+        axes.plot(
+            [row["tokens"] for row in here],
+            [row["gb_per_second"] for row in here],
+            marker="o" if order == "random" else "s",
+            linestyle="-" if order == "random" else "-.",
+            color=colours[pool],
+            label=f"{pool}, {order}",
+        )
+    ceiling = results.ceilings.get(CEILING)
+    if ceiling:
+        axes.axhline(ceiling, linestyle="--", color="#555555", label="device copy")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens in one launch")
+    axes.set_ylabel("bytes that must move, GB/s")
+    axes.set_title("KV writes", fontsize=11)
+    axes.legend(fontsize=8, frameon=False)
+    return save_figure(figure, results.report.environment, directory / "gpu-writes.png")
+
+
+_COLOURS = ("#2f7d4f", "#b7791f", "#2b6cb0")
+SECTION = Section(
+    NAME,
+    "KV writes",
+    run,
+    plot,
+    (Target("write_over_byte_floor", "KV write over device copy, 8192 tokens, bf16", least=0.80),),
+)

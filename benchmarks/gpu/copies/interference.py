@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step costs while blocks stream out and in beside it, by the way they are copied.
+
+Steps run in a stream of high priority and copies in streams of low priority. Steps alone and steps
+beside copies take turns, so that a clock that changes meets both. Each step has its own time,
+because a mean hides the steps that wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ....kernels.choice import KernelRefused
+from ...harness.report import percentile
+from ..place import Place, SectionOver
+from ..results import Results, Row, Target
+from ..section import Section
+from ..stopwatch import Launch
+from .interference_step import DecodeStep
+from .jobs import BLOCKS, Field, Job, check_jobs
+from .methods import ALL, BATCHED, FEW, Method
+from .plots import plot_interference
+from .streams import new_stream, on, page_locked, record_event
+
+NAME = "interference"
+METHODS = (BATCHED, FEW, ALL)
+HIGH_PRIORITY = -1
+STEPS_AHEAD = 4  # queued on the device, so that it never waits for the host
+JOBS_AHEAD = 2  # in each direction
+FIRST_STEPS = 5  # of a window, not counted: the copies begin with them
+# A method that hardly copies does not disturb either, and answers nothing.
+RATE_OF_FASTEST = 0.8
+TARGETS = (
+    Target(
+        "decode_p99_while_streaming", "p99 of a decode step beside copies, over alone", most=1.05
+    ),
+)
+
+
+class Pump:
+    """Keeps a few jobs of one direction queued, and counts what has arrived."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream | None, launches: Sequence[Launch], job_bytes: int
+    ) -> None:
+        self._stream = stream
+        self._launches = launches
+        self._job_bytes = job_bytes
+        self._begin: torch.cuda.Event | None = None
+        self._ends: list[torch.cuda.Event] = []
+        self._finished = 0
+        self.moved_bytes = 0
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        """Begin a window of time."""
+        self._ends, self._finished = [], 0
+        if self._stream is not None:
+            with on(self._stream):
+                self._begin = record_event()
+
+    def top_up(self) -> None:
+        """Queue jobs until there are enough. Never waits for one, except in a rehearsal."""
+        if self._stream is None:
+            self._run_one()
+            return
+        self._count_finished()
+        while len(self._ends) - self._finished < JOBS_AHEAD:
+            with on(self._stream):
+                self._launches[len(self._ends) % len(self._launches)]()
+                self._ends.append(record_event())
+
+    def stop(self) -> None:
+        """End the window: jobs that have arrived by now count, up to the last one's arrival."""
+        self._count_finished()
+        if self._begin is not None and self._finished:
+            self.moved_bytes += self._finished * self._job_bytes
+            self.seconds += self._begin.elapsed_time(self._ends[self._finished - 1]) / 1e3
+
+    @property
+    def gb_per_second(self) -> float:
+        """Over all windows."""
+        return self.moved_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def _count_finished(self) -> None:
+        for end in self._ends[self._finished :]:
+            if not end.query():  # type: ignore[no-untyped-call]
+                break
+            self._finished += 1
+
+    def _run_one(self) -> None:
+        begin = time.perf_counter()
+        self._launches[0]()
+        self.seconds += time.perf_counter() - begin
+        self.moved_bytes += self._job_bytes
+
+
+def run(place: Place, results: Results) -> None:
+    """A row for each method."""
+    half_bytes, block_bytes = place.choose(
+        (256 << 20, 2 << 20), (256 << 20, 2 << 20), (2 * BLOCKS * 256, 256)
+    )
+    stream = None if place.is_rehearsal else new_stream(HIGH_PRIORITY)
+    step = DecodeStep.make(place)
+    launch = step.prepare(place, stream)
+    with page_locked(place, 2 * half_bytes, lambda note: results.add_note(NAME, note)) as slab:
+        field = Field.make(place, slab)
+        try:
+            for method in METHODS:
+                place.check_time()
+                try:
+                    row = measure(place, field, method, block_bytes, stream, launch)
+                except (torch.OutOfMemoryError, KernelRefused) as error:
+                    results.add_note(NAME, f"{method.name}: left out: {error}")
+                    continue
+                step.check(f"decode beside copies, {method.name}")
+                results.add_row(NAME, row | {"kv_bytes": step.kv_bytes})
+        except SectionOver:
+            set_ratio(results)
+            raise
+    set_ratio(results)
+
+
+def measure(
+    place: Place,
+    field: Field,
+    method: Method,
+    block_bytes: int,
+    stream: torch.cuda.Stream | None,
+    launch: Launch,
+) -> Row:
+    """Step times alone and beside copies, in turn. Raises WrongResult for wrong copies."""
+    windows, steps = place.choose((6, 60), (5, 60), (2, 4))
+    lanes = field.lanes
+    jobs = field.jobs(block_bytes, slots_in_order=method.slots_in_order)
+    launches = [
+        [method.prepare(place, job, lane) for job in of_lane]
+        for of_lane, lane in zip(jobs, lanes, strict=True)
+    ]
+    field.spoil(place)
+    for lane, of_lane in zip(lanes, launches, strict=True):
+        with on(lane):
+            for copy in of_lane:
+                copy()
+    place.synchronise()
+    _check(method.name, jobs)
+    pumps = [
+        Pump(lane, of_lane, of_jobs[0].num_bytes)
+        for lane, of_lane, of_jobs in zip(lanes, launches, jobs, strict=True)
+    ]
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(windows):
+        alone += time_steps(place, stream, launch, steps)
+        beside += time_steps(place, stream, launch, steps, pumps)
+    _check(f"{method.name} beside decode", jobs)
+    return _row(method, alone, beside, pumps) | {"block_bytes": block_bytes}
+
+
+def time_steps(
+    place: Place,
+    stream: torch.cuda.Stream | None,
+    launch: Launch,
+    steps: int,
+    pumps: Sequence[Pump] = (),
+) -> list[float]:
+    """Seconds of each of `steps` steps, with the pumps at work. All has ended on return."""
+    for pump in pumps:
+        pump.start()
+    time_them = _time_on_cpu if stream is None else _time_on_device
+    taken = time_them(stream, launch, FIRST_STEPS + steps, pumps)
+    for pump in pumps:
+        pump.stop()
+    place.synchronise()
+    return taken[FIRST_STEPS:]
+
+
+def _time_on_device(
+    stream: torch.cuda.Stream | None, launch: Launch, steps: int, pumps: Sequence[Pump]
+) -> list[float]:
+    begins: list[torch.cuda.Event] = []
+    ends: list[torch.cuda.Event] = []
+    for number in range(steps):
+        if number >= STEPS_AHEAD:
+            ends[number - STEPS_AHEAD].synchronize()
+        for pump in pumps:
+            pump.top_up()
+        with on(stream):
+            begins.append(record_event())
+            launch()
+            ends.append(record_event())
+    ends[-1].synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in zip(begins, ends, strict=True)]
+
+
+def _time_on_cpu(
+    stream: torch.cuda.Stream | None, launch: Launch, steps: int, pumps: Sequence[Pump]
+) -> list[float]:
+    taken = []
+    for _ in range(steps):
+        for pump in pumps:
+            pump.top_up()
+        begin = time.perf_counter()
+        launch()
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def _check(what: str, jobs: tuple[list[Job], list[Job]]) -> None:
+    for of_lane in jobs:
+        check_jobs(what, of_lane)
+
+
+def _row(
+    method: Method, alone: Sequence[float], beside: Sequence[float], pumps: Sequence[Pump]
+) -> Row:
+    row: Row = {"case": method.name, "steps": len(beside)}
+    for name, percent in (("p50", 50), ("p99", 99)):
+        apart, together = percentile(alone, percent), percentile(beside, percent)
+        row[f"{name}_alone_seconds"], row[f"{name}_beside_seconds"] = apart, together
+        row[f"{name}_over_alone"] = together / apart
+    to_host, to_device = (pump.gb_per_second for pump in pumps)
+    row["to_host_gb_per_second"], row["to_device_gb_per_second"] = to_host, to_device
+    row["copies_gb_per_second"] = to_host + to_device
+    return row
+
+
+def set_ratio(results: Results) -> None:
+    """The target: the least p99 among the methods that copy about as fast as the fastest."""
+    rows = results.rows(NAME)
+    fastest = max((row["copies_gb_per_second"] for row in rows), default=0.0)
+    ratios = [
+        row["p99_over_alone"]
+        for row in rows
+        if row["copies_gb_per_second"] >= RATE_OF_FASTEST * fastest
+    ]
+    if ratios:
+        results.set_ratio("decode_p99_while_streaming", min(ratios))
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """`gpu-interference.png`."""
+    return plot_interference(
+        results.rows(NAME), results.report.environment, directory / "gpu-interference.png"
+    )
+
+
+SECTION = Section(NAME, "Decode while blocks stream", run, plot, TARGETS)

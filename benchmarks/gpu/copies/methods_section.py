@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks out of the pool and in again: every method, at every size, in every direction.
+
+Jobs of 64 blocks lie scattered in the pool and in a page-locked slab. Every byte of every job is
+compared before it is timed. Knows nothing of how a method copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ....kernels.choice import KernelRefused
+from ....kernels.copy.copy_engine import merge_neighbours
+from ...harness.report import median
+from ..place import Place, SectionOver
+from ..results import Results, Row, Target
+from ..section import Section
+from ..stopwatch import Launch
+from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job, check_jobs
+from .methods import METHODS, Method, job_addresses
+from .plots import bytes_name, plot_copies
+from .streams import on, page_locked, time_both_ways, time_one_way
+
+NAME = "copies"
+SUBMISSIONS = 15  # that are timed, of each case
+NEARLY_BEST = 0.98
+TARGETS = (
+    Target("blocks_to_host_over_pinned", "blocks of 2 MiB to the host, of the ceiling", least=0.95),
+    Target(
+        "blocks_to_device_over_pinned", "blocks of 2 MiB to the device, of the ceiling", least=0.95
+    ),
+    Target("both_ways_over_one_way", "blocks of 2 MiB both ways, over one way", least=1.5),
+    Target("submit_64_blocks_microseconds", "CPU time to submit 64 blocks", most=10.0, unit=" µs"),
+)
+
+
+def run(place: Place, results: Results) -> None:
+    """All cases, those the targets ask for first."""
+    target_size = place.choose(2 << 20, 2 << 20, 256)
+    others = place.choose((64 << 10, 256 << 10, 5 << 20), (256 << 10,), (128,))
+    half_bytes = place.choose(640 << 20, 256 << 20, BLOCKS * target_size)
+    with page_locked(place, 2 * half_bytes, lambda note: results.add_note(NAME, note)) as slab:
+        field = Field.make(place, slab)
+        try:
+            for block_bytes in (target_size, *others):
+                for method in METHODS:
+                    measure_method(place, results, field, method, block_bytes)
+        except SectionOver:
+            set_ratios(results, target_size)
+            raise
+    set_ratios(results, target_size)
+
+
+def measure_method(
+    place: Place, results: Results, field: Field, method: Method, block_bytes: int
+) -> None:
+    """Three rows, or a note where this machine cannot do it."""
+    try:
+        for direction in DIRECTIONS:
+            place.check_time()
+            results.add_row(NAME, measure(place, results, field, method, block_bytes, direction))
+    except (torch.OutOfMemoryError, KernelRefused) as error:
+        results.add_note(NAME, f"{method.name}, {bytes_name(block_bytes)}: left out: {error}")
+
+
+def measure(
+    place: Place,
+    results: Results,
+    field: Field,
+    method: Method,
+    block_bytes: int,
+    direction: Direction,
+) -> Row:
+    """One case: checked, then timed. Raises WrongResult."""
+    case = f"{method.name}, {bytes_name(block_bytes)}, {direction}"
+    out, back = field.jobs(
+        block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
+    )
+    out, back = ([] if direction == "to_device" else out), ([] if direction == "to_host" else back)
+    launches_out = [method.prepare(place, job, field.lanes.to_host) for job in out]
+    launches_back = [method.prepare(place, job, field.lanes.to_device) for job in back]
+    field.spoil(place)
+    for stream, launches in (
+        (field.lanes.to_host, launches_out),
+        (field.lanes.to_device, launches_back),
+    ):
+        with on(stream):
+            for launch in launches:
+                launch()
+    place.synchronise()
+    check_jobs(case, out)
+    check_jobs(case, back)
+    row: Row = {
+        "case": case,
+        "method": method.name,
+        "direction": direction,
+        "block_bytes": block_bytes,
+        "is_for_any_blocks": method.is_for_any_blocks,
+    }
+    if direction == "both":
+        seconds = time_both_ways(place, field.lanes, launches_out, launches_back)
+    else:
+        stream = field.lanes.to_host if out else field.lanes.to_device
+        seconds = time_one_way(place, stream, launches_out or launches_back)
+        row["submit_microseconds"] = submit_microseconds(
+            place, stream, launches_out or launches_back
+        )
+        if not method.is_for_any_blocks:
+            row["merge_microseconds"] = merge_microseconds((out or back)[0])
+    moved = sum(jobs[0].num_bytes for jobs in (out, back) if jobs)
+    rate = moved / seconds / 1e9
+    row["gb_per_second"] = rate
+    row["over_pinned"] = results.ratio_to_ceiling(rate, f"pinned_{direction}_gb_per_second")
+    return row
+
+
+def submit_microseconds(
+    place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
+) -> float:
+    """CPU time of one launch with nothing queued before it, the median."""
+    taken = []
+    with on(stream):
+        for number in range(SUBMISSIONS):
+            launch = launches[number % len(launches)]
+            place.synchronise()
+            begin = time.perf_counter()
+            launch()
+            taken.append(time.perf_counter() - begin)
+    place.synchronise()
+    return median(taken) * 1e6
+
+
+def merge_microseconds(job: Job) -> float:
+    """CPU time of joining the neighbours of a job, which comes before submitting it."""
+    addresses = job_addresses(job)
+    taken = []
+    for _ in range(SUBMISSIONS):
+        begin = time.perf_counter()
+        merge_neighbours(*addresses)
+        taken.append(time.perf_counter() - begin)
+    return median(taken) * 1e6
+
+
+def set_ratios(results: Results, block_bytes: int) -> None:
+    """The targets, from the rows of one size and the methods that take any blocks.
+
+    Merged runs are left out: blocks have neighbours only sometimes. The submission is that of the
+    cheapest method among those about as fast as the fastest, in the direction where it costs more.
+    """
+    rows = [
+        row
+        for row in results.rows(NAME)
+        if row["block_bytes"] == block_bytes and row["is_for_any_blocks"]
+    ]
+    best = {
+        direction: max(
+            (row["gb_per_second"] for row in rows if row["direction"] == direction), default=0.0
+        )
+        for direction in DIRECTIONS
+    }
+    submissions = []
+    for direction in ONE_WAY:
+        rate = best[direction]
+        if not rate:
+            continue
+        ratio = results.ratio_to_ceiling(rate, f"pinned_{direction}_gb_per_second")
+        if ratio is not None:
+            results.set_ratio(f"blocks_{direction}_over_pinned", ratio)
+        submissions.append(
+            min(
+                row["submit_microseconds"]
+                for row in rows
+                if row["direction"] == direction and row["gb_per_second"] >= NEARLY_BEST * rate
+            )
+        )
+    if len(submissions) == len(ONE_WAY):
+        results.set_ratio("submit_64_blocks_microseconds", max(submissions))
+        if best["both"]:
+            one_way = max(best[direction] for direction in ONE_WAY)
+            results.set_ratio("both_ways_over_one_way", best["both"] / one_way)
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """`gpu-copies.png`."""
+    return plot_copies(
+        results.rows(NAME),
+        results.ceilings,
+        results.report.environment,
+        directory / "gpu-copies.png",
+    )
+
+
+SECTION = Section(NAME, "Blocks between the pool and the CPU", run, plot, TARGETS)

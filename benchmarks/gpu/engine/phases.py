@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How soon the first token comes: computed, and with the prompt's beginning in pool, CPU or SSD.
+
+A few documents for each length, in an engine whose pool holds little more than one of them, without
+a server around it. Each is asked about with nothing cached, right after another question, after the
+other documents have pushed it out of the pool, and after a restart. A phase that was not answered
+from its place is an error; so is a token that was unlikely when nothing was cached.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ....engine.models.spec import load_model_spec
+from ....engine.sampling_params import SamplingParams
+from ...harness.report import median
+from ...offload.engines import MeasuredEngine
+from ..case_loop import run_cases
+from ..place import Place, WrongResult
+from ..results import Results, Target
+from ..section import Section
+from .model import engine_options, model_directory
+from .plots import plot_phases
+
+NAME = "engine-phases"
+PHASES = ("cold", "pool", "cpu", "ssd")
+BLOCK_SIZE = 16
+QUESTION_TOKENS = 32
+SEED = 20262
+SECONDS = 420.0  # two engines for each length
+WRITE_BACK_SECONDS = 120.0  # 16 GB of documents, to the disk
+FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+# What a warm phase must find of the document in its place; the rest is block rounding and the last
+# tokens, which another document may have pushed out.
+LEAST_FOUND = 0.9
+# bfloat16 sums in another order where less is computed: the likeliest tokens may change places.
+LIKELY = 20
+TARGET_TOKENS = 8192
+TARGETS = (
+    Target("ttft_cold_over_cpu", "first token, computed over from the CPU, 8k cached", least=10.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Documents of one length."""
+
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens} tokens"
+
+
+def run(place: Place, results: Results) -> None:
+    """A row for each length and phase."""
+    place.start_section(SECONDS)
+    lengths = place.choose((1024, 2048, 8192, 32768), (1024, 8192), (320,))
+    with model_directory(place) as model, TemporaryDirectory(prefix="stratakv-bench-") as scratch:
+
+        def measure(case: Case) -> None:
+            documents = _Documents(place, model, case.tokens)
+            seconds = measure_phases(place, model, documents, Path(scratch) / str(case.tokens))
+            add_rows(results, case, seconds)
+
+        run_cases(place, results, NAME, [Case(tokens) for tokens in lengths], measure)
+
+
+class _Documents:
+    """Random texts and questions about them."""
+
+    def __init__(self, place: Place, model: Path, tokens: int) -> None:
+        self.tokens = tokens
+        self.count = place.choose(4, 3, 3)
+        self.spec = load_model_spec(model)
+        self._random = random.Random(SEED + tokens)
+        self._texts = [self._draw(tokens) for _ in range(self.count)]
+        self._questions = {phase: self._draw(QUESTION_TOKENS) for phase in (*PHASES, "prime")}
+
+    def prompt(self, document: int, question: str) -> list[int]:
+        return self._texts[document] + self._questions[question]
+
+    @property
+    def blocks(self) -> int:
+        """Of one prompt."""
+        return -(-(self.tokens + QUESTION_TOKENS + 1) // BLOCK_SIZE)
+
+    def _draw(self, count: int) -> list[int]:
+        return [self._random.randrange(3, self.spec.vocab_size) for _ in range(count)]
+
+
+def measure_phases(
+    place: Place, model: Path, documents: _Documents, ssd: Path
+) -> dict[str, list[float]]:
+    """Seconds to each first token, by phase. Raises WrongResult."""
+    options = make_options(place, documents, ssd)
+    seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    every = range(documents.count)
+    engine = MeasuredEngine(model, options)
+    try:
+        # The first request of a length pays for kernels that are compiled and memory that is taken.
+        _ask(engine, documents, 0, "prime", None)
+        likely = {
+            (document, phase): engine.likeliest(documents.prompt(document, phase), LIKELY)
+            for document in every
+            for phase in PHASES
+        }
+        for document in every:
+            engine.rest()
+            engine.forget("all")
+            seconds["cold"].append(_ask(engine, documents, document, "cold", None))
+        engine.rest()
+        engine.forget("all")
+        for document in every:
+            _ask(engine, documents, document, "prime", None)
+            seconds["pool"].append(_ask(engine, documents, document, "pool", likely))
+        for document in every:
+            engine.rest()
+            seconds["cpu"].append(_ask(engine, documents, document, "cpu", likely))
+    finally:
+        engine.core.shutdown(WRITE_BACK_SECONDS)
+    del engine
+    gc.collect()  # records of steps refer to what they are kept by
+    place.release_memory()
+    engine = MeasuredEngine(model, options)
+    try:
+        # Of another length, so that nothing of the documents is read by it.
+        engine.run([documents.prompt(0, "prime")[:1] * BLOCK_SIZE], FIRST_TOKEN)
+        for document in every:
+            engine.rest()
+            seconds["ssd"].append(_ask(engine, documents, document, "ssd", likely))
+    finally:
+        engine.close()
+    return seconds
+
+
+def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, Any]:
+    """An engine whose pool holds one document and a little, and whose tiers hold all of them."""
+    layout = documents.spec.layout(BLOCK_SIZE, "float64" if place.is_rehearsal else "bfloat16")
+    tier_bytes = max(2 * documents.count * documents.blocks * layout.slot_bytes, 64 * 2**20)
+    return engine_options(place) | {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": documents.blocks * BLOCK_SIZE,
+        "num_blocks": documents.blocks + documents.blocks // 8 + 2,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8192,
+        "kv_offload": "cpu,ssd",
+        "kv_offload_load": "always",
+        "kv_offload_cpu_bytes": tier_bytes,
+        "kv_offload_ssd_path": str(ssd),
+        "kv_offload_ssd_bytes": 2 * tier_bytes,
+    }
+
+
+def _ask(
+    engine: MeasuredEngine,
+    documents: _Documents,
+    document: int,
+    phase: str,
+    likely: dict[tuple[int, str], dict[int, float]] | None,
+) -> float:
+    """Seconds to the first token. With `likely` it must come from the place of the phase, and be
+    one of the likeliest that were computed from nothing."""
+    run_ = engine.run([documents.prompt(document, phase)], FIRST_TOKEN)
+    if likely is not None:
+        found = run_.cached_tokens.get(phase, 0)
+        if found < LEAST_FOUND * documents.tokens:
+            raise WrongResult(
+                f"{phase}, {documents.tokens} tokens: {found} came from there, and of the others "
+                f"{run_.cached_tokens}"
+            )
+        [[token]] = run_.token_ids
+        if token not in likely[document, phase]:
+            raise WrongResult(
+                f"{phase}, {documents.tokens} tokens: token {token} is none of the {LIKELY} "
+                "likeliest that were computed"
+            )
+    return run_.wall_seconds
+
+
+def add_rows(results: Results, case: Case, seconds: Mapping[str, Sequence[float]]) -> None:
+    """And the ratios of this length."""
+    medians = {phase: median(taken) for phase, taken in seconds.items()}
+    for phase, taken in seconds.items():
+        results.add_row(
+            NAME,
+            {
+                "case": f"{case.name}, {phase}",
+                "tokens": case.tokens,
+                "phase": phase,
+                "seconds": medians[phase],
+                "all_seconds": list(taken),
+                "cold_over_this": medians["cold"] / medians[phase],
+            },
+        )
+    if case.tokens == TARGET_TOKENS:
+        results.set_ratio("ttft_cold_over_cpu", medians["cold"] / medians["cpu"])
+        results.set_ratio("ttft_cold_over_ssd", medians["cold"] / medians["ssd"])
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """`gpu-engine-phases.png`."""
+    return plot_phases(
+        results.rows(NAME), results.report.environment, directory / "gpu-engine-phases.png"
+    )
+
+
+SECTION = Section(NAME, "First token: computed, and from pool, CPU and SSD", run, plot, TARGETS)

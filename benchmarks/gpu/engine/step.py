@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of a whole engine against its bound: weights and KV read once.
+
+    bound = (weights + K and V of all requests) / rate of the device copy of the same run
+
+Timed as the engine sees it, from the scheduler's output to the sampled ids on the host: batch,
+buffers, model, sampler. Recorded steps and launched ones, K and V in 16 bits and in 8.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ....engine.core.device_config import placement_of
+from ....engine.models.spec import load_model_spec
+from ....engine.options import engine_config
+from ....engine.sampling_params import SamplingParams
+from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
+from ....engine.worker.model_runner import ModelRunner
+from ..case_loop import run_cases
+from ..place import Place, WrongResult
+from ..results import Results, Row, Target
+from ..section import Section
+from ..stopwatch import Timing
+from .model import engine_options, model_directory, read_weight_bytes
+from .plots import plot_steps
+
+NAME = "engine-step"
+BLOCK_SIZE = 16
+WARM_UPS = 4
+SAMPLED = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)
+SECONDS = 240.0  # a model is made for each way of computing; the other sections have none
+TARGETS = (
+    Target("engine_step_over_bound", "decode step's bound over its time, 64 x 8k", least=0.85),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How steps are computed."""
+
+    name: str
+    enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
+
+
+WAYS = (Way("recorded"), Way("launched", enforce_eager=True), Way("fp8 KV", kv_cache_dtype="fp8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch: requests of equal context."""
+
+    way: Way
+    requests: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.way.name}, {self.requests} x {self.context}"
+
+
+def run(place: Place, results: Results) -> None:
+    """A row for each way and batch."""
+    place.start_section(SECONDS)
+    shapes: tuple[tuple[int, int], ...] = place.choose(
+        ((1, 1024), (1, 32768), (16, 8192), (64, 1024), (64, 8192), (256, 1024)),
+        ((1, 1024), (64, 8192)),
+        ((1, 32), (3, 64)),
+    )
+    with model_directory(place) as path:
+        for way in WAYS:
+            place.check_time()
+            bench = _Bench(place, path, way, shapes)
+            cases = [Case(way, requests, context) for requests, context in shapes]
+            run_cases(place, results, NAME, cases, partial(_add, bench, results))
+            del bench
+            gc.collect()  # records of steps refer to what they are kept by
+            place.release_memory()
+    set_ratio(results)
+
+
+def _add(bench: _Bench, results: Results, case: Case) -> None:
+    timing, read_bytes = bench.measure(case)
+    row: Row = {
+        "case": case.name,
+        "way": case.way.name,
+        "requests": case.requests,
+        "context": case.context,
+        "seconds": timing.median,
+        "p10_seconds": timing.p10,
+        "p90_seconds": timing.p90,
+        "read_bytes": read_bytes,
+        "tokens_per_second": case.requests / timing.median,
+        "gb_per_second": read_bytes / timing.median / 1e9,
+    }
+    share = results.ratio_to_ceiling(row["gb_per_second"], "device_copy_gb_per_second")
+    if share is not None:
+        row["bound_over_step"] = share
+    results.add_row(NAME, row)
+
+
+class _Bench:
+    """A runner without a scheduler around it: its requests hold blocks of zeros."""
+
+    def __init__(
+        self, place: Place, path: Path, way: Way, shapes: tuple[tuple[int, int], ...]
+    ) -> None:
+        self._steps = place.choose(40, 20, 3)
+        room = WARM_UPS + self._steps + 1
+        longest = max(context for _, context in shapes) + room
+        blocks = max(requests * -(-(context + room) // BLOCK_SIZE) for requests, context in shapes)
+        options = engine_options(place) | {
+            "enforce_eager": way.enforce_eager,
+            "kv_cache_dtype": way.kv_cache_dtype,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": -(-longest // BLOCK_SIZE) * BLOCK_SIZE,
+            "max_num_seqs": max(requests for requests, _ in shapes),
+            "num_blocks": max(blocks, -(-longest // BLOCK_SIZE)) + 1,
+        }
+        config = engine_config(path, options)
+        spec = load_model_spec(path)
+        self._runner = ModelRunner(
+            spec,
+            path,
+            dtype=config.model.dtype,
+            num_blocks=config.cache.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.model.max_model_len or longest,
+            placement=placement_of(config),
+        )
+        self._layout = self._runner.pool.layout
+        self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
+
+    def measure(self, case: Case) -> tuple[Timing, int]:
+        """Seconds of a step, and the bytes it reads in the middle of the run. Raises WrongResult
+        where a request got no token."""
+        names = [f"{case.name} {number}" for number in range(case.requests)]
+        taken = []
+        for number, step in enumerate(self._steps_of(case, names)):
+            began = time.perf_counter()
+            result = self._runner.execute(step)
+            seconds = time.perf_counter() - began
+            if result.nan_request_ids or not all(result.sampled_token_ids.values()):
+                raise WrongResult(f"{case.name}: a request got no token")
+            if number >= WARM_UPS:
+                taken.append(seconds)
+        over = SchedulerOutput([], CachedRequestData(), {}, 0, set(names), set())
+        self._runner.execute(over)
+        middle = case.context + WARM_UPS + self._steps // 2
+        kv_bytes = case.requests * middle * self._layout.token_bytes
+        return Timing.of(taken), self._weight_bytes + kv_bytes
+
+    def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
+        """The first brings the requests, with all but one token of their context computed."""
+        each = -(-(case.context + WARM_UPS + self._steps + 1) // BLOCK_SIZE)
+        scheduled = dict.fromkeys(names, 1)
+        prompt = np.arange(case.context, dtype=np.int32) % 500
+        new = [
+            NewRequestData(
+                name,
+                prompt,
+                SAMPLED,
+                (list(range(1 + number * each, 1 + (number + 1) * each)),),
+                case.context - 1,
+            )
+            for number, name in enumerate(names)
+        ]
+        nothing = CachedRequestData()
+        yield SchedulerOutput(new, nothing, scheduled, len(names), set(), set())
+        for computed in range(case.context, case.context + WARM_UPS + self._steps - 1):
+            going_on = CachedRequestData(list(names), [None] * len(names), [computed] * len(names))
+            yield SchedulerOutput([], going_on, scheduled, len(names), set(), set())
+
+
+def set_ratio(results: Results) -> None:
+    """The target: the largest batch of recorded steps."""
+    rows = [row for row in results.rows(NAME) if row["way"] == WAYS[0].name]
+    largest = max(rows, key=lambda row: row["read_bytes"], default=None)
+    if largest is not None and "bound_over_step" in largest:
+        results.set_ratio("engine_step_over_bound", largest["bound_over_step"])
+
+
+def plot(results: Results, directory: Path) -> Path | None:
+    """`gpu-engine-step.png`."""
+    return plot_steps(
+        results.rows(NAME), results.report.environment, directory / "gpu-engine-step.png"
+    )
+
+
+SECTION = Section(NAME, "One step of the engine against its bound", run, plot, TARGETS)

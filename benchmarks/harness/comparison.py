@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A figure and its limit, taken in turn: what else the machine does in a round meets both alike.
+
+    warm-up      round 0      round 1      round 2      round 3
+    ours limit | ours limit | limit ours | ours limit | limit ours
+                      └─ limit twice ┘          └─ limit twice ┘
+
+The figure is the median of the ratios within a round; their quartiles tell how far they spread.
+Where two rounds meet the limit runs twice in a row: the spread of those ratios, which would be 1 if
+the machine were still, is the floor below which no difference means anything. Where a figure has
+several limits, the strictest decides: the one whose median ratio is least. Knows nothing of what
+is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .report import median
+
+
+class WrongWork(RuntimeError):
+    """Something did not do what its figure would claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """`ours` and `limit` do one round's work and give its rate; so do `rivals`, other limits by
+    name, any of which may be the strictest, and `beside`, on which nothing stands."""
+
+    name: str
+    unit: str
+    limit_name: str
+    ours: Callable[[], float]
+    limit: Callable[[], float]
+    beside: Callable[[], float] | None = None
+    rivals: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The rates of all rounds."""
+
+    contest: Contest
+    ours: list[float] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+    besides: list[float] = field(default_factory=list)
+    rivals: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def by_limit(self) -> dict[str, list[float]]:
+        """The rates of each limit, in rounds."""
+        return {self.contest.limit_name: self.limits, **self.rivals}
+
+    @property
+    def strictest(self) -> str:
+        """The limit that decides."""
+        return min(self.by_limit, key=lambda name: median(self.ratios_to(name)))
+
+    def ratios_to(self, name: str) -> list[float]:
+        """Ours over one limit, round by round."""
+        return [one / other for one, other in zip(self.ours, self.by_limit[name], strict=True)]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours over the strictest limit, round by round."""
+        return self.ratios_to(self.strictest)
+
+    @property
+    def ratio(self) -> float:
+        """The median of the ratios within a round."""
+        return median(self.ratios)
+
+    @property
+    def limit_twice(self) -> list[float]:
+        """Neighbouring runs of the limit, one over the other; the earlier and the later one are
+        above in turn, so that a machine that slows down shifts no median."""
+        limits = self.by_limit[self.strictest] if self.ours and self.rivals else self.limits
+        pairs = zip(limits[::2], limits[1::2], strict=False)
+        return [
+            later / earlier if number % 2 else earlier / later
+            for number, (earlier, later) in enumerate(pairs)
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        """What the JSON holds of it."""
+        beside = {}
+        if self.besides:
+            pairs = zip(self.ours, self.besides, strict=True)
+            beside = {
+                "beside_rounds": self.besides,
+                "beside_median": median(self.besides),
+                "beside_ratio": median([one / other for one, other in pairs]),
+            }
+        limits = {}
+        if self.rivals:
+            limits = {
+                name: {
+                    "median": median(rates),
+                    "ratio": median(self.ratios_to(name)),
+                    "rounds": rates,
+                }
+                for name, rates in self.by_limit.items()
+            }
+        strictest = self.by_limit[self.strictest]
+        return {
+            "unit": self.contest.unit,
+            "limit": self.strictest,
+            "median": median(self.ours),
+            "limit_median": median(strictest),
+            "rounds": self.ours,
+            "limit_rounds": strictest,
+            **({"by_limit": limits} if limits else {}),
+            **beside,
+        }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """A quarter of the values is below the first, a quarter above the second; of a single value,
+    which has no spread, itself."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def take_rounds(contest: Contest, rounds: int) -> Outcome:
+    """Both in each round; who comes first changes from round to round. Both once before, uncounted:
+    threads, files and processors are warm then."""
+    outcome = Outcome(contest, rivals={name: [] for name in contest.rivals})
+    contest.ours()
+    contest.limit()
+    for number in range(rounds):
+        turns = [(contest.ours, outcome.ours), (contest.limit, outcome.limits)]
+        turns += [(take, outcome.rivals[name]) for name, take in contest.rivals.items()]
+        if contest.beside is not None:
+            turns.insert(0, (contest.beside, outcome.besides))
+        for take, rates in reversed(turns) if number % 2 else turns:
+            rates.append(take())
+    return outcome

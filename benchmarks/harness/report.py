@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
+
+The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
+the others may nest. Knows nothing of what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("torch", "numpy", "lmdb", "msgspec", "pyzmq", "fastapi", "uvicorn")
+
+
+def environment() -> dict[str, Any]:
+    """The machine and software a figure belongs to. Holds no host or user name."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "packages": _package_versions(),
+        "version": metadata.version("stratakv"),
+        "commit": _commit(),
+    }
+
+
+@dataclass(slots=True)
+class Report:
+    """The results of one benchmark run."""
+
+    name: str
+    command: str
+    environment: dict[str, Any] = field(default_factory=environment)
+    limits: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> Path:
+        """Write `NAME.json` whole or not at all; the path. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{self.name}.json"
+        body = {
+            "name": self.name,
+            "command": self.command,
+            "environment": self.environment,
+            "limits": self.limits,
+            "figures": self.figures,
+            "ratios": self.ratios,
+        }
+        partial = path.with_suffix(".json.partial")
+        partial.write_text(json.dumps(body, indent=2, allow_nan=False) + "\n")
+        partial.replace(path)
+        return path
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of `values`, which must not be empty."""
+    ordered = sorted(values)
+    rank = max(1, math.ceil(percent / 100.0 * len(ordered)))
+    return ordered[rank - 1]
+
+
+def median(values: Sequence[float]) -> float:
+    """The median of `values`, which must not be empty."""
+    return statistics.median(values)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on standard output; the first column is a name, the others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    # A log file has no width; 120 columns keep one row on one line there.
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    console.print(table)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> str:
+    """The commit measured, with a mark if the tree differs; empty outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return run.stdout.strip()

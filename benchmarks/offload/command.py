@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench offload`: what keeping blocks in tiers saves, and what it costs where it cannot.
+
+Seen from a client first. Documents far longer than the questions about them are asked of a real
+server whose KV pool holds little more than one of them. The same questions are asked
+    cold      with every cache reset before each request,
+    pool      with the document still in the pool,
+    cpu       after other documents have pushed it out of the pool,
+    ssd       after the server was stopped and started again,
+    remote    of another server, which shares a cache server with one that computed them,
+one request at a time. Every phase must give the tokens of the cold one; a phase that was not
+answered from where it should have been is an error, not a figure.
+
+Then, unless it is the quick form, engines without a server around them, with tiers and without in
+alternating pairs, in processor seconds: unique prompts, mixes of hits with a tier that is slow,
+requests behind one prefix, and steps while blocks leave the pool (`sections.py`). Equal
+prompts must give equal tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...engine.config import CacheConfig
+from ...engine.models.spec import load_model_spec
+from ...engine.options import EMBEDDED_MODEL
+from ...engine.text.tokenizer import Tokenizer
+from ...tiers.settings.values import ConfigError, check_device
+from ..harness.comparison import WrongWork
+from ..harness.documents import documents, question
+from ..harness.plots import draw_and_tell, plot_phases
+from ..harness.report import Report
+from ..harness.served import Answer, ServedModel, ServerFailed
+from . import limits
+from .child import ChildFailed, measure_in_child
+from .costs_report import plot_costs, print_costs
+from .phases import Ask, BenchmarkFailed, ask_cold, ask_pool, ask_tier, check_phases, warm_up
+from .remote import measure_remote
+from .report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases
+from .scale import (
+    COSTS,
+    FULL_COSTS,
+    QUICK_COSTS,
+    SECTIONS,
+    check_context,
+    chosen_sections,
+    num_pairs,
+)
+from .scale import PHASES as PHASES_SECTION
+
+# With fewer, the pool's room beyond one request would keep part of each document.
+MIN_DOCUMENTS = 3
+# The tiers hold all documents and the questions asked about them.
+ROOM_TO_SPARE = 2.0
+MIN_TIER_BYTES = 64 * 2**20
+# So that what a hit leaves out, less than one block, stays below what `check_phases` allows.
+MIN_PREFIX_BLOCKS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
+    parser.add_argument("--model", type=Path, help="a model directory (the embedded model)")
+    parser.add_argument("--documents", type=int, help="documents asked about (5, quick 3)")
+    parser.add_argument("--prefix-tokens", type=int, help="tokens of each document (3,600)")
+    parser.add_argument("--output-tokens", type=int, default=16, help="tokens generated (16)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
+    parser.add_argument(
+        "--device", default="cpu",
+        help=f"where the server computes: cpu, cuda, cuda:1 (cpu); a GPU: {PHASES_SECTION} only",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sections", metavar="NAMES",
+        help=f"only these, by commas: {', '.join(SECTIONS)} (all of them, quick: {PHASES_SECTION})",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen sections; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    sections = sections_for(arguments)
+    plan = make_plan(arguments)
+    scale = QUICK_COSTS if arguments.quick else FULL_COSTS
+    check_context(plan.model, [name for name in sections if name in COSTS], scale)
+    console = Console(stderr=True)
+    report = Report("offload", "stratakv bench offload")
+    report.figures["sections"] = sections
+    try:
+        if PHASES_SECTION in sections:
+            measure(report, plan, console)
+        measure_costs(report, sections, plan.model, arguments.quick, console)
+        path = report.write(arguments.out)
+    except ConfigError:
+        raise
+    except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
+        console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
+        return 1
+    show(report, path)
+    return 0
+
+
+def sections_for(arguments: argparse.Namespace) -> list[str]:
+    """The sections named, or those of this form and device. Raises ConfigError."""
+    if check_device("--device", arguments.device) == "cpu":
+        return list(chosen_sections(arguments.sections, arguments.quick))
+    named = chosen_sections(arguments.sections or PHASES_SECTION, arguments.quick)
+    costs = [name for name in named if name in COSTS]
+    if costs:
+        raise ConfigError(
+            f"--sections {','.join(costs)} count processor seconds of a CPU that computes; leave "
+            f"--device {arguments.device} out, or ask for {PHASES_SECTION}"
+        )
+    return list(named)
+
+
+def show(report: Report, path: Path) -> None:
+    """Tables and plots of what was measured; the JSON lies at `path`."""
+    plots: list[Callable[[], Path]] = []
+    if PHASES_SECTION in report.figures:
+        print_phases(report)
+        print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
+        phases = report.figures["phases"]
+        plots.append(lambda: plot_phases(phases, report.environment, path.with_suffix(".png")))
+    if any(name in report.figures for name in COSTS):
+        print_costs(report)
+        print("With tiers and without, equal prompts gave equal tokens.")
+        plots.append(lambda: plot_costs(report, path.with_name("offload-costs.png")))
+    print(f"written: {path}")
+    for draw in plots:
+        draw_and_tell(draw)
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan for this model; raises ConfigError for numbers that cannot work."""
+    model = arguments.model or EMBEDDED_MODEL
+    spec = load_model_spec(model)
+    CacheConfig(block_size=arguments.block_size)  # raises for a size that cannot be
+    suffix, output = 32, arguments.output_tokens
+    room = spec.max_context - suffix - output
+    if output < 1:
+        raise ConfigError(f"--output-tokens must be at least 1, not {output}")
+    prefix = min(3600, room) if arguments.prefix_tokens is None else arguments.prefix_tokens
+    if prefix < MIN_PREFIX_BLOCKS * arguments.block_size:
+        raise ConfigError(
+            f"--prefix-tokens {prefix} is too few: a block that is not full would count for much; "
+            f"ask for at least {MIN_PREFIX_BLOCKS * arguments.block_size}"
+        )
+    if prefix > room:
+        raise ConfigError(
+            f"--prefix-tokens {prefix} does not fit: with {suffix} tokens of question and {output} "
+            f"of output the model has room for {room}"
+        )
+    count = arguments.documents
+    if count is None:
+        count = 3 if arguments.quick else 5
+    if count < MIN_DOCUMENTS:
+        raise ConfigError(
+            f"--documents {count} is too few: the pool would keep part of each; ask for at least "
+            f"{MIN_DOCUMENTS}"
+        )
+    layout = spec.layout(arguments.block_size, "float32")
+    blocks = count * -(-(prefix + suffix + output) // arguments.block_size)
+    tier_bytes = int(ROOM_TO_SPARE * blocks * layout.slot_bytes)
+    return Plan(
+        model=model,
+        num_documents=count,
+        prefix_tokens=prefix,
+        suffix_tokens=suffix,
+        output_tokens=output,
+        block_size=arguments.block_size,
+        device=arguments.device,
+        cpu_bytes=max(MIN_TIER_BYTES, tier_bytes),
+        ssd_bytes=max(MIN_TIER_BYTES, 2 * tier_bytes),
+    )
+
+
+def measure(report: Report, plan: Plan, console: Console) -> None:
+    """Run the server through all phases."""
+    encode = partial(Tokenizer.load(plan.model).encode, add_special_tokens=False)
+    try:
+        texts = documents(encode, plan.num_documents, plan.prefix_tokens)
+    except ValueError as error:
+        raise ConfigError(f"--documents and --prefix-tokens: {error}") from error
+    questions = {
+        name: question(encode, index, plan.suffix_tokens)
+        for index, name in enumerate((*WARM_PHASES, "prime"))
+    }
+    phases = {name: Phase() for name in PHASES}
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
+        _progress(console) as bar,
+    ):
+        total = len(texts) * (2 * len(WARM_PHASES) + 2) + 4
+        steps = bar.add_task("starting", total=total)
+        server_log = Path(scratch) / "serve.log"
+        ssd_path = Path(scratch) / "ssd"
+
+        def serve() -> ServedModel:
+            bar.update(steps, description="starting the server")
+            return ServedModel(plan.serve_arguments(ssd_path), server_log)
+
+        def write_remote(server: ServedModel) -> None:
+            bar.advance(steps)
+            ask = asker(server)
+            for document in range(len(texts)):
+                ask("remote: first engine", document, "prime")
+
+        def read_remote(server: ServedModel) -> None:
+            bar.advance(steps)
+            warm_up(server)
+            ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
+
+        def asker(server: ServedModel) -> Ask:
+            def ask(phase: str, document: int, name: str) -> Answer:
+                bar.update(steps, description=phase, advance=1)
+                return server.ask(texts[document] + questions[name], plan.output_tokens)
+
+            return ask
+
+        report.limits = measure_limits(Path(scratch))
+        with serve() as server:
+            bar.advance(steps)
+            expected = ask_cold(server, asker(server), len(texts), phases["cold"])
+            ask_pool(server, asker(server), len(texts), phases["pool"])
+            ask_tier(server, asker(server), len(texts), "cpu", phases["cpu"])
+        with serve() as server:
+            bar.advance(steps)
+            warm_up(server)
+            ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
+        bar.update(steps, description="starting a cache server")
+        measure_remote(plan, server_log, write_remote, read_remote)
+    check_phases(plan, phases, expected)
+    fill_report(report, plan, load_model_spec(plan.model), phases)
+
+
+def measure_costs(
+    report: Report, sections: Sequence[str], model: Path, quick: bool, console: Console
+) -> None:
+    """The sections without a server, in a process of their own."""
+    chosen = [name for name in sections if name in COSTS]
+    if not chosen:
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
+        _progress(console) as bar,
+    ):
+        scale = QUICK_COSTS if quick else FULL_COSTS
+        steps = bar.add_task("pairs", total=num_pairs(chosen, scale))
+
+        def told(what: str) -> None:
+            bar.update(steps, description=what, advance=1)
+
+        found = measure_in_child(chosen, model, Path(scratch), quick, told)
+    report.figures["costs"] = {
+        "measured": "engine cores without HTTP in one process, one thread computes; processor "
+        "seconds are those of all threads of the engine, its disk and copy threads among them",
+        "pairs": "alternating; a ratio is the median of the ratios of pairs, or of windows of "
+        "neighbouring pairs; wall time beside it",
+        "scale": asdict(scale),
+    }
+    report.figures |= found["figures"]
+    report.ratios |= found["ratios"]
+
+
+def measure_limits(directory: Path) -> dict[str, float]:
+    """Ceilings of this machine, before anything else runs on it."""
+    return {
+        "matmul_gflops_per_second": limits.matmul_gflops(len(os.sched_getaffinity(0))),
+        "memory_copy_gb_per_second": limits.memory_copy_gb_per_second(),
+        "disk_read_gb_per_second": limits.disk_read_gb_per_second(directory),
+    }
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    return Progress(*columns, console=console)

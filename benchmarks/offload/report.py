@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table.
+
+Knows nothing of servers or of how answers were had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ...engine.models.spec import ModelSpec
+from ..harness.report import Report, median, percentile, print_table
+from ..harness.served import Answer
+
+PHASES = ("cold", "pool", "cpu", "ssd", "remote")
+WARM_PHASES = PHASES[1:]
+# What a phase's loads are held against.
+LOAD_LIMITS = {
+    "cpu": "memory_copy_gb_per_second",
+    "ssd": "disk_read_gb_per_second",
+    "remote": "memory_copy_gb_per_second",  # of a server on this host
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked, of what."""
+
+    model: Path
+    num_documents: int
+    prefix_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    block_size: int
+    cpu_bytes: int
+    ssd_bytes: int
+    device: str = "cpu"
+
+    @property
+    def pool_blocks(self) -> int:
+        """Room for one whole request and a quarter of the next document, and the null block."""
+        longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
+        return 1 + int(1.25 * -(-longest // self.block_size))
+
+    def serve_arguments(self, ssd_path: Path) -> list[str]:
+        """The command line of the server under test."""
+        ssd = ["--kv-offload-ssd-path", str(ssd_path), "--kv-offload-ssd-bytes"]
+        return self._arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
+
+    def remote_arguments(self, address: str) -> list[str]:
+        """That of an engine with a cache server at this address instead of a disk."""
+        return self._arguments(f"cpu,{address}")
+
+    def _arguments(self, tiers: str, *others: str) -> list[str]:
+        return [
+            str(self.model), "--kv-offload", tiers, *others,
+            "--num-blocks", str(self.pool_blocks),
+            "--block-size", str(self.block_size),
+            "--kv-offload-cpu-bytes", str(self.cpu_bytes),
+            "--kv-offload-load", "always",  # a phase is to be answered from its tier
+            "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
+            # In the type of the CPU: all phases must give the same tokens, and bfloat16 sums in
+            # another order where less is computed.
+            "--device", self.device, "--dtype", "float32",
+        ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Phase:
+    """The answers of one phase and what it cost to load them."""
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds_loading: float = 0.0
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        return [answer.first_token_seconds for answer in self.answers]
+
+    def cached_by_tier(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for answer in self.answers:
+            for tier, tokens in answer.cached_by_tier.items():
+                totals[tier] = totals.get(tier, 0) + tokens
+        return totals
+
+
+def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, Phase]) -> None:
+    """Turn answers into figures and ratios; `report.limits` must be measured."""
+    cold = median(phases["cold"].first_token_seconds)
+    prompt_tokens = plan.prefix_tokens + plan.suffix_tokens
+    names = {"model": plan.model.name, "pool_blocks": plan.pool_blocks}
+    report.figures["plan"] = asdict(plan) | names
+    report.figures["phases"] = {
+        name: phase_figures(phase, cold / prompt_tokens) for name, phase in phases.items()
+    }
+    for name in WARM_PHASES:
+        warm = median(phases[name].first_token_seconds)
+        report.ratios[f"ttft_cold_over_{name}"] = cold / warm
+    report.figures["cold_gflops_per_second"] = prefill_flops(spec, prompt_tokens) / cold / 1e9
+    report.ratios["cold_prefill_over_matmul"] = (
+        report.figures["cold_gflops_per_second"] / report.limits["matmul_gflops_per_second"]
+    )
+    token_bytes = spec.layout(plan.block_size, "float32").token_bytes
+    for tier, limit in LOAD_LIMITS.items():
+        loaded = phases[tier].cached_by_tier().get(tier, 0) * token_bytes
+        rate = loaded / phases[tier].seconds_loading / 1e9
+        report.figures[f"{tier}_load_gb_per_second"] = rate
+        report.ratios[f"{tier}_load_over_{limit.removesuffix('_gb_per_second')}"] = (
+            rate / report.limits[limit]
+        )
+
+
+def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
+    """Operations of a causal forward pass over `num_tokens`, one row of logits."""
+    qkv = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    out = spec.num_heads * spec.head_dim * spec.hidden_size
+    mlp = 3 * spec.hidden_size * spec.intermediate_size
+    products = 2.0 * spec.num_layers * (qkv + out + mlp) * num_tokens
+    # Scores and their sum over values, for half of the square.
+    attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2
+    return products + attention + 2.0 * spec.hidden_size * spec.vocab_size
+
+
+def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
+    """One row of the table; seconds saved are cached tokens at the cold phase's rate."""
+    first = phase.first_token_seconds
+    cached = sum(answer.cached_tokens for answer in phase.answers)
+    generated = sum(len(answer.token_ids) for answer in phase.answers)
+    return {
+        "requests": len(phase.answers),
+        "ttft_p50_seconds": median(first),
+        "ttft_p99_seconds": percentile(first, 99),
+        "tokens_per_second": generated / sum(answer.total_seconds for answer in phase.answers),
+        "cached_tokens_by_tier": phase.cached_by_tier(),
+        "prefill_seconds_saved": cached * cold_seconds_per_token,
+        "load_seconds_paid": phase.seconds_loading,
+    }
+
+
+def print_phases(report: Report) -> None:
+    """The table a person reads, and under it the rates held against the machine's limits."""
+    rows = []
+    for name, figures in report.figures["phases"].items():
+        tiers = figures["cached_tokens_by_tier"]
+        rows.append(
+            [
+                name,
+                str(figures["requests"]),
+                f"{1e3 * figures['ttft_p50_seconds']:.1f}",
+                f"{1e3 * figures['ttft_p99_seconds']:.1f}",
+                f"{report.ratios.get(f'ttft_cold_over_{name}', 1.0):.1f}x",
+                f"{figures['tokens_per_second']:.0f}",
+                " ".join(f"{tier} {tokens}" for tier, tokens in tiers.items() if tokens) or "-",
+                f"{figures['prefill_seconds_saved']:.2f}",
+                f"{figures['load_seconds_paid']:.3f}",
+            ]
+        )
+    plan = report.figures["plan"]
+    title = (
+        f"{plan['num_documents']} documents of {plan['prefix_tokens']} tokens, a pool of "
+        f"{plan['pool_blocks']} blocks of {plan['block_size']}, one request at a time"
+    )
+    columns = ["phase", "requests", "TTFT p50 ms", "p99 ms", "cold / this", "tokens/s",
+               "cached tokens", "prefill s saved", "load s paid"]  # fmt: skip
+    print_table(title, columns, rows)
+    print_limits(report)
+
+
+def print_limits(report: Report) -> None:
+    """What was reached, the limit measured in this run, and their ratio."""
+    figures, limits, ratios = report.figures, report.limits, report.ratios
+    rows = [
+        ("cold prefill, GFLOP/s", "cold_gflops_per_second", "matmul_gflops_per_second",
+         "cold_prefill_over_matmul"),
+        ("slab to pool, GB/s", "cpu_load_gb_per_second", "memory_copy_gb_per_second",
+         "cpu_load_over_memory_copy"),
+        ("SSD to pool, GB/s", "ssd_load_gb_per_second", "disk_read_gb_per_second",
+         "ssd_load_over_disk_read"),
+        ("cache server to pool, GB/s", "remote_load_gb_per_second", "memory_copy_gb_per_second",
+         "remote_load_over_memory_copy"),
+    ]  # fmt: skip
+    print_table(
+        "Against this machine's limits, measured in this run",
+        ["what", "reached", "limit", "ratio"],
+        [
+            [name, f"{figures[figure]:.2f}", f"{limits[limit]:.2f}", f"{ratios[ratio]:.2f}"]
+            for name, figure, limit, ratio in rows
+        ],
+    )

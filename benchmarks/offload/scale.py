@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of `stratakv bench offload`, how much each of them does, and what is promised.
+
+Knows nothing of how anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...engine.models.spec import load_model_spec
+from ...tiers.settings.format import shown
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
+from ..tiers.gates import Gate
+
+PHASES = "phases"  # time to first token, by HTTP
+NO_HIT, WORST_CASE, CONVOY, STREAMING = "no_hit", "worst_case", "convoy", "streaming"
+COSTS = (NO_HIT, WORST_CASE, CONVOY, STREAMING)  # by engines in one process
+SECTIONS = (PHASES, *COSTS)
+
+GATES: Mapping[str, Gate] = {
+    "no_hit_throughput": Gate(least=0.97),
+    "no_hit_throughput_wall": Gate(least=0.97),
+    "worst_case": Gate(least=0.95),
+    "worst_case_wall": Gate(least=0.95),
+    "convoy": Gate(least=1.5),
+    "step_time_while_streaming": Gate(most=1.05),
+    "step_cpu_while_streaming": Gate(most=1.05),
+}
+# The least of two dozen medians is below all of them by what they scatter (0.008 with 15 pairs), so
+# cells that come as near to the gate as this take more pairs.
+NEAR_WORST_CASE = 0.97
+# Measured too; nothing is promised.
+TOLD = ("no_hit_throughput_writing_all",)
+# Percentage of hits → the pairs that hit, of so many neighbours.
+MIXES: Mapping[int, tuple[int, int]] = {0: (0, 2), 20: (1, 5), 50: (1, 2), 80: (4, 5)}
+NORMAL, SLOW = "normal", "slow"
+SPEEDS = (NORMAL, SLOW)
+TIMES_SLOWER = 100
+SUFFIX_TOKENS = 32
+WORST_CASE_OUTPUT = 8
+STREAMING_OUTPUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CostScale:
+    """Tokens, requests and pairs."""
+
+    pairs: int
+    warm_up: int  # pairs before those
+    more_pairs: int  # after them, in cells of the worst case that come near the gate
+    # Of the CPU tier where blocks are to pass through it, at least. It is written down in batches
+    # of an eighth, each of which costs a commit, so a tiny one would cost as nobody's does.
+    slab_blocks: int
+    # no_hit: unique prompts, all at once.
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    # worst_case: one by one. By prefix: the requests of a pair, so that it is long enough to be
+    # timed.
+    prefixes: Mapping[int, int]
+    mixes: tuple[int, ...]
+    # convoy: that many requests at once behind one prefix.
+    convoy_requests: int
+    convoy_prefix: int
+    convoy_output: int
+    # streaming: steps of so many tokens.
+    step_tokens: int
+    long_prompts: int
+    long_prompt_tokens: int
+
+
+FULL_COSTS = CostScale(
+    pairs=15, warm_up=2, more_pairs=30, slab_blocks=1024,
+    requests=16, prompt_tokens=512, output_tokens=32,
+    prefixes={256: 4, 1000: 2, 3000: 1}, mixes=tuple(MIXES),
+    convoy_requests=8, convoy_prefix=3000, convoy_output=16,
+    step_tokens=256, long_prompts=6, long_prompt_tokens=1024,
+)  # fmt: skip
+QUICK_COSTS = CostScale(
+    pairs=3, warm_up=1, more_pairs=0, slab_blocks=128,
+    requests=6, prompt_tokens=256, output_tokens=8,
+    prefixes={256: 1}, mixes=(0, 50),
+    convoy_requests=8, convoy_prefix=1000, convoy_output=4,
+    step_tokens=128, long_prompts=3, long_prompt_tokens=512,
+)  # fmt: skip
+
+
+def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
+    """Pairs in all, those that warm up among them, without those that cells take in addition."""
+    usual = scale.warm_up + scale.pairs
+    mixes = sum(scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes)
+    worst_case = len(scale.prefixes) * len(SPEEDS) * mixes
+    runs = {NO_HIT: 2 * usual, WORST_CASE: worst_case, CONVOY: 2 * usual, STREAMING: usual}
+    return sum(runs[name] for name in sections)
+
+
+def pairs_of(mix: int, scale: CostScale) -> int:
+    """Pairs of a mix of hits: as many windows over them as other sections have pairs."""
+    _, window = MIXES[mix]
+    return scale.pairs + window - 1
+
+
+def context_of(sections: Sequence[str], scale: CostScale) -> int:
+    """The longest request of these sections, in tokens."""
+    longest = {
+        NO_HIT: scale.prompt_tokens + scale.output_tokens,
+        WORST_CASE: max(scale.prefixes) + SUFFIX_TOKENS + WORST_CASE_OUTPUT,
+        CONVOY: scale.convoy_prefix + SUFFIX_TOKENS + scale.convoy_output,
+        STREAMING: scale.long_prompt_tokens + STREAMING_OUTPUT,
+    }
+    return max((longest[name] for name in sections), default=0)
+
+
+def chosen_sections(text: str | None, quick: bool) -> list[str]:
+    """In the order in which they are measured; raises ConfigError for unknown names."""
+    if text is None:
+        return [PHASES] if quick else list(SECTIONS)
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in SECTIONS:
+            near = did_you_mean(name, SECTIONS) or f"; there are: {', '.join(SECTIONS)}"
+            raise ConfigError(f"--sections takes names of sections, not {shown(name)}{near}")
+    return [name for name in SECTIONS if name in names]
+
+
+def check_context(model: Path, sections: Sequence[str], scale: CostScale) -> None:
+    """Raise ConfigError where the model is too short for the sections without a server."""
+    has, needed = load_model_spec(model).max_context, context_of(sections, scale)
+    if has < needed:
+        raise ConfigError(
+            f"--model {model} has a context of {has} tokens and the sections {', '.join(sections)} "
+            f"take {needed}; use --sections {PHASES}"
+        )

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv bench serve`: many clients at once, over HTTP, in the figures of vLLM's benchmark.
+
+First five classes of work, each from empty caches, on a server whose pool holds no more than the
+documents that are asked about, so that the tiers below take part. Then, on a server with default
+settings, prompts that share nothing, again and again in turn with the same work done by
+    engine                the engine alone, without HTTP: the limit
+    transformers_serial   transformers, one request after another
+    transformers_padded   transformers, all requests in one padded batch
+with the same model, number type, number of threads, prompts and output lengths. Prompts are
+computed on both sides, and every way makes exactly the tokens asked for, or the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from ...engine.text.tokenizer import Tokenizer
+from ...tiers.settings.values import ConfigError
+from ..harness.documents import Encoder
+from ..harness.load_client import LoadRun, Target, run_closed, run_open
+from ..harness.peer import Peer, PeerFailed
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report
+from ..harness.served import HOST, ServedModel, ServerFailed
+from ..harness.workloads import (
+    CONTEXT_TOKENS,
+    WORKLOADS,
+    Decoder,
+    PromptSession,
+    Session,
+    make_sessions,
+)
+from .plan import Plan, make_plan
+from .plan import add_arguments as add_arguments
+from .plot import plot_serve
+from .report import Comparison, fill_comparison, load_figures, print_comparison, print_workloads
+
+# Of the workloads' server: the documents without the questions about them.
+POOL_TOKENS = 12 * 1024
+CPU_TIER, SSD_TIER = "256MiB", "1GiB"
+BLOCK_TOKENS = 16
+PEER_SECONDS = 300.0
+NO_TRANSFORMERS = (
+    "transformers is not installed, so nothing is held against it; "
+    "run in a clone of StrataKV: pip install '.[test]'"
+)
+# Who does the work → what the peer calls it.
+MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}
+
+
+class BenchmarkFailed(RuntimeError):
+    """Requests failed where every one is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """The model's own tokens and text."""
+
+    encode: Encoder
+    decode: Decoder
+
+    @classmethod
+    def of(cls, model: Path) -> Coding:
+        tokenizer = Tokenizer.load(model)
+        return cls(partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode)
+
+
+class LoadedServer(ServedModel):
+    """A server that many clients ask at once."""
+
+    def __enter__(self) -> LoadedServer:
+        return self
+
+    def target(self, max_tokens: int) -> Target:
+        return Target(HOST, self._port, max_tokens)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
+    plan = make_plan(arguments)
+    # No markup: what is said names extras, as in '.[test]', and quotes servers.
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    report = Report("serve", "stratakv bench serve")
+    report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
+    try:
+        coding = Coding.of(plan.model)
+        with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
+            measure_workloads(plan, coding, Path(scratch), report, console)
+            if plan.rounds:
+                measure_comparison(plan, coding, Path(scratch), report, console)
+        path = report.write(arguments.out)
+    except ConfigError:
+        raise
+    except (BenchmarkFailed, ServerFailed, PeerFailed, ValueError, OSError) as error:
+        console.print(f"bench serve: {error}", style="red")
+        return 1
+    show(plan, report)
+    print(f"written: {path}")
+    draw_and_tell(lambda: plot_serve(report, arguments.out / "serve.png"))
+    failed = sum(figures["failed"] for figures in report.figures["workloads"].values())
+    if failed:
+        console.print(f"bench serve: {failed} requests failed; see errors in {path}", style="red")
+    return 1 if failed else 0
+
+
+def measure_workloads(
+    plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
+) -> None:
+    """Each class of work, from empty caches."""
+    figures = report.figures["workloads"] = {}
+    console.print("starting the server of the workloads")
+    arguments = [
+        *common_arguments(plan),
+        "--num-blocks", str(POOL_TOKENS // BLOCK_TOKENS), "--block-size", str(BLOCK_TOKENS),
+        "--kv-offload", "cpu,ssd", "--kv-offload-cpu-bytes", CPU_TIER,
+        "--kv-offload-ssd-path", str(scratch / "ssd"), "--kv-offload-ssd-bytes", SSD_TIER,
+    ]  # fmt: skip
+    with LoadedServer(arguments, scratch / "workloads.log") as server:
+        warm_up(server)
+        for name in plan.workloads:
+            console.print(f"workload {name}")
+            sessions = make_sessions(name, coding.encode, coding.decode, plan.requests, plan.seed)
+            server.reset("all")
+            load = asyncio.run(_run(plan, server.target(plan.output_tokens), sessions))
+            figures[name] = load_figures(load)
+            figures[name]["usual_hit_rate"] = WORKLOADS[name].usual_hit_rate
+
+
+def measure_comparison(
+    plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
+) -> None:
+    """The same prompts in every way, in turn, so that what else the machine does hits all alike."""
+    prompts = unique_prompts(plan, coding)
+    texts: dict[str, list[str]] = {}
+    comparison = Comparison()
+    with ExitStack() as stack:
+        console.print("starting the server and the peers of the comparison")
+        peers = start_peers(plan, scratch, stack, console)
+        log = scratch / "comparison.log"
+        server = stack.enter_context(LoadedServer(common_arguments(plan), log))
+        warm_up(server)
+        for name, peer in peers.items():
+            peer.wait_ready()
+            peer.run(MODES[name], prompts[:2], 2, PEER_SECONDS)
+        for turn in range(plan.rounds):
+            console.print(f"round {turn + 1} of {plan.rounds}")
+            rate, texts["http"] = ask_http(server, prompts, plan.output_tokens)
+            comparison.rates.setdefault("http", []).append(rate)
+            for name, peer in peers.items():
+                made = peer.run(MODES[name], prompts, plan.output_tokens, PEER_SECONDS)
+                comparison.rates.setdefault(name, []).append(made.tokens_per_second)
+                texts[name] = [coding.decode(ids) for ids in made.token_ids]
+    for name in peers:
+        same = sum(a == b for a, b in zip(texts["http"], texts[name], strict=True))
+        comparison.same_text[name] = same / len(prompts)
+    fill_comparison(report, comparison)
+
+
+def common_arguments(plan: Plan) -> list[str]:
+    """Of both servers."""
+    threads, context = str(plan.threads), str(CONTEXT_TOKENS)
+    # In the number type of the peers, whatever the checkpoint's.
+    common = ["--num-threads", threads, "--max-model-len", context, "--dtype", "float32"]
+    return [str(plan.model), *common]
+
+
+def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -> dict[str, Peer]:
+    """The name of each way of doing the work, and who does it."""
+
+    def start(module: str) -> Peer:
+        log = scratch / f"{module}.log"
+        return stack.enter_context(Peer(f"{__package__}.{module}", plan.model, plan.threads, log))
+
+    peers = {"engine": start("engine_peer")}
+    if importlib.util.find_spec("transformers") is None:
+        console.print(NO_TRANSFORMERS, style="yellow")
+        return peers
+    transformers = start("transformers_peer")
+    return peers | {"transformers_padded": transformers, "transformers_serial": transformers}
+
+
+def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
+    """One for each of the users at once."""
+    sessions = make_sessions("unique", coding.encode, coding.decode, plan.concurrency, plan.seed)
+    return [session.token_ids for session in sessions if isinstance(session, PromptSession)]
+
+
+def ask_http(
+    server: LoadedServer, prompts: Sequence[list[int]], max_tokens: int
+) -> tuple[float, list[str]]:
+    """All prompts at once: output tokens a second, and the texts in the order of the prompts."""
+    server.reset("all")
+    sessions = [PromptSession(prompt) for prompt in prompts]
+    load = asyncio.run(run_closed(server.target(max_tokens), sessions, len(sessions)))
+    if load.errors:
+        raise BenchmarkFailed(f"{len(load.errors)} requests failed: {load.errors[0]}")
+    rate = sum(answer.output_tokens for answer in load.answers) / load.seconds
+    return rate, [answer.text for answer in load.answers]
+
+
+def warm_up(server: LoadedServer) -> None:
+    """The first request of a process pays for lazy initialisation; that is not what is measured."""
+    server.ask([1, 2, 3], 2)
+
+
+def show(plan: Plan, report: Report) -> None:
+    """The tables."""
+    how = (
+        f"{plan.concurrency} users at once"
+        if plan.request_rate is None
+        else f"{plan.request_rate:g} requests a second"
+    )
+    threads = f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
+    work = f"{plan.output_tokens} tokens of output, {threads}"
+    print_workloads(f"Workloads over HTTP: {how}, {work}", report.figures["workloads"])
+    if "comparison" in report.figures:
+        title = f"{plan.concurrency} unique prompts at once, {work}, medians of {plan.rounds}"
+        print_comparison(title, report)
+
+
+async def _run(plan: Plan, target: Target, sessions: Sequence[Session]) -> LoadRun:
+    if plan.request_rate is None:
+        return await run_closed(target, sessions, plan.concurrency)
+    return await run_open(target, sessions, plan.request_rate, plan.seed)

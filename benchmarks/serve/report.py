@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of `stratakv bench serve`: from answers to JSON, ratios and tables.
+
+Names and definitions are those of vLLM's serving benchmark, so that results can be laid side by
+side:
+    TTFT  time to first token
+    TPOT  time per output token after the first: one number for each request
+    ITL   inter-token latency: one number for each event after the first, which may hold more than
+          one token where the client or the server was behind
+    E2EL  end-to-end latency: to the last byte
+Knows nothing of servers, or of how answers were had.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..harness.http_stream import StreamedAnswer
+from ..harness.load_client import LoadRun
+from ..harness.report import Report, median, percentile, print_table
+
+TIERS = ("pool", "cpu", "ssd")
+# What HTTP is held against → the name of the ratio.
+_RATIOS = {
+    "engine": "http_vs_engine",
+    "transformers_serial": "tokens_vs_transformers_serial",
+    "transformers_padded": "tokens_vs_transformers_padded",
+}
+
+# Name in the JSON → how vLLM's benchmark prints it; `{}` is one of mean, median, p99.
+_COUNTS = {
+    "completed": "Successful requests",
+    "failed": "Failed requests",
+    "duration": "Benchmark duration (s)",
+    "total_input_tokens": "Total input tokens",
+    "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "total_token_throughput": "Total token throughput (tok/s)",
+}
+_LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Output tokens a second of the same prompts, one figure for each round."""
+
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    # Of the outputs over HTTP, how many are the very text that a peer made.
+    same_text: dict[str, float] = field(default_factory=dict)
+
+
+def load_figures(run: LoadRun) -> dict[str, Any]:
+    """One column of the table. A run without any answer has no latencies."""
+    answers = run.answers
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    output_tokens = sum(answer.output_tokens for answer in answers)
+    figures: dict[str, Any] = {
+        "completed": len(answers),
+        "failed": len(run.errors),
+        "duration": run.seconds,
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(answers) / run.seconds,
+        "output_throughput": output_tokens / run.seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / run.seconds,
+    }
+    if answers:
+        figures |= _latencies(answers)
+        figures |= _cached_shares(answers, prompt_tokens)
+    figures["errors"] = dict(Counter(run.errors).most_common(10))
+    return figures
+
+
+def fill_comparison(report: Report, comparison: Comparison) -> None:
+    """Medians of the rounds, and what HTTP reaches of each peer: the median of the ratios within a
+    round, since what else the machine does changes from round to round."""
+    rates = comparison.rates
+    report.figures["comparison"] = {
+        name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
+        | ({"same_text": comparison.same_text[name]} if name in comparison.same_text else {})
+        for name in rates
+    }
+    report.limits["engine_output_throughput"] = median(rates["engine"])
+    for name, ratio in _RATIOS.items():
+        if name in rates:
+            report.ratios[ratio] = median(
+                [ours / theirs for ours, theirs in zip(rates["http"], rates[name], strict=True)]
+            )
+
+
+def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:
+    """Throughput and latencies, one column for each workload; then what came from caches."""
+    rows = [
+        [shown, *(_number(figures.get(name)) for figures in workloads.values())]
+        for name, shown in _COUNTS.items()
+    ]
+    rows += [
+        [
+            f"{statistic.capitalize()} {kind.upper()} (ms)",
+            *(_number(figures.get(f"{statistic}_{kind}_ms")) for figures in workloads.values()),
+        ]
+        for kind in _LATENCIES
+        for statistic in ("mean", "median", "p99")
+    ]
+    print_table(title, ["", *workloads], rows)
+    shares = [
+        [
+            name,
+            _percent(figures.get("hit_rate")),
+            _percent(figures["usual_hit_rate"]),
+            *(_percent(figures.get("cached_share_by_tier", {}).get(tier)) for tier in TIERS),
+        ]
+        for name, figures in workloads.items()
+    ]
+    columns = ["workload", "hit rate", "usual", *(f"from {tier}" for tier in TIERS)]
+    print_table("Prompt tokens that were found and not computed", columns, shares)
+
+
+def print_comparison(title: str, report: Report) -> None:
+    """Output tokens a second of the same prompts, done in different ways."""
+    rows = []
+    for name, figures in report.figures["comparison"].items():
+        ratio = report.ratios.get(_RATIOS.get(name, ""))
+        rows.append(
+            [
+                _PEER_NAMES[name],
+                f"{figures['output_throughput']:.0f}",
+                "" if ratio is None else f"{ratio:.2f}x",
+                _percent(figures.get("same_text")),
+            ]
+        )
+    print_table(title, ["", "output tokens/s", "http / this", "same text as http"], rows)
+
+
+_PEER_NAMES = {
+    "http": "StrataKV over HTTP",
+    "engine": "its engine alone, without HTTP",
+    "transformers_serial": "transformers, one request at a time",
+    "transformers_padded": "transformers, one padded batch",
+}
+
+
+def _latencies(answers: Sequence[StreamedAnswer]) -> dict[str, float]:
+    seconds = {
+        "ttft": [answer.first_token_seconds for answer in answers],
+        "tpot": [
+            (answer.event_seconds[-1] - answer.first_token_seconds) / (answer.output_tokens - 1)
+            for answer in answers
+            if answer.output_tokens > 1
+        ],
+        "itl": [gap for answer in answers for gap in answer.gaps_seconds],
+        "e2el": [answer.total_seconds for answer in answers],
+    }
+    figures = {}
+    for kind, values in seconds.items():
+        if values:
+            figures[f"mean_{kind}_ms"] = 1e3 * statistics.fmean(values)
+            figures[f"median_{kind}_ms"] = 1e3 * median(values)
+            figures[f"std_{kind}_ms"] = 1e3 * statistics.pstdev(values)
+            figures[f"p99_{kind}_ms"] = 1e3 * percentile(values, 99)
+    return figures
+
+
+def _cached_shares(answers: Sequence[StreamedAnswer], prompt_tokens: int) -> dict[str, Any]:
+    found = {
+        tier: sum(answer.cached_by_tier.get(tier, 0) for answer in answers) / prompt_tokens
+        for tier in TIERS
+    }
+    return {"hit_rate": sum(found.values()), "cached_share_by_tier": found}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw sockets: what the host's loopback does at most between two processes, with TLS or without.
+
+    client   verb, count, numbers of blocks      far end   the blocks, or (having got them) a byte
+
+One far end for each client, in a process of its own, with warm memory of its own. Knows nothing of
+keys, checksums or the service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+from .blocks import Blocks
+from .transports import SECONDS, Way
+
+_HEAD = struct.Struct("<BI")
+_LOAD, _STORE = 1, 2
+_DONE = b"k"
+
+
+class RawWay(Way):
+    """The client's end."""
+
+    def __init__(self, blocks: Blocks, *, port: int, ca_file: Path | None = None) -> None:
+        self._blocks = blocks
+        self._sock: Any = socket.create_connection(("127.0.0.1", port), SECONDS)
+        self._is_tls = ca_file is not None
+        if ca_file is not None:
+            context = ssl.create_default_context(cafile=ca_file)
+            self._sock = context.wrap_socket(self._sock, server_hostname="127.0.0.1")
+        prepare(self._sock)
+
+    def store(self, order: Sequence[int]) -> None:
+        self._ask(_STORE, order)
+        for index in order:
+            self._sock.sendall(self._blocks.buffers[index])
+        receive(self._sock, memoryview(bytearray(len(_DONE))), self._is_tls)
+
+    def load(self, order: Sequence[int]) -> None:
+        self._ask(_LOAD, order)
+        for index in order:
+            receive(self._sock, self._blocks.buffers[index], self._is_tls)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _ask(self, verb: int, order: Sequence[int]) -> None:
+        self._sock.sendall(_HEAD.pack(verb, len(order)) + struct.pack(f"<{len(order)}I", *order))
+
+
+def serve(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path] | None) -> None:
+    """The far end's process: one client, until it leaves. `files` are certificate and key."""
+    blocks = Blocks(block_bytes, count)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(SECONDS)
+        pipe.send(listener.getsockname()[1])
+        sock: Any = listener.accept()[0]
+    if files is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*files)
+        sock = context.wrap_socket(sock, server_side=True)
+    prepare(sock)
+    with sock, contextlib.suppress(EOFError):
+        while True:
+            _answer(sock, blocks, files is not None)
+
+
+def prepare(sock: socket.socket) -> None:
+    """As the service has its own."""
+    sock.settimeout(None)  # with a timeout MSG_WAITALL does not wait
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def receive(sock: Any, view: memoryview, is_tls: bool) -> None:
+    """Fill `view`. Raises EOFError where the peer has left."""
+    while view.nbytes:
+        got = sock.recv_into(view) if is_tls else sock.recv_into(view, 0, socket.MSG_WAITALL)
+        if not got:
+            raise EOFError("the other end has left")
+        view = view[got:]
+
+
+def _answer(sock: Any, blocks: Blocks, is_tls: bool) -> None:
+    head = bytearray(_HEAD.size)
+    receive(sock, memoryview(head), is_tls)
+    verb, count = _HEAD.unpack(head)
+    raw = bytearray(4 * count)
+    receive(sock, memoryview(raw), is_tls)
+    order = struct.unpack(f"<{count}I", raw)
+    if verb == _LOAD:
+        for index in order:
+            sock.sendall(blocks.buffers[index])
+        return
+    for index in order:
+        receive(sock, blocks.buffers[index], is_tls)
+    sock.sendall(_DONE)

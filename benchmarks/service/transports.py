@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways that blocks take out of a client's memory and back: the promise, memcpy, the service.
+
+Each has room for as many blocks as the client has, and moves any of them in any order. Knows
+nothing of rounds or clocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...proto.v1 import cache_service_pb2 as messages
+from ...tiers.base import Stored
+from ...tiers.block import DIGEST_BYTES, pack_key
+from ...tiers.remote.address import ServerAddress
+from ...tiers.remote.credentials import Credentials
+from ...tiers.remote.membership import StaticMembership
+from ...tiers.remote.remote_store import RemoteStore
+from ...tiers.remote.server_link import ServerLink
+from ...tiers.remote.settings import RemoteSettings
+from ...tiers.wire.frames import MAX_BLOCKS, State, pack_keys
+from ..harness.comparison import WrongWork
+from .blocks import Blocks
+
+SECONDS = 120.0  # that anything may take
+_QUEUE_BYTES = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a client opens a way: which one, and what that needs."""
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Way(ABC):
+    """`order` are numbers of blocks. Raises WrongWork where not all were moved."""
+
+    @abstractmethod
+    def store(self, order: Sequence[int]) -> None:
+        """Take these blocks, each of them new."""
+
+    @abstractmethod
+    def load(self, order: Sequence[int]) -> None:
+        """Bring these blocks as they were stored last."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """At the end."""
+
+
+class CopyWay(Way):
+    """memcpy, to other memory of the same kind."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._near = blocks
+        self._far = Blocks(blocks.layout.page_bytes, len(blocks))
+        self._size = blocks.layout.page_bytes
+
+    def store(self, order: Sequence[int]) -> None:
+        self._copy(self._far.addresses, self._near.addresses, order)
+
+    def load(self, order: Sequence[int]) -> None:
+        self._copy(self._near.addresses, self._far.addresses, order)
+
+    def _copy(self, targets: Sequence[int], sources: Sequence[int], order: Sequence[int]) -> None:
+        copy, size = ctypes.memmove, self._size
+        for index in order:
+            copy(targets[index], sources[index], size)
+
+
+class ServiceWay(Way):
+    """What the ways to a cache server share: each block has the key it was stored under last."""
+
+    def __init__(self, blocks: Blocks, kind: str, ca_file: Path | None) -> None:
+        self._blocks = blocks
+        self._kind = kind
+        self._keys = [b""] * len(blocks)
+        self._settings = RemoteSettings(
+            credentials=Credentials(ca_file=ca_file),
+            attach_seconds=SECONDS,
+            lookup_seconds=SECONDS,
+            load_seconds=SECONDS,
+            store_seconds=SECONDS,
+            queue_bytes=_QUEUE_BYTES,
+            shares_memory=kind == "memory",
+        )
+
+    def _renew(self, order: Sequence[int]) -> None:
+        for index in order:
+            self._keys[index] = pack_key(os.urandom(DIGEST_BYTES))
+
+    def _parts(self, order: Sequence[int]) -> list[tuple[list[bytes], list[memoryview]]]:
+        """Keys and buffers, as many at a time as the protocol allows."""
+        buffers = self._blocks.buffers
+        parts = [order[start : start + MAX_BLOCKS] for start in range(0, len(order), MAX_BLOCKS)]
+        return [([self._keys[i] for i in part], [buffers[i] for i in part]) for part in parts]
+
+    def _check_kind(self, found: str) -> None:
+        """A client takes another connection where it cannot have the best."""
+        if found != self._kind:
+            raise WrongWork(f"blocks went through {found or 'nothing'}, not {self._kind}")
+
+
+class ConnectionWay(ServiceWay):
+    """A client's connection to a cache server, of one `kind`."""
+
+    def __init__(
+        self, blocks: Blocks, *, address: ServerAddress, kind: str, ca_file: Path | None = None
+    ) -> None:
+        super().__init__(blocks, kind, ca_file)
+        with ExitStack() as opened:
+            self._link = ServerLink(address, blocks.layout, self._settings)
+            opened.callback(self._link.close)
+            if not self._link.wait_up(SECONDS):
+                raise WrongWork(f"{address} cannot be reached")
+            self._connection = self._link.connect(time.monotonic() + SECONDS)
+            opened.callback(self._connection.close)
+            self._check_kind(self._connection.kind)
+            self._opened = opened.pop_all()
+
+    def store(self, order: Sequence[int]) -> None:
+        self._renew(order)
+        for keys, buffers in self._parts(order):
+            proofs = [None] * len(keys)
+            deadline = time.monotonic() + SECONDS
+            states = self._connection.store(keys, buffers, proofs, deadline)
+            if states.count(State.KEPT) != len(keys):
+                raise WrongWork("the server did not keep every block")
+
+    def load(self, order: Sequence[int]) -> None:
+        for keys, buffers in self._parts(order):
+            if None in self._connection.load(keys, buffers, time.monotonic() + SECONDS):
+                raise WrongWork("the server did not have every block")
+
+    def look_up(self, calls: int, keys: int) -> list[float]:
+        """Seconds of each call for so many keys of blocks that are there."""
+        wanted = self._keys[:keys]
+        states = bytes([State.HIT]) * keys
+        seconds = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            request = messages.LookupRequest(keys=pack_keys(wanted))
+            response = self._link.call("lookup", request, SECONDS)
+            seconds.append(time.perf_counter() - began)
+            if response.prefix != keys or response.states != states:
+                raise WrongWork("the server did not find every block")
+        return seconds
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class TierWay(ServiceWay):
+    """The tier that an engine has on a cache server, on the best connection there is."""
+
+    def __init__(self, blocks: Blocks, *, address: ServerAddress) -> None:
+        super().__init__(blocks, "memory", None)
+        self._tier = RemoteStore(StaticMembership([address]), blocks.layout, self._settings)
+        if not self._tier.wait_up(SECONDS):
+            self._tier.close(SECONDS)
+            raise WrongWork(f"{address} cannot be reached")
+
+    def store(self, order: Sequence[int]) -> None:
+        self._renew(order)
+        for stored in [self._tier.store(*part) for part in self._parts(order)]:
+            if any(outcome is not Stored.KEPT for outcome in stored.result(SECONDS)):
+                raise WrongWork("the server did not keep every block")
+        self._check_kind(",".join(self._tier.kinds()))
+
+    def load(self, order: Sequence[int]) -> None:
+        for loaded in [self._tier.load(*part) for part in self._parts(order)]:
+            if None in loaded.result(SECONDS):
+                raise WrongWork("the server did not have every block")
+        self._check_kind(",".join(self._tier.kinds()))
+
+    def close(self) -> None:
+        self._tier.close(SECONDS)
