@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ..tiers.settings.format import shown
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
-from .client.event_loop_thread import EventLoopThread
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import LOG_LEVELS, engine_config
@@ -33,6 +32,57 @@ from .wire import AddRequest
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
+import threading
+from collections.abc import Awaitable
+from typing import TypeVar
+
+# An asyncio event loop in a thread of its own, for plain callers.
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 5.0
+
+
+class EventLoopThread:
+    """Runs until `close`. The thread is a daemon, so it never keeps Python from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        """Await something on the loop and return its result. An interrupt cancels it."""
+
+        async def waiting() -> T:
+            return await awaitable
+
+        future = asyncio.run_coroutine_threadsafe(waiting(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
 
 logger = logging.getLogger(__name__)
 

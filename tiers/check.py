@@ -26,7 +26,7 @@ import lmdb
 
 from .errors import TierConfigError
 from .mac_key import MacKey
-from .record_seal import Seal
+from .record import Seal
 from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
 from .ssd.folder import guard
 from .ssd.folder.check_result import IDENTITY, INDEX, SIZE, CheckResult

@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 
 from .errors import TierConfigError
-from .record_seal import Seal
+from .record import Seal
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from posixpath import normpath
+from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -19,12 +20,48 @@ from numpy.typing import NDArray
 from ..client.base import EngineClient
 from ..text.tokenizer import PromptTooLong, Tokenizer
 from .errors import ApiError
-from .http.in_flight import InFlight
 from .metrics.metrics import Metrics
 from .openai.chat_template import ChatTemplate
 from .openai.protocol import Prompt
 from .openai.token_texts import TokenTexts
 from .settings import ApiSettings
+
+# Counts the generating requests that are being answered, for whoever spreads load over servers,
+# and ends them all when the server does.
+
+
+class InFlight:
+    """`with in_flight:` around a request. Belongs to one event loop."""
+
+    __slots__ = ("_ended", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done once no request is to be answered any further."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def end(self) -> None:
+        """Have every open answer end now, with an error that says why. Idempotent."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.count -= 1
+
 
 # Longer texts are tokenized in a thread. A hop costs about 50 us, as much as so many characters.
 MAX_INLINE_CHARACTERS = 2048

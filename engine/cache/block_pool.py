@@ -33,14 +33,131 @@ computed what another one has keeps its own copy.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import islice
+from typing import Any
 
 from ...connector.base import EvictedBlock
-from .cold_blocks import ColdBlocks
+from ...tiers.histogram import Histogram
 from .kv_block import FreeBlockQueue, KVCacheBlock
-from .residency import Residency
+
+# How long blocks stay in the pool: their age and their idle time when they are evicted, and the
+# time between two uses.
+# Only a sample of the blocks is followed, every n-th one, so that a step of thousands of blocks
+# pays for a few. A block is used when it is handed out and when a request finds it by its name.
+
+MAX_SAMPLED_BLOCKS = 64
+
+_SECONDS = (
+    0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
+    3600.0,
+)  # fmt: skip
+
+
+class Residency:
+    """Followed blocks: when each was handed out and when it was last used."""
+
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        stride = -(-len(blocks) // MAX_SAMPLED_BLOCKS)
+        self._followed = frozenset(blocks[::stride])
+        self._clock = clock
+        self._born: dict[int, float] = {}
+        self._used: dict[int, float] = {}
+        self.lifetime = Histogram(_SECONDS)
+        self.idle_before_evict = Histogram(_SECONDS)
+        self.reuse_gap = Histogram(_SECONDS)
+
+    def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Free blocks are handed out; those that still have a name are evicted by it."""
+        followed = self._followed.intersection(blocks)
+        if not followed:
+            return
+        now = self._clock()
+        for block in followed:
+            block_id = block.block_id
+            if block.block_hash is not None:
+                self.lifetime.observe(now - self._born[block_id])
+                self.idle_before_evict.observe(now - self._used[block_id])
+            self._born[block_id] = self._used[block_id] = now
+
+    def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Blocks were found by their names."""
+        followed = self._followed.intersection(blocks)
+        if not followed:
+            return
+        now = self._clock()
+        for block in followed:
+            self.reuse_gap.observe(now - self._used[block.block_id])
+            self._used[block.block_id] = now
+
+    def stats(self) -> dict[str, Any]:
+        """The three histograms, as plain values."""
+        return {
+            "lifetime": asdict(self.lifetime),
+            "idle_before_evict": asdict(self.idle_before_evict),
+            "reuse_gap": asdict(self.reuse_gap),
+        }
+
+
+# Cold blocks: those in front of the free queue, to be stored before they are reused.
+#     head | offered | offered | new | new | ... | tail
+#          |<------------- window -------------->|
+# A step takes blocks from the front and the window moves on over others. The queue is only walked
+# when enough may have come into the window, not in every step.
+
+
+class ColdBlocks:
+    """Of one queue, whose owner tells what becomes of it."""
+
+    __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
+
+    def __init__(self, queue: FreeBlockQueue) -> None:
+        self._queue = queue
+        self._window = 0
+        self._num_unseen = len(queue)  # blocks that came into the window since the walk, at most
+        self.was_late = False  # a block was evicted that had not been offered
+
+    def removed(self, count: int) -> None:
+        """So many blocks left the queue, from wherever they stood."""
+        self._num_unseen += count
+
+    def added(self, count: int) -> None:
+        """So many are about to come to its end, which in a short queue is in the window."""
+        if self._queue.num_free < self._window:
+            self._num_unseen += count
+
+    def take(
+        self, count: int, within: int, least: int, uncomputed: Container[int]
+    ) -> list[KVCacheBlock]:
+        """See `BlockPool.take_cold`; the caller marks them as offered."""
+        self._window = within
+        if self.was_late:
+            self.was_late, least = False, 1
+        if self._num_unseen < least:
+            return []
+        cold: list[KVCacheBlock] = []
+        self._num_unseen = 0
+        for block in islice(self._queue, within):
+            if block.block_hash is None or block.is_offered:
+                continue
+            if block.block_id in uncomputed:
+                self._num_unseen += 1
+                continue
+            if len(cold) == count:
+                self._num_unseen = within
+                break
+            cold.append(block)
+        if len(cold) < least:
+            self._num_unseen += len(cold)
+            return []
+        return cold
+
 
 NULL_BLOCK_ID = 0
 # From a pair, at half the price of the class itself; a step may evict thousands.

@@ -210,7 +210,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
     """Raises ConfigError or TierConfigError."""
-    from ...tiers.cache_server.secret import read_secret
+    from ...tiers.cache_server.key_salt import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
     ssd_path: Path | None = options["ssd_path"]

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until the core is gone (1)."""
-    from ..api.http.tls import make_tls_context
+    from ..api.http.server import make_tls_context
 
     config = engine_config_of(args)
     settings = settings_of(args)

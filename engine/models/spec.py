@@ -15,10 +15,105 @@ from ...tiers.settings.values import ConfigError
 from .checkpoint.files import check_directory, is_there
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
-from .families import ARCHITECTURES, FAMILIES, Family
+from .families import ARCHITECTURES, FAMILIES, Family, Windows
 from .rope_spec import RopeSpec, parse_rope, stable_length
-from .sliding_window import parse_sliding_window
-from .unsupported import refuse_unsupported
+
+# The keys of a config.json that would change a model's numbers in ways nothing here computes.
+# A model that has one is refused by the name of the key, rather than answered wrongly.
+
+# Each key with the values under which it changes nothing. An absent or null key is always neutral.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # Weights that are not plain matrices, and code that comes with them.
+    "quantization_config": (),
+    "compression_config": (),
+    "auto_map": (),
+    "pretraining_tp": (1,),
+    # Other attention.
+    "attention_chunk_size": (),
+    "attn_logit_softcapping": (),
+    "attention_multiplier": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "is_causal": (True,),
+    "no_rope_layers": (),
+    "query_pre_attn_scalar": (),
+    "use_mrope": (False,),
+    # Other scales.
+    "embedding_multiplier": (1, 1.0),
+    "final_logit_softcapping": (),
+    "logit_scale": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "scale_emb": (1, 1.0),
+    # Layers that differ from each other, and mixtures of experts.
+    "hidden_act": ("silu", "swish"),
+    "n_routed_experts": (),
+    "num_experts": (),
+    "num_local_experts": (),
+    "per_layer_config": (),
+}
+
+
+def refuse_unsupported(config: JsonFields) -> None:
+    """Raise ConfigError for the first key with a value that is not neutral."""
+    for name, neutral in _NEUTRAL.items():
+        if config.has(name) and config.values[name] not in neutral:
+            expected = " or ".join(repr(value) for value in neutral) or "absent"
+            raise config.fault(
+                name, f"{expected} (anything else is not supported)", config.values[name]
+            )
+
+
+# How far back the layers of a model see, as its configuration says.
+# A window of W positions is a token's own and the W - 1 before it. Sequences of at most W tokens
+# are computed the same with and without it, so a model with windows is served up to that length.
+
+# What the families take where config.json is silent, which is not the same as null.
+DEFAULT_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def parse_sliding_window(config: JsonFields, family: Family, num_layers: int) -> int | None:
+    """The window in positions where any layer has one, else None; raises ConfigError naming the
+    key."""
+    window = _window(config, family)
+    kinds = _layer_types(config, num_layers)
+    if _SLIDING in kinds and window is None:
+        raise config.fault("layer_types", f"{_FULL} for every layer, as it has no window", kinds)
+    if window is None or family.windows is Windows.EVERY_LAYER:
+        return window
+    first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
+    slides = _SLIDING in kinds if kinds else first < num_layers
+    return window if slides else None
+
+
+def _window(config: JsonFields, family: Family) -> int | None:
+    """The window that layers have if they have one."""
+    if family.windows is Windows.NONE:
+        for name in ("sliding_window", "use_sliding_window"):
+            if config.has(name) and config.values[name] is not False:
+                raise config.fault(name, "absent, for this family has none", config.values[name])
+        return None
+    if family.windows is Windows.SOME_LAYERS and not config.boolean("use_sliding_window", False):
+        return None
+    if "sliding_window" in config.values and not config.has("sliding_window"):
+        return None
+    return config.integer("sliding_window", DEFAULT_WINDOW, minimum=2)
+
+
+def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
+    """One kind for each layer, or nothing where config.json does not say."""
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return []
+    listed = kinds if isinstance(kinds, list) else []
+    if len(listed) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in listed):
+        expected = f"a list of {_FULL} or {_SLIDING} for each of the {num_layers} layers"
+        raise config.fault("layer_types", expected, kinds)
+    return listed
+
 
 MAX_EOS_IDS = 64
 # The number types of checkpoints that models can be computed in.

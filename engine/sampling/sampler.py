@@ -15,6 +15,7 @@ Knows nothing of requests or models.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +28,51 @@ from ..logprobs import PositionLogprobs
 from ..worker.block_table import IntArray
 from .copies import to_device, to_host
 from .logprobs import position_entries, position_tensors, raw_logprobs
-from .processors.base import ProcessorContext
-from .processors.processor_set import ProcessorSet
+from .processors.base import LogitsProcessor, ProcessorContext
+from .processors.penalties import BadWords, LogitBias, MinP, MinTokens, Penalties
 from .row_parts import row_parts
-from .rows import NO_LOGPROBS, SamplingRows
+from .row_states import NO_LOGPROBS, SamplingRows
 from .truncation import truncate
+
+# The logits processors of one sampler, in the order in which they are applied.
+# Those that can change which token is likeliest come before the greedy choice, the others after
+# the temperature.
+
+# Penalties last of those before the choice: repetition looks at the sign that biases leave.
+BUILT_IN: tuple[type[LogitsProcessor], ...] = (MinTokens, BadWords, LogitBias, Penalties, MinP)
+
+
+class ProcessorSet:
+    """Keeps all up to date and applies those that are active."""
+
+    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
+        self._all = tuple(processors)
+        self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
+        self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
+
+    @classmethod
+    def built_in(cls, context: ProcessorContext) -> ProcessorSet:
+        return cls(processor(context) for processor in BUILT_IN)
+
+    def update_state(self, update: BatchUpdate) -> None:
+        for processor in self._all:
+            processor.update_state(update)
+
+    def before_choice(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
+        return _apply(self._before_choice, logits, rows)
+
+    def after_temperature(self, logits: Tensor, rows: IntArray) -> Tensor:
+        """What only a draw can notice. May overwrite `logits`."""
+        return _apply(self._after_temperature, logits, rows)
+
+
+def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: IntArray) -> Tensor:
+    for processor in processors:
+        if processor.is_active:
+            logits = processor.apply(logits, rows)
+    return logits
+
 
 _NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 _MASK_64 = 2**64 - 1

@@ -33,20 +33,59 @@ from ...connector.base import (
     EvictedBlock,
     KVConnectorScheduler,
 )
+from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
 from ..request import EventKind, Request, RequestStatus
 from ..wire import TokenOutput
 from .admission import Admission
-from .limits import check_config, check_request
-from .output import ModelRunnerOutput, SchedulerOutput
-from .outputs import OutputWriter, add_logprobs, fault_of
+from .output import ModelRunnerOutput, OutputWriter, SchedulerOutput, add_logprobs, fault_of
 from .places import Places
 from .pressure import MemoryPressure
 from .progress import Progress
 from .running import RunningRound
 from .step import StepBuilder
 from .stop import end_token_ids
+
+# What can never run, so that it is refused at the door and nobody waits for it.
+# Every message says what was expected, what came, what to do.
+
+
+def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Without chunks a whole prompt must fit into one step. Raises ConfigError."""
+    if config.enable_chunked_prefill:
+        return
+    if config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} cannot hold a whole prompt "
+            f"of up to {max_model_len} tokens, as --no-enable-chunked-prefill requires; raise it "
+            "or allow chunks"
+        )
+    if config.long_prefill_token_threshold:
+        raise ConfigError(
+            "--long-prefill-token-threshold cuts prompts into chunks, which "
+            "--no-enable-chunked-prefill forbids; drop one of them"
+        )
+
+
+def check_request(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
+    """The request must fit into the context, and alone into the pool. Raises ValueError."""
+    num_prompt = request.num_prompt_tokens
+    if num_prompt >= max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt} tokens, but a context of {max_model_len} must hold it "
+            "and at least one new token; shorten the prompt"
+        )
+    # The last token is sampled but never computed, so it needs no slot.
+    longest = min(num_prompt + request.max_tokens, max_model_len) - 1
+    needed = manager.num_blocks_for(longest)
+    usable = manager.pool.num_blocks - 1
+    if needed > usable:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens with max_tokens {request.max_tokens} needs {needed} "
+            f"blocks, but the KV pool has {usable}; ask for less, or start with a larger pool"
+        )
+
 
 # Of fewer blocks it costs less to store them when they are evicted than to wake a thread ahead.
 MIN_AHEAD_BLOCKS = 8

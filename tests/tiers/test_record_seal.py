@@ -18,13 +18,14 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import LEAST_BYTES, MOST_BYTES, MacKey, read_mac_key
 from stratakv.tiers.record import (
     HEADER_BYTES,
+    SEAL_BYTES,
     Defect,
     RecordHeader,
+    Seal,
     check_fields,
     check_record,
     encode_header,
 )
-from stratakv.tiers.record_seal import SEAL_BYTES, Seal
 
 from ..open_files import open_paths
 

@@ -36,8 +36,7 @@ from .access.tenants import Tenants
 from .access.tickets import Tickets
 from .access.tls import TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
-from .metrics import ServerMetrics
-from .metrics_endpoint import MetricsEndpoint
+from .metrics import MetricsEndpoint, ServerMetrics
 from .service import CacheService, DataPlane, Traffic
 from .tenant_store import Room
 from .tenant_store_calls import RoomCalls

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
@@ -23,16 +23,72 @@ from ..tag import Proof, Proofs
 from ..wire.frames import State
 from .address import ServerAddress
 from .block_connection import BlockConnection
-from .gather import all_of, then
 from .membership import Membership, Rendezvous, StaticMembership
 from .presence_cache import Beliefs
 from .server_link import ServerLink
 from .settings import RemoteSettings
 from .transfers import Transfers
 
-log = logging.getLogger(__name__)
+# Futures that follow on futures.
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
+    """A future of `work`'s result on what `future` brings, or of its error."""
+    result: Future[_R] = Future()
+
+    def done(ended: Future[_T]) -> None:
+        error = ended.exception()
+        if error is not None:
+            result.set_exception(error)
+        else:
+            _end(result, lambda: work(ended.result()))
+
+    future.add_done_callback(done)
+    return result
+
+
+def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
+    """A future of `work`'s result when all have ended. It fails only where all failed: blocks of a
+    server that is well are not lost to one that is not."""
+    result: Future[_R] = Future()
+    lock = threading.Lock()
+    left = len(futures)
+    errors: list[BaseException] = []
+
+    def done(ended: Future[Any]) -> None:
+        nonlocal left
+        error = ended.exception()
+        with lock:
+            left -= 1
+            if error is not None:
+                errors.append(error)
+            if left:
+                return
+        if errors and len(errors) == len(futures):
+            result.set_exception(errors[0])
+        else:
+            _end(result, work)
+
+    if not futures:
+        _end(result, work)
+    for future in futures:
+        future.add_done_callback(done)
+    return result
+
+
+def _end(future: Future[_R], work: Callable[[], _R]) -> None:
+    """A future that never ended would be waited for until somebody's deadline."""
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is the future's
+        future.set_exception(error)
+
+
+log = logging.getLogger(__name__)
+
 
 NAME = "remote"
 _OUTCOMES = {State.KEPT: Stored.KEPT, None: Stored.DAMAGED}

@@ -19,8 +19,7 @@ import lmdb
 from ..base import TierStats
 from ..block import BlockLayout
 from ..errors import TierClosed, TierError
-from ..record import RecordHeader
-from ..record_seal import Seal
+from ..record import RecordHeader, Seal
 from ..tag import NO_TAG, Tagger
 from .disk.slot_file import SlotFile
 from .index.slot_index import Entry, SlotIndex

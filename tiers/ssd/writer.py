@@ -53,9 +53,8 @@ from ..codecs.base import Codec
 from ..tag import Proof
 from .disk.io_pool import GRACE_SECONDS
 from .index.index_file import EPOCH_SHIFT, IndexFile
-from .index.row_writer import RowWriter
+from .index.row_writer import OfferedBlocks, RowWriter
 from .index.slot_index import Entry
-from .offered import OfferedBlocks
 from .record_writer import Batch, Placed, RecordWriter
 from .state import Job, StoreState
 from .write_queue import Write, WriteQueue

@@ -7,14 +7,190 @@ use before a model has been loaded. Knows nothing of routes or engines.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import socket
 import ssl
+from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .http_protocol import HttpProtocol
+from ....tiers.settings.values import ConfigError
+from ...settings.server import ServerConfig
+from ..errors import ApiError, encode_error
+
+# The TLS of the HTTP server: its certificate and key, and whom it asks for one.
+# Made before the model is loaded, so that a bad file is known at once.
+
+
+class _Encrypted(Exception):
+    """The key wants a password."""
+
+
+def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
+    """What the server's sockets are wrapped in, or None where it speaks plain HTTP. TLS 1.2 is the
+    least. Raises ConfigError, with the flag and the file, for files that cannot be used."""
+    certificate, key = server.ssl_certfile, server.ssl_keyfile
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _read_certificates("--ssl-certfile", certificate, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    if key is not None:
+        _check_readable("--ssl-keyfile", key)
+    flag, place = ("--ssl-certfile", certificate) if key is None else ("--ssl-keyfile", key)
+    try:
+        context.load_cert_chain(certificate, key, password=_refuse_password)
+    except _Encrypted:
+        raise ConfigError(
+            f"{flag} {place} holds a key that is encrypted, and a server has nobody to ask for the "
+            "password; give it without (`openssl pkey -in FILE -out NEW`), readable by this user "
+            "only"
+        ) from None
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"--ssl-keyfile {place} is not the key of the certificate in --ssl-certfile "
+                f"{certificate}; give the two that were made together"
+            ) from error
+        cure = "; name the key's file with --ssl-keyfile" if key is None else ""
+        raise ConfigError(f"{flag} {place} holds no private key as PEM{cure}") from error
+    if server.ssl_ca_certs is not None:
+        _read_certificates("--ssl-ca-certs", server.ssl_ca_certs, context)
+    context.verify_mode = ssl.VerifyMode(server.ssl_cert_reqs)
+    return context
+
+
+def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
+    """Have `context` trust the certificates in a file, and see by it that there are any."""
+    _check_readable(flag, path)
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{flag} {path} holds no certificate as PEM; give one") from error
+
+
+def _check_readable(flag: str, path: Path) -> None:
+    # A pipe would be waited for.
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{flag} {path} is no ordinary file; give one in PEM form")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror})") from error
+
+
+def _refuse_password() -> str:
+    raise _Encrypted
+
+
+# One HTTP connection: uvicorn's, with limits on the time that it may stand still.
+# A client that opens a connection and says nothing, or half a head, would hold it for ever; and
+# so would one that reads nothing of its answer, with all of the answer that the kernel has no
+# room for. What is no HTTP at all is answered with an error object, as every other fault is.
+
+logger = logging.getLogger(__name__)
+
+HEAD_SECONDS = 30.0
+# Within it a client must take something of what waits for it. The kernel tells of a reader in large
+# steps, so a shorter time would cut slow ones off.
+STALL_SECONDS = 300.0
+
+_INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invalid_http")
+
+
+class HttpProtocol(H11Protocol):
+    """Given to uvicorn, which makes one for each connection."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first head is awaited from here on."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """The time runs until the head is whole; the body has a limit of its own."""
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._stop_watching()
+        self._stop_stall_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More waits to be read than the transport likes."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Nearly everything was read. A connection that closes waits for the rest as well."""
+        if not self.transport.is_closing():
+            self._stop_stall_timer()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """The server ends. With TLS a connection closes when the client says so too, which one that
+        is idle does not; it has been told, so nothing more is waited for."""
+        super().shutdown()
+        is_told = self.transport.is_closing() and not self.transport.get_write_buffer_size()
+        if is_told and self.scheme == "https":
+            self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The connection closes, once the last of what was written has been read."""
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        """In the form of every other error."""
+        body = encode_error(_INVALID)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(status_code=_INVALID.status, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def _watch_reader(self) -> None:
+        if self._stall_timer is None:
+            waiting = self.transport.get_write_buffer_size()
+            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_reader, waiting)
+
+    def _check_reader(self, waited: int) -> None:
+        """While the application is paused nothing is added, so any reading makes this less."""
+        self._stall_timer = None
+        if 0 < waited <= self.transport.get_write_buffer_size():
+            logger.info("a client read nothing for %g seconds and is cut off", STALL_SECONDS)
+            self.transport.abort()
+        elif waited > 0:
+            self._watch_reader()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _stop_watching(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
 
 # Of the request line and all headers together, before they are complete.
 MAX_HEADER_BYTES = 64 * 1024

@@ -11,12 +11,18 @@ of other processors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from ...batch.batch_update import BatchUpdate
+from ...batch.batch_update import AddedRow, BatchUpdate
 from ...worker.block_table import IntArray
+from ..copies import to_device
+from ..row_states import RowStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,64 @@ class LogitsProcessor(ABC):
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
         them, of the same shape and type. `rows` are the rows of the batch that they belong to, in
         any order and not always all of them. A logit of -inf is a banned token and must stay so."""
+
+
+# A logits processor that keeps an object for each request that asks for something.
+# The form of most of them: they may change which token is the likeliest, and a row without a
+# state is left alone. A subclass says what a request's state is and what it does to the logits.
+
+State = TypeVar("State")
+
+
+class StatefulProcessor(LogitsProcessor, Generic[State]):
+    """`self._states.of(rows)` are the states among the rows of an `apply`."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self._states: RowStates[State] = RowStates(context.max_rows, self._state_of)
+
+    @property
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._states)
+
+    def update_state(self, update: BatchUpdate) -> None:
+        self._states.update(update)
+
+    @abstractmethod
+    def _state_of(self, added: AddedRow) -> State | None:
+        """What is kept of a request; None for one that asks for nothing."""
+
+
+# Single logits named in bulk: a few tokens of a few rows, reached with one operation for all.
+
+
+class Entries(NamedTuple):
+    """Positions in `[rows, vocab]`, one of each pair."""
+
+    indices: Tensor  # of rows
+    token_ids: Tensor
+
+
+def entries_of(parts: Sequence[tuple[int, IntArray]], device: torch.device) -> Entries:
+    """The positions of `(index of a row, token ids there)`, on the device of the logits."""
+    sizes = [len(ids) for _, ids in parts]
+    indices = np.repeat(np.array([index for index, _ in parts], np.int64), sizes)
+    token_ids = np.concatenate([np.empty(0, np.int64), *(ids for _, ids in parts)])
+    return Entries(to_device(indices, device), to_device(token_ids, device))
+
+
+def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
+    """Make these tokens impossible, in place."""
+    if parts:
+        banned = logits.new_full((), -torch.inf)
+        logits.index_put_(tuple(entries_of(parts, logits.device)), banned)
+    return logits
+
+
+def known_ids(token_ids: Iterable[int], vocab_size: int) -> IntArray:
+    """Those in the vocabulary, ascending, each once."""
+    return np.array(sorted({i for i in token_ids if 0 <= i < vocab_size}), np.int64)

@@ -9,6 +9,7 @@ of the text. Knows nothing of how tokens are chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,174 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...batch.batch_update import AddedRow
+from ...batch.batch_update import AddedRow, BatchUpdate
 from ...worker.block_table import IntArray
 from ..copies import to_device
-from .entries import entries_of
-from .stateful import StatefulProcessor
+from ..row_states import RowValues
+from .base import LogitsProcessor, ProcessorContext, StatefulProcessor, ban, entries_of, known_ids
+
+# No end before `min_tokens`: ids that would end a request are banned until then.
+
+
+class Minimum(NamedTuple):
+    """Ids that must not be sampled before the output has `length` tokens."""
+
+    length: int
+    banned: IntArray
+    output_token_ids: list[int]
+
+
+class MinTokens(StatefulProcessor[Minimum]):
+    """Bans stop ids, and the model's own end unless it is ignored."""
+
+    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+        parts = []
+        for index, minimum in self._states.of(rows):
+            if len(minimum.output_token_ids) < minimum.length:
+                parts.append((index, minimum.banned))
+            else:
+                self._states.discard(int(rows[index]))
+        return ban(logits, parts)
+
+    def _state_of(self, added: AddedRow) -> Minimum | None:
+        params, output = added.params, added.output_token_ids
+        if len(output) >= params.min_tokens:
+            return None
+        eos = () if params.ignore_eos else self.context.eos_token_ids
+        banned = known_ids((*params.stop_token_ids, *eos), self.context.vocab_size)
+        return Minimum(params.min_tokens, banned, output) if len(banned) else None
+
+
+# Min-p: tokens less likely than a share of the likeliest are never drawn.
+# The share is applied to probabilities after the temperature; between logits it is a difference,
+# so no softmax is needed.
+
+
+class MinP(LogitsProcessor):
+    """Bans what lies further below the best logit than `-log(min_p)`."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self._log_shares = RowValues(context.max_rows, np.float64(-np.inf), _log_share)
+
+    @property
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    @property
+    def is_active(self) -> bool:
+        return bool((self._log_shares.values > -np.inf).any())
+
+    def update_state(self, update: BatchUpdate) -> None:
+        self._log_shares.update(update)
+
+    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+        log_shares = self._log_shares.values[rows]
+        asked = np.flatnonzero(log_shares > -np.inf)
+        if len(asked) == 0:
+            return logits
+        shares = to_device(log_shares[asked][:, None], logits.device).to(logits.dtype)
+        if len(asked) == len(rows):
+            return _keep_likely(logits, shares)
+        index = to_device(asked, logits.device)
+        logits[index] = _keep_likely(logits[index], shares)
+        return logits
+
+
+def _keep_likely(logits: Tensor, log_shares: Tensor) -> Tensor:
+    floor = logits.amax(dim=-1, keepdim=True) + log_shares
+    return logits.masked_fill_(logits < floor, -torch.inf)
+
+
+def _log_share(added: AddedRow) -> float:
+    share = added.params.min_p
+    return math.log(share) if share > 0.0 else -math.inf
+
+
+# Biases: numbers that a request adds to the logits of tokens it names.
+
+
+class Biases(NamedTuple):
+    """Token ids and what is added to each."""
+
+    token_ids: IntArray
+    values: npt.NDArray[np.float64]
+
+
+class LogitBias(StatefulProcessor[Biases]):
+    """Adds. A token named twice gets both numbers."""
+
+    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+        asked = self._states.of(rows)
+        if asked:
+            parts = [(index, biases.token_ids) for index, biases in asked]
+            entries = entries_of(parts, logits.device)
+            added = np.concatenate([biases.values for _, biases in asked])
+            values = to_device(added, logits.device)
+            logits.index_put_(tuple(entries), values.to(logits.dtype), accumulate=True)
+        return logits
+
+    def _state_of(self, added: AddedRow) -> Biases | None:
+        totals: dict[int, float] = {}
+        for token, value in added.params.logit_bias:
+            if 0 <= token < self.context.vocab_size:
+                totals[token] = totals.get(token, 0.0) + value
+        if not totals:
+            return None
+        return Biases(np.array(list(totals), np.int64), np.array(list(totals.values()), np.float64))
+
+
+# Bad words: token sequences that an output must not complete.
+# The last token of a sequence is banned wherever the tokens before it are the newest ones of the
+# prompt and the output. A sequence of one token is always banned.
+
+
+class BadSequences:
+    """The sequences of one request, by what comes before their last tokens."""
+
+    def __init__(self, sequences: list[tuple[int, ...]], added: AddedRow) -> None:
+        by_prefix: dict[tuple[int, ...], set[int]] = {}
+        for *prefix, last in sequences:
+            by_prefix.setdefault(tuple(prefix), set()).add(last)
+        self._banned_after = {p: np.array(sorted(ids), np.int64) for p, ids in by_prefix.items()}
+        # One look-up for each length, instead of a comparison for each sequence.
+        self._lengths = sorted({len(prefix) for prefix in by_prefix})
+        start = max(0, len(added.prompt_token_ids) - self._lengths[-1])
+        self._prompt_end: list[int] = added.prompt_token_ids[start:].tolist()
+        self._output_token_ids = added.output_token_ids
+
+    def banned_now(self) -> list[IntArray]:
+        """The ids that would complete a sequence; one of them may be named twice."""
+        longest = self._lengths[-1]
+        newest = self._output_token_ids[-longest:] if longest else []
+        if len(newest) < longest:
+            newest = self._prompt_end + newest
+        size = len(newest)
+        found = (
+            self._banned_after.get(tuple(newest[size - length :]))
+            for length in self._lengths
+            if length <= size
+        )
+        return [ids for ids in found if ids is not None]
+
+
+class BadWords(StatefulProcessor[BadSequences]):
+    """Bans what would complete a bad sequence."""
+
+    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+        asked = self._states.of(rows)
+        parts = [(index, ids) for index, bad in asked for ids in bad.banned_now()]
+        return ban(logits, parts)
+
+    def _state_of(self, added: AddedRow) -> BadSequences | None:
+        vocab_size = self.context.vocab_size
+        # One with an unknown id can never come up.
+        known = [
+            ids
+            for ids in added.params.bad_words_token_ids
+            if all(0 <= token < vocab_size for token in ids)
+        ]
+        return BadSequences(known, added) if known else None
 
 
 class Strengths(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from stratakv.engine.client.mailbox import Mailbox
+from stratakv.engine.client.message_client import Mailbox
 from stratakv.engine.logprobs import PositionLogprobs
 from stratakv.engine.wire import TokenOutput
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from stratakv.engine.client.base import EngineDead
-from stratakv.engine.client.event_loop_thread import EventLoopThread
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import EngineConfig
+from stratakv.engine.llm import EventLoopThread
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.token_ids import pack_token_ids

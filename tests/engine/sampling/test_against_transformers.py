@@ -11,11 +11,8 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from stratakv.engine.sampling.logprobs import position_logprobs, raw_logprobs
-from stratakv.engine.sampling.processors.bad_words import BadWords
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
-from stratakv.engine.sampling.processors.min_p import MinP
-from stratakv.engine.sampling.processors.min_tokens import MinTokens
-from stratakv.engine.sampling.processors.penalties import Penalties
+from stratakv.engine.sampling.processors.penalties import BadWords, MinP, MinTokens, Penalties
 from stratakv.engine.sampling.truncation import truncate
 
 from .batches import added, row_of

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.sampling.processors.bad_words import BadWords
 from stratakv.engine.sampling.processors.base import LogitsProcessor
-from stratakv.engine.sampling.processors.logit_bias import LogitBias
-from stratakv.engine.sampling.processors.min_p import MinP
-from stratakv.engine.sampling.processors.min_tokens import MinTokens
-from stratakv.engine.sampling.processors.penalties import Penalties
-from stratakv.engine.sampling.processors.processor_set import BUILT_IN
+from stratakv.engine.sampling.processors.penalties import (
+    BadWords,
+    LogitBias,
+    MinP,
+    MinTokens,
+    Penalties,
+)
+from stratakv.engine.sampling.sampler import BUILT_IN
 
 from .processor_contract import check_processor
 

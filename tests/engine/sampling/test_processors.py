@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.sampling.processors.bad_words import BadWords
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
-from stratakv.engine.sampling.processors.logit_bias import LogitBias
-from stratakv.engine.sampling.processors.min_tokens import MinTokens
-from stratakv.engine.sampling.processors.penalties import Penalties
-from stratakv.engine.sampling.processors.processor_set import ProcessorSet
+from stratakv.engine.sampling.processors.penalties import BadWords, LogitBias, MinTokens, Penalties
+from stratakv.engine.sampling.sampler import ProcessorSet
 
 from .batches import VOCAB, added, row_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.scheduler.queue import FCFSQueue
+from stratakv.engine.scheduler.places import FCFSQueue
 
 
 def test_first_come_first_served_and_the_front() -> None:

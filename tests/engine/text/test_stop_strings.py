@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from stratakv.engine.text.stop_strings import StopStrings
+from stratakv.engine.text.output_processor import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:

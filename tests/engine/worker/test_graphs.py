@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratakv.engine.worker.forward.graphs import (
+from stratakv.engine.worker.forward.kernel_forward import (
     MAX_RECORDED,
     DecodeGraphs,
     batch_buckets,

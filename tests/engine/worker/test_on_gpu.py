@@ -16,7 +16,7 @@ from stratakv.engine.core.device_config import placement_of
 from stratakv.engine.options import engine_config
 from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
 from stratakv.engine.worker.runtime.device_config import Placement
-from stratakv.engine.worker.runtime.memory_profile import PoolSizer
+from stratakv.engine.worker.runtime.runtimes import PoolSizer
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,6 @@ import torch
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.worker.runtime.device_config import Placement
-from stratakv.engine.worker.runtime.memory_profile import PoolSizer
 from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,
     MemoryUse,
@@ -19,6 +18,7 @@ from stratakv.engine.worker.runtime.pool_sizing import (
     check_weights,
     pool_blocks,
 )
+from stratakv.engine.worker.runtime.runtimes import PoolSizer
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 

@@ -11,9 +11,8 @@ import pytest
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
-from stratakv.tiers.cache_server.layout_notes import read_layout_note, store_folder
 from stratakv.tiers.cache_server.tenant_store import Room
-from stratakv.tiers.cache_server.tenant_stores import Rooms
+from stratakv.tiers.cache_server.tenant_stores import Rooms, read_layout_note, store_folder
 from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed

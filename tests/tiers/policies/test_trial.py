@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from stratakv.tiers.policies.adaptive import SUSPEND, WARM_UP, Trial
 from stratakv.tiers.policies.lru import LruPolicy
-from stratakv.tiers.policies.trial import SUSPEND, WARM_UP, Trial
 
 CHAIN = [b"a", b"b", b"c"]
 

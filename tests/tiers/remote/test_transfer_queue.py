@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
-from stratakv.tiers.remote.gather import all_of, then
+from stratakv.tiers.remote.remote_store import all_of, then
 from stratakv.tiers.remote.transfer_queue import Lane, RemoteError, RemoteLate
 
 WAIT = 10.0

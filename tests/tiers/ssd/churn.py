@@ -22,7 +22,8 @@ import lmdb
 
 from stratakv.tiers.contract import SECONDS, fetch, filled_buffers, make_keys, put
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.ssd import SsdStore, offered
+from stratakv.tiers.ssd import SsdStore
+from stratakv.tiers.ssd.index import row_writer
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 
 from ..blocks import ODD
@@ -71,7 +72,7 @@ def churn(job: Job) -> None:
     for plant in job["plants"]:
         PLANTS[plant]()
     announce_rows(log)
-    offered.SYNC_SECONDS = 0.2  # of an asynchronous store, so that there is something to lose
+    row_writer.SYNC_SECONDS = 0.2  # of an asynchronous store, so that there is something to lose
     keys = make_keys(20_000, str(job["seed"]))
     known = 0
     mac_key = MacKey(bytes.fromhex(job["mac_key"])) if job.get("mac_key") else None

@@ -15,8 +15,9 @@ import pytest
 
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.ssd import SsdStore, offered, writer
+from stratakv.tiers.ssd import SsdStore, writer
 from stratakv.tiers.ssd.disk.slot_file import SlotFile
+from stratakv.tiers.ssd.index import row_writer
 from stratakv.tiers.ssd.index.index_file import IndexFile
 
 from ..blocks import SMALL, filled_buffers, make_keys
@@ -59,7 +60,7 @@ def test_when_a_block_is_acknowledged(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
     """sync: after record, sync and row. async: after the record; sync and row follow."""
-    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.3)
+    monkeypatch.setattr(row_writer, "SYNC_SECONDS", 0.3)
     events: list[str] = []
     monkeypatch.setattr(SlotFile, "start_write", noting(events, "write", SlotFile.start_write))
     monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
@@ -106,7 +107,7 @@ def test_an_async_store_that_is_full_turns_over(open_store: Open, tmp_path: Path
 def test_async_blocks_whose_sync_or_commit_fails_are_forgotten(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
-    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.1)
+    monkeypatch.setattr(row_writer, "SYNC_SECONDS", 0.1)
     store = open_store(durability="async")
     keys = make_keys(6)
 
@@ -275,7 +276,7 @@ def test_a_due_sync_does_not_wait_for_a_slow_write(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the thread does not spin meanwhile."""
-    monkeypatch.setattr(offered, "SYNC_SECONDS", 0.1)
+    monkeypatch.setattr(row_writer, "SYNC_SECONDS", 0.1)
     monkeypatch.setattr(writer, "BATCH_BLOCKS", 1)
     store = open_store(durability="async")
     steps: list[str] = []

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.tiers.ssd import offered
-from stratakv.tiers.ssd.index.row_writer import ROWS_PER_COMMIT
+from stratakv.tiers.ssd.index import row_writer
+from stratakv.tiers.ssd.index.row_writer import ROWS_PER_COMMIT, OfferedBlocks
 from stratakv.tiers.ssd.index.slot_index import Entry
-from stratakv.tiers.ssd.offered import OfferedBlocks
 
 from ..blocks import make_keys
 
@@ -37,10 +36,10 @@ def test_they_are_due_a_while_after_the_first_or_when_they_are_many(
     blocks = OfferedBlocks()
     assert not blocks.is_due()
     blocks.add(entries(1))
-    now += offered.SYNC_SECONDS / 2
+    now += row_writer.SYNC_SECONDS / 2
     blocks.add(entries(1, 5))
-    assert not blocks.is_due() and blocks.seconds_left() == offered.SYNC_SECONDS / 2
-    now += offered.SYNC_SECONDS / 2
+    assert not blocks.is_due() and blocks.seconds_left() == row_writer.SYNC_SECONDS / 2
+    now += row_writer.SYNC_SECONDS / 2
     assert blocks.is_due() and blocks.seconds_left() == 0.0
     blocks.take()
     assert not blocks.is_due()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.tiers.ssd.offered import SYNC_SECONDS
+from stratakv.tiers.ssd.index.row_writer import SYNC_SECONDS
 
 from .ledger import Ledger, Verdict, check_sound, wait_for_word
 from .loop_disk import LoopDisk, mounted, why_not

@@ -24,10 +24,8 @@ from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import guard
 from stratakv.tiers.ssd.folder.identity_file import read_note
-from stratakv.tiers.ssd.index.free_slots import FreeSlots
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row, batch_of
-from stratakv.tiers.ssd.index.slot_index import SlotIndex
-from stratakv.tiers.ssd.index.slot_list import SlotList
+from stratakv.tiers.ssd.index.slot_index import FreeSlots, SlotIndex, SlotList
 
 from ..blocks import SMALL, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put

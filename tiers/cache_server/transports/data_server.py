@@ -10,14 +10,86 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import xxhash
 
 from ...errors import TierConfigError
+from ...tag import PROOF_BYTES, Proof, unpack_proof
+from ...wire.blocks import receive_block, send_blocks
+from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
 from ...wire.limits import Limits
 from ...wire.sockets import Connection
 from ..tenant_store import Room
-from .data_session import DataSession
+from ..transfer_leases import Loan
 from .session import Session
 from .session_server import Resolve, SessionServer
+
+# LOAD and STORE: blocks move through the connection, straight out of and into the slab.
+# Of a LOAD the next part is being read from the disk while one part is sent. Whatever ends the
+# connection, the room gets everything back.
+
+PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
+
+
+class DataSession(Session):
+    """Of a client that shares no memory."""
+
+    def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
+        return {Verb.LOAD: self._load, Verb.STORE: self._store}
+
+    def _load(self, request: Request, deadline: float) -> None:
+        keys = self._keys(request, deadline)
+        size = part_blocks(self._room.page_bytes, self._room.num_slots)
+        parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
+        is_whole = len(parts) <= 1
+        loans: deque[Loan] = deque()
+        try:
+            while parts or loans:
+                while parts and len(loans) < PARTS_AHEAD:
+                    loans.append(self._room.begin_load(parts.popleft()))
+                self._room.wait(loans[0], deadline)
+                self._send(request, loans[0], deadline)
+                self._room.end_load(loans.popleft())
+            if not is_whole:
+                # Used head first, part by part, which makes the head the first to be evicted.
+                self._room.touch(keys)
+        finally:
+            for loan in loans:
+                self._room.end_load(loan)
+
+    def _send(self, request: Request, loan: Loan, deadline: float) -> None:
+        room = self._room
+        tags = room.tags(loan)
+        pairs = zip(loan.slots, tags, strict=True)
+        blocks = ((room.buffer(slot), tag) for slot, tag in pairs if slot is not None)
+        states = bytes(State.MISS if slot is None else State.HIT for slot in loan.slots)
+        head = Reply(Verb.LOAD, Status.OK, len(states), request.number, 0)
+        send_blocks(self._connection, encode_reply(head) + states, blocks, deadline)
+
+    def _store(self, request: Request, deadline: float) -> None:
+        keys = self._keys(request, deadline)
+        room = self._room
+        intake = room.begin_store(keys)
+        proofs: list[Proof | None] = [None] * len(keys)
+        try:
+            wanted = bytes(intake.states)
+            self._reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
+            for index, slot in enumerate(intake.slots):
+                if slot is not None:
+                    proofs[index] = self._receive(room.buffer(slot), deadline)
+        finally:
+            # Blocks that came whole are kept, also of a client that went away after them.
+            states = room.end_store(intake, proofs)
+        self._reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
+
+    def _receive(self, payload: memoryview, deadline: float) -> Proof | None:
+        """Fill a slot; the proof that came, None where what came has another digest."""
+        hasher = xxhash.xxh3_128()
+        trailer = receive_block(self._connection, hasher, payload, PROOF_BYTES, deadline)
+        proof = unpack_proof(trailer)
+        return proof if proof.digest == hasher.digest() else None
 
 
 class DataServer(SessionServer):

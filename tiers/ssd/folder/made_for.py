@@ -15,7 +15,7 @@ from ...block import BlockLayout
 from ...codecs.base import Codec
 from ...errors import TierConfigError
 from ...mac_key import MacKey
-from ...record_seal import Seal
+from ...record import Seal
 from ..index.index_file import Identity
 
 _LOSSY = b"\0codec="  # before the name of a codec that loses something

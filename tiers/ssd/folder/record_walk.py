@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...record import Defect, RecordHeader, check_fields, check_record, decode_header
-from ...record_seal import Seal
+from ...record import Defect, RecordHeader, Seal, check_fields, check_record, decode_header
 from ..disk.space import HEADER_PAGE_BYTES
 
 _CHUNK_BYTES = 4 * 1024**2
