@@ -29,7 +29,7 @@ from ..worker.block_table import IntArray
 from .copies import to_device, to_host
 from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import LogitsProcessor, ProcessorContext
-from .processors.penalties import BadWords, LogitBias, MinP, MinTokens, Penalties
+from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, SamplingRows
 from .truncation import truncate

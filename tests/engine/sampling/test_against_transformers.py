@@ -12,7 +12,7 @@ from transformers.generation import logits_process as theirs
 
 from stratakv.engine.sampling.logprobs import position_logprobs, raw_logprobs
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
-from stratakv.engine.sampling.processors.penalties import BadWords, MinP, MinTokens, Penalties
+from stratakv.engine.sampling.processors.builtin import BadWords, MinP, MinTokens, Penalties
 from stratakv.engine.sampling.truncation import truncate
 
 from .batches import added, row_of

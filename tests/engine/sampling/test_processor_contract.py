@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.sampling.processors.base import LogitsProcessor
-from stratakv.engine.sampling.processors.penalties import (
+from stratakv.engine.sampling.processors.builtin import (
     BadWords,
     LogitBias,
     MinP,

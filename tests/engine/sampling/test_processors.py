@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
-from stratakv.engine.sampling.processors.penalties import BadWords, LogitBias, MinTokens, Penalties
+from stratakv.engine.sampling.processors.builtin import BadWords, LogitBias, MinTokens, Penalties
 from stratakv.engine.sampling.sampler import ProcessorSet
 
 from .batches import VOCAB, added, row_of
