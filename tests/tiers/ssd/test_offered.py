@@ -32,7 +32,7 @@ def test_they_are_due_a_while_after_the_first_or_when_they_are_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 50.0
-    monkeypatch.setattr(offered.time, "monotonic", lambda: now)
+    monkeypatch.setattr(row_writer.time, "monotonic", lambda: now)
     blocks = OfferedBlocks()
     assert not blocks.is_due()
     blocks.add(entries(1))
