@@ -35,8 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 START_SECONDS, COMMAND_SECONDS = 120.0, 120.0
 
-# First words of commands that are not run, and why.
-NOT_RUN = {"pip": "tests/test_wheel.py and tests/test_package.py install it, without a network"}
+# Beginnings of commands that are not run, and why.
+NOT_RUN = {
+    "pip install '.[engine]'": "tests/test_wheel.py and tests/test_package.py install it",
+}
+# A package that a page has made is installed for its reader alone, without a network.
+INSTALL = "python -m pip install --quiet --no-deps --no-build-isolation --target {site} "
 # The servers that run on in the background → the port of each where none is named.
 SERVERS = {"serve": 8000, "cache-server": 9400}
 # A failed request must fail the page.
@@ -121,7 +125,7 @@ class Reader:
     def shell(self, command: str) -> str:
         """One command; what it said. A server has said what is in its log when it is ready."""
         words = shlex.split(self._adapted(command), comments=True)
-        if not words or words[0] in NOT_RUN:
+        if not words or command.startswith(tuple(NOT_RUN)):
             return ""
         if words[0] == "stratakv" and words[1] in SERVERS:
             return self._serve(words)
@@ -143,7 +147,8 @@ class Reader:
             text = text.replace(old, new)
         for old, new in self._ports.items():
             text = re.sub(rf"\b{old}\b", str(new), text)
-        return text.replace("{home}", str(self.home))
+        text = text.replace("{home}", str(self.home))
+        return re.sub("^pip install ", INSTALL.format(site=self._site), text)
 
     def _run(self, words: list[str], folder: Path | None = None) -> str:
         done = subprocess.run(

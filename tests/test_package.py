@@ -155,7 +155,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_the_python_api_of_a_base_install_says_what_to_install(name: str) -> None:
     """Without the engine's packages: which package is missing, and the command that installs it."""
     engine_extra = "torch,numpy,tokenizers,safetensors,zmq,fastapi,jinja2,pydantic"
-    code = IMPORT_WITHOUT.replace("importlib.import_module(name)", "pass") + f"""
+    code = (
+        IMPORT_WITHOUT.replace("importlib.import_module(name)", "pass")
+        + f"""
 try:
     from stratakv import {name}
 except ImportError as error:
@@ -163,6 +165,7 @@ except ImportError as error:
 else:
     print("imported")
 """
+    )
     said = _run(code, engine_extra, "-").splitlines()[-1]
     # `SamplingParams` needs none of these.
     assert said == "imported" if name == "SamplingParams" else "pip install '.[engine]'" in said
