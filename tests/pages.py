@@ -7,8 +7,8 @@
 
 What stands in a page is what is run; `Reader(substitutes=...)` and `NOT_RUN` are all that differs.
 
-- `sh`: each command in bash. `stratakv serve` and `stratakv cache-server` run in the background from
-  their ready line on, until another server is started on their port, or until `stop`.
+- `sh`: each command in bash. `stratakv serve` and `stratakv cache-server` run on in the background
+  once they are ready, until another server is started on their port, or until `stop`.
 - `python`, `toml`: a first line `# path/of/a.file` makes it a file in the reader's folder. Other
   Python is run.
 - `text`: what the last block has said. Its lines must be there in this order; `...` stands for

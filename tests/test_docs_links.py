@@ -34,3 +34,29 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_pages_are_found() -> None:
     assert {"README.md", "CONTRIBUTING.md", "tiers.md"} <= {page.name for page in PAGES}
+
+
+def test_every_result_is_told_of() -> None:
+    told = (ROOT / "docs" / "figures.md").read_text()
+    results = [path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    assert results and [name for name in results if name not in told] == []
+
+
+def test_the_glossary_has_at_most_25_words() -> None:
+    rows = re.findall(r"^\| (?!word|-)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 10 <= len(rows) <= 25
+
+
+# Paths in backticks: `tiers/base.py`, `tests/tiers/remote`, `engine/wire.py: Name`. The log and the
+# changelog speak of the past, and the move map of both.
+PAST = {"LOG.md", "CHANGELOG.md", "moves.md"}
+TOPS = ("benchmarks", "connector", "deploy", "docs", "engine", "kernels", "proto", "tests", "tiers")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in PAST], ids=lambda page: page.stem
+)
+def test_paths_that_pages_name_are_there(page: Path) -> None:
+    named = re.findall(rf"`((?:{'|'.join(TOPS)})/[\w./-]*)(?::[^`]*)?`", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
