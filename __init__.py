@@ -1,8 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataKV: a tiered KV cache for LLM serving: GPU, then CPU memory, NVMe and network.
 
-The repository root is this package. Nothing is imported here, so that `import stratakv` costs
-nothing and pulls in no optional dependency; import the folder you need, such as `stratakv.tiers`.
+    from stratakv import LLM, SamplingParams
+
+The Python API is imported when a name of it is first used. So `import stratakv` costs nothing and
+needs no optional package; the tiers and the cache server run without torch. The repository root is
+this package.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import LLM, RequestOutput, SamplingParams
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import engine
+
+    return getattr(engine, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -132,6 +132,45 @@ def test_import_brings_nothing_heavy() -> None:
     assert _run(code) == "[]"
 
 
+def test_the_python_api_is_at_the_root_and_loaded_when_it_is_used() -> None:
+    code = """
+import sys
+import stratakv
+assert {"LLM", "RequestOutput", "SamplingParams"} <= set(dir(stratakv))
+assert "stratakv.engine" not in sys.modules
+from stratakv import LLM, RequestOutput, SamplingParams
+from stratakv import engine
+print(all(getattr(engine, each.__name__) is each for each in (LLM, RequestOutput, SamplingParams)))
+"""
+    assert _run(code) == "True"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    assert not hasattr(stratakv, "no_such_name")
+    with pytest.raises(ImportError, match="no_such_name"):
+        from stratakv import no_such_name  # type: ignore[attr-defined]  # noqa: F401
+
+
+@pytest.mark.parametrize("name", ["LLM", "SamplingParams"])
+def test_the_python_api_of_a_base_install_says_what_to_install(name: str) -> None:
+    """Without the engine's packages: which package is missing, and the command that installs it."""
+    engine_extra = "torch,numpy,tokenizers,safetensors,zmq,fastapi,jinja2,pydantic"
+    code = (
+        IMPORT_WITHOUT.replace("importlib.import_module(name)", "pass")
+        + f"""
+try:
+    from stratakv import {name}
+except ImportError as error:
+    print(error)
+else:
+    print("imported")
+"""
+    )
+    said = _run(code, engine_extra, "-").splitlines()[-1]
+    # `SamplingParams` needs none of these.
+    assert said == "imported" if name == "SamplingParams" else "pip install '.[engine]'" in said
+
+
 def test_lower_floors_import_without_torch_and_numpy() -> None:
     names = _modules_under("tiers", "proto")
     assert "stratakv.tiers" in names

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of the documentation, done as a reader does them: with the real command line and Python.
+
+    reader = Reader(folder)
+    for block in blocks("docs/tutorials/x.md"):
+        reader.do(block)
+
+What stands in a page is what is run; `Reader(substitutes=...)` and `NOT_RUN` are all that differs.
+
+- `sh`: each command in bash. `stratakv serve` and `stratakv cache-server` run on in the background
+  once they are ready, until another server is started on their port, or until `stop`.
+- `python`, `toml`: a first line `# path/of/a.file` makes it a file in the reader's folder. Other
+  Python is run.
+- `text`: what the last block has said. Its lines must be there in this order; `...` stands for
+  anything. Where a command only looks at something, a reader looks again for a few seconds.
+- `keys`: Ctrl-C in the servers' terminals ends them.
+- Blocks of other kinds are pictures or examples and are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+START_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 120.0, 120.0, 20.0
+
+# Beginnings of commands that are not run, and why.
+NOT_RUN = {
+    "pip install '.[engine]'": "tests/test_wheel.py and tests/test_package.py install it",
+}
+# A package that a page has made is installed for its reader alone, without a network.
+INSTALL = "python -m pip install --quiet --no-deps --no-build-isolation --target {site} "
+# Beginnings of commands that change nothing.
+LOOKS = ("stratakv describe", "stratakv cache ls", "curl -s localhost:8000/metrics")
+# The servers that run on in the background → the port of each where none is named.
+SERVERS = {"serve": 8000, "cache-server": 9400}
+# A failed request must fail the page.
+PRELUDE = "curl() { command curl --fail-with-body \"$@\"; }\nset -euo pipefail\n"  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+    place: str = field(compare=False)  # page and line, for messages
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a shell block; lines that a backslash continues are one."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+
+    @property
+    def file_name(self) -> str | None:
+        """The file that the block is, if its first line is a comment that names one."""
+        named = re.match(r"# ([\w./-]+\.(?:py|toml))\n", self.text)
+        return named[1] if named else None
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The fenced blocks of a page, in order. `page` is a path from the root."""
+    text = (ROOT / page).read_text()
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(found[1], found[2], f"{page}:{line}")
+
+
+class Reader:
+    """Somebody with an empty home who does what a page says, in order."""
+
+    def __init__(self, home: Path, substitutes: Sequence[tuple[str, str]] = ()) -> None:
+        self.home = home
+        self.said = ""  # by the last block, or the last command
+        self._ports = _free_ports()
+        self._substitutes = substitutes
+        self._last_commands: list[str] = []
+        self._site = home / "site-packages"
+        self._environment = os.environ | {
+            "HOME": str(home),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(self._site),
+            "PYTHONUNBUFFERED": "1",
+        }
+        for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+            self._environment.pop(name, None)
+        self._running: dict[int, subprocess.Popen[bytes]] = {}  # by port
+
+    def do(self, block: Block) -> None:
+        """One block: run it, write it, or compare it."""
+        try:
+            if block.language == "text":
+                self._look_until(block.text)
+            elif block.file_name is not None:
+                path = self.home / block.file_name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self._adapted(block.text))
+            elif block.language == "python":
+                self.python(block.text)
+            elif block.language == "keys":
+                assert block.text == "Ctrl-C\n", "a key that nobody presses"
+                self.stop()
+            elif block.language == "sh":
+                self._run_all(block.commands)
+                self._last_commands = block.commands
+        except AssertionError as error:
+            raise AssertionError(f"{block.place}: {error}") from error
+
+    def python(self, text: str) -> str:
+        """A program of its own; what it said."""
+        self._last_commands = ["python"]
+        return self._run([sys.executable, "-c", self._adapted(text)])
+
+    def shell(self, command: str) -> str:
+        """One command; what it said. A server has said what is in its log when it is ready."""
+        words = shlex.split(self._adapted(command), comments=True)
+        if not words or command.startswith(tuple(NOT_RUN)):
+            return ""
+        if words[0] == "stratakv" and words[1] in SERVERS:
+            return self._serve(words)
+        folder = ROOT if words[0] == "make" else self.home
+        return self._run(["bash", "-c", PRELUDE + self._adapted(command)], folder)
+
+    def serves(self, port: int) -> bool:
+        """Whether a server runs on this port of the pages."""
+        return self._ports[port] in self._running
+
+    def stop(self) -> None:
+        """End every server, the last one first."""
+        for port in reversed(list(self._running)):
+            self._end(port)
+
+    def _adapted(self, text: str) -> str:
+        """With other ports than those of the page, which may be taken, and the substitutes."""
+        for old, new in self._substitutes:
+            text = text.replace(old, new)
+        for old, new in self._ports.items():
+            text = re.sub(rf"\b{old}\b", str(new), text)
+        text = text.replace("{home}", str(self.home))
+        return re.sub("^pip install ", INSTALL.format(site=self._site), text)
+
+    def _run(self, words: list[str], folder: Path | None = None) -> str:
+        done = subprocess.run(
+            words, cwd=folder or self.home, env=self._environment, capture_output=True, text=True,
+            timeout=COMMAND_SECONDS, check=False,
+        )  # fmt: skip
+        self.said = done.stdout + done.stderr
+        assert done.returncode == 0, f"{words[-1]}\nended with {done.returncode}:\n{self.said}"
+        return done.stdout
+
+    def _serve(self, words: list[str]) -> str:
+        kind = words[1]
+        port = int(words[words.index("--port") + 1]) if "--port" in words else 0
+        if not port:
+            port = self._ports[SERVERS[kind]]
+            words = [*words, "--port", str(port)]
+        self._end(port)
+        log = self.home / f"{kind}-{port}.log"
+        with log.open("wb") as out:
+            server = subprocess.Popen(
+                [re.sub("^~", str(self.home), word) for word in words],
+                cwd=self.home, env=self._environment, stdout=out, stderr=out,
+            )  # fmt: skip
+        self._running[port] = server
+        deadline = time.monotonic() + START_SECONDS
+        while not _is_ready(kind, port, log):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        self.said = log.read_text()
+        return self.said
+
+    def _end(self, port: int) -> None:
+        server = self._running.pop(port, None)
+        if server is None:
+            return
+        server.send_signal(signal.SIGINT)
+        try:
+            assert server.wait(COMMAND_SECONDS) == 0
+        finally:
+            server.kill()
+            server.wait()
+
+    def _run_all(self, commands: Sequence[str]) -> None:
+        said = ""
+        for command in commands:
+            self.shell(command)
+            said += self.said
+        self.said = said
+
+    def _look_until(self, text: str) -> None:
+        deadline = time.monotonic() + LOOK_SECONDS
+        while True:
+            try:
+                return self._compare(text)
+            except AssertionError:
+                looks = all(each.startswith(LOOKS) for each in self._last_commands)
+                if not looks or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
+            self._run_all(self._last_commands)
+
+    def _compare(self, text: str) -> None:
+        said = iter(self.said.splitlines())
+        for line in self._adapted(text).splitlines():
+            wanted = ".*".join(re.escape(part) for part in line.split("..."))
+            found = any(re.fullmatch(wanted, each.rstrip()) for each in said)
+            assert found, f"nobody said {line!r}, or not in this place:\n{self.said}"
+
+
+def _is_ready(kind: str, port: int, log: Path) -> bool:
+    if kind == "cache-server":
+        return re.search(r":\d+", log.read_text()) is not None  # the addresses of its ready line
+    # The last line before it listens, a moment later; clients of the pages try once.
+    if f"at http://127.0.0.1:{port} " not in log.read_text():
+        return False
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_ports() -> dict[int, int]:
+    """The ports that pages name → free ones. A cache server takes the next port for its data."""
+    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+        for listener in (one, two):
+            listener.bind(("127.0.0.1", 0))
+        for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
+            try:
+                three.bind(("127.0.0.1", port))
+                with socket.socket() as beside:
+                    beside.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            break
+        first, second, third = (each.getsockname()[1] for each in (one, two, three))
+    return {8000: first, 8001: second, 9400: third, 9401: third + 1}
