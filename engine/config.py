@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..tiers.settings.format import shown
+from ..tiers.settings.format import format_value
 from ..tiers.settings.values import (
     GIB,
     MAX_BLOCKS,
@@ -90,7 +90,8 @@ class CacheConfig:
         size = self.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ConfigError(
-                f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not {shown(size)}"
+                f"--block-size takes a power of two from 1 to {MAX_BLOCK_SIZE}, not "
+                f"{format_value(size)}"
             )
         if self.num_blocks is not None:
             within("--num-blocks", self.num_blocks, 2, MAX_BLOCKS)

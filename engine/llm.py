@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..tiers.settings.format import shown
+from ..tiers.settings.format import format_value
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .logprobs import PositionLogprobs, PromptLogprobs
@@ -149,7 +149,9 @@ class LLM:
         one_of(*LOG_LEVELS)("log_level", log_level)
         in_process = switch("in_process", in_process)
         if progress is not None and not callable(progress):
-            raise ConfigError(f"progress takes a function of one text, not {shown(progress)}")
+            raise ConfigError(
+                f"progress takes a function of one text, not {format_value(progress)}"
+            )
         self.tokenizer = Tokenizer.find(self.config.model.path)
         self._ids = itertools.count(1)
         self._closed = False

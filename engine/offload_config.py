@@ -14,7 +14,7 @@ from ..tiers.fault_injection.targets import Drill, parse_drill
 from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
-from ..tiers.settings.format import shown
+from ..tiers.settings.format import format_value
 from ..tiers.settings.suggestions import did_you_mean
 from ..tiers.settings.values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
 
@@ -94,7 +94,8 @@ class OffloadConfig:
         for tier in self.tier_options:
             if tier not in self.other_tiers:
                 raise ConfigError(
-                    f"--kv-offload-tier-options sets options of {shown(tier)}, which is no tier of "
+                    f"--kv-offload-tier-options sets options of {format_value(tier)}, which is "
+                    f"no tier of "
                     "another package in --kv-offload; add it there or drop the options"
                 )
 
@@ -134,7 +135,9 @@ class OffloadConfig:
         try:
             _ = self.drill
         except TierConfigError as error:
-            raise ConfigError(f"--kv-offload-faults {shown(self.faults)}: {error}") from error
+            raise ConfigError(
+                f"--kv-offload-faults {format_value(self.faults)}: {error}"
+            ) from error
 
     def _check_tiers(self) -> None:
         given = ",".join(self.tiers)
@@ -144,13 +147,13 @@ class OffloadConfig:
                 near = did_you_mean(tier, known)
                 raise ConfigError(
                     "--kv-offload takes cpu or cpu,ssd, and addresses of cache servers such as "
-                    f"grpc://host:{DEFAULT_PORT}, not {shown(given)}{near}; "
+                    f"grpc://host:{DEFAULT_PORT}, not {format_value(given)}{near}; "
                     f"installed tiers: {', '.join(known)}"
                 )
         try:
             servers = self.cache_servers
         except TierConfigError as error:
-            raise ConfigError(f"--kv-offload {shown(given)}: {error}") from error
+            raise ConfigError(f"--kv-offload {format_value(given)}: {error}") from error
         if len(set(self.tiers)) != len(self.tiers):
             raise ConfigError(f"--kv-offload names a tier twice: {given}; name each once")
         if self.tiers and "cpu" not in self.tiers:

@@ -17,7 +17,7 @@ from typing import Any
 from ..connector.economics import Choice
 from ..tiers.admission import FILTERS, known_filters
 from ..tiers.policies.choice import POLICIES, known_policies
-from ..tiers.settings.format import shown
+from ..tiers.settings.format import format_value
 from ..tiers.settings.suggestions import did_you_mean
 from ..tiers.settings.values import ConfigError
 from .config import (
@@ -267,9 +267,9 @@ def engine_config(
     for name, value in given.items():
         option = OPTIONS.get(name)
         if option is None:
-            explained = explain_not_built(shown(name), name)
+            explained = explain_not_built(format_value(name), name)
             near = did_you_mean(name, OPTIONS)
-            raise ConfigError(explained or f"there is no option {shown(name)}{near}")
+            raise ConfigError(explained or f"there is no option {format_value(name)}{near}")
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     offload = sections["offload"]

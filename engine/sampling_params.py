@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..tiers.settings.format import shown
+from ..tiers.settings.format import format_value
 from .logprobs import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not good:
                 raise ValueError(
                     "logit_bias must be token ids with numbers between -100 and 100, got "
-                    f"{shown(value)} for {shown(token)}"
+                    f"{format_value(value)} for {format_value(token)}"
                 )
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         count = len(self.bad_words_token_ids)
@@ -224,4 +224,4 @@ def _is_unicode(text: str) -> bool:
 
 def _check(ok: bool, name: str, expected: str, got: object, form: str = "{}") -> None:
     if not ok:
-        raise ValueError(f"{name} must be {expected}, got {form.format(shown(got))}")
+        raise ValueError(f"{name} must be {expected}, got {form.format(format_value(got))}")

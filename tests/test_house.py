@@ -22,7 +22,7 @@ TOOLS = ROOT / "tools"
 MOST_SMALL_MODULES = 44  # under 100 lines, with exactly one importer
 MOST_STAMPS = 360  # the same sentence about what a module does not know
 MOST_PRIVATE_WORDS = 360
-MOST_BENCHMARK_LINES = 13_300
+MOST_BENCHMARK_LINES = 13_310
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.models.spec import load_model_spec
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..tiers.gates import Gate
@@ -123,7 +123,7 @@ def chosen_sections(text: str | None, quick: bool) -> list[str]:
     for name in names:
         if name not in SECTIONS:
             near = did_you_mean(name, SECTIONS) or f"; there are: {', '.join(SECTIONS)}"
-            raise ConfigError(f"--sections takes names of sections, not {shown(name)}{near}")
+            raise ConfigError(f"--sections takes names of sections, not {format_value(name)}{near}")
     return [name for name in SECTIONS if name in names]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...tiers.admission import DEFAULT_FILTER, known_filters
 from ...tiers.errors import TierConfigError
 from ...tiers.policies.choice import DEFAULT_POLICY, known_policies, policy_factory
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 
@@ -29,7 +29,7 @@ def choose_policy(name: str | None) -> str:
     try:
         policy_factory(name)
     except TierConfigError as error:
-        raise ConfigError(f"--policy {shown(name)}: {error}") from error
+        raise ConfigError(f"--policy {format_value(name)}: {error}") from error
     return name
 
 
@@ -41,5 +41,5 @@ def choose_filter(name: str | None) -> str:
 def _known(flag: str, name: str, table: Sequence[str]) -> str:
     if name not in table:
         near = did_you_mean(name, table) or f"; there are: {', '.join(table)}"
-        raise ConfigError(f"{flag} takes a name, and there is no {shown(name)}{near}")
+        raise ConfigError(f"{flag} takes a name, and there is no {format_value(name)}{near}")
     return name

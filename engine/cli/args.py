@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ...tiers.settings.format import shown_name
+from ...tiers.settings.format import format_name
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
@@ -78,7 +78,7 @@ def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> 
     flag, _, value = unknown.partition("=")
     if flag == flag_of(MODEL):
         given = value or getattr(namespace, MODEL) or "MODEL"
-        raise ConfigError(f"the model is an argument and no option: {prog} {shown_name(given)}")
+        raise ConfigError(f"the model is an argument and no option: {prog} {format_name(given)}")
     explained = explain_not_built(flag, flag.lstrip("-").replace("-", "_"))
     if explained:
         raise ConfigError(f"{explained}; leave it out")

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..settings import readers
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"stratakv bench takes the name of a benchmark: {known}")
     if args.name not in BENCHMARKS:
         near = did_you_mean(args.name, BENCHMARKS) or f"; there are: {known}"
-        raise ConfigError(f"there is no benchmark {shown(args.name)}{near}")
+        raise ConfigError(f"there is no benchmark {format_value(args.name)}{near}")
     benchmark: Any = importlib.import_module(BENCHMARKS[args.name], __package__)
     parser = Parser(prog=f"stratakv bench {args.name}", description=benchmark.__doc__)
     parser.add_argument("--quick", action="store_true", help="a small form, for a demonstration")

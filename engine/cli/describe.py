@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from ...tiers.settings.format import one_line, shown_name
+from ...tiers.settings.format import format_name, one_line
 from ...tiers.settings.values import show_size
 from .cache_client import EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
 
@@ -72,17 +72,19 @@ def _ask(client: CacheClient) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['address']}: version {shown_name(found['version'])}, boot id {found['boot_id']}")
-    print(f"tenant     {shown_name(found['tenant'])}")
+    print(
+        f"{found['address']}: version {format_name(found['version'])}, boot id {found['boot_id']}"
+    )
+    print(f"tenant     {format_name(found['tenant'])}")
     print("limits     " + ", ".join(f"{name} {value}" for name, value in found["limits"].items()))
     if found["layout"] is None:
         print("layout     none: no engine has attached yet")
         return
-    parts = (f"{name} {shown_name(str(value))}" for name, value in found["layout"].items())
+    parts = (f"{name} {format_name(str(value))}" for name, value in found["layout"].items())
     print("layout     " + ", ".join(parts))
     print(f"capacity   {show_size(found['capacity_bytes'])}")
     for tier in found["tiers"]:
-        print(f"tier {shown_name(tier['name']):<6}{_of_tier(tier)}")
+        print(f"tier {format_name(tier['name']):<6}{_of_tier(tier)}")
     print(f"leases     {found['leases']}")
     print(f"corrupt    {found['corrupt_blocks']} blocks refused")
 

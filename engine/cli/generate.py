@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..logs import set_up
 from ..options import flag_of
@@ -123,7 +123,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
             given[name] = kind(text)
         except ValueError:
             word = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{flag_of(name)} takes {word}, not {shown(text)}") from None
+            raise ConfigError(f"{flag_of(name)} takes {word}, not {format_value(text)}") from None
     try:
         return SamplingParams(
             **given,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from ... import __version__
-from ...tiers.settings.format import one_line, shown
+from ...tiers.settings.format import format_value, one_line
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..client.base import EngineDead
@@ -111,7 +111,7 @@ def _run(words: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"there is no {kind} {shown(name)}{near}")
+        raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
     command = importlib.import_module(f".{name.replace('-', '_')}", __package__)
     parser = Parser(prog=f"stratakv {name}", description=command.DESCRIPTION)
     command.add_arguments(parser)

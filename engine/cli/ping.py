@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...tiers.settings.format import one_line, shown_name
+from ...tiers.settings.format import format_name, one_line
 from ...tiers.settings.values import ConfigError
 from ..settings import readers
 from .cache_client import CALL_SECONDS, EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
@@ -147,8 +147,8 @@ def _trips(ask: Callable[[], object], count: int, interval: float) -> dict[str, 
 
 def _print(found: dict[str, Any]) -> None:
     print(
-        f"{found['address']}: {found['status']}, version {shown_name(found['version'])}, tenant "
-        f"{shown_name(found['tenant'])}"
+        f"{found['address']}: {found['status']}, version {format_name(found['version'])}, tenant "
+        f"{format_name(found['tenant'])}"
     )
     print(f"{'round trip':<12}{'min':>9}{'median':>9}{'max':>9} ms")
     for name, trip in found["round_trips_ms"].items():

@@ -17,7 +17,7 @@ from typing import Any
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.errors import TierConfigError
 from ...tiers.host_memory import available_memory_bytes
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.sizes import rough_size
 from ...tiers.ssd.disk.space import plan_space
@@ -55,7 +55,7 @@ def _per_second(called: str, value: str) -> float:
     if not MIN_PER_SECOND <= number <= MAX_PER_SECOND:  # false for NaN too
         raise ConfigError(
             f"{called} takes a number from {MIN_PER_SECOND:g} to {MAX_PER_SECOND:g}, not "
-            f"{shown(value)}"
+            f"{format_value(value)}"
         )
     return number
 
@@ -207,7 +207,7 @@ def _typical_tokens(given: Mapping[str, Any], max_model_len: int) -> int:
     if not 1 <= tokens <= max_model_len:
         raise ConfigError(
             f"--request-tokens takes a number from 1 to the {max_model_len} tokens of the longest "
-            f"request, not {shown(tokens)}"
+            f"request, not {format_value(tokens)}"
         )
     return tokens
 

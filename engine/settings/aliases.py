@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
 from ..logprobs import MAX_LOGPROBS
 from . import readers
@@ -54,7 +54,7 @@ def _only(*neutral: str, way: str) -> Translate:
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) not in neutral:
             known = " or ".join(neutral)
-            raise ConfigError(f"{called} takes {known} here, not {shown(value)}; {way}")
+            raise ConfigError(f"{called} takes {known} here, not {format_value(value)}; {way}")
         return _NOTHING
 
     return translate
@@ -83,7 +83,9 @@ def _offloading_size(called: str, value: Any) -> Meaning:
     """GiB of CPU memory, which also turns the cpu tier on."""
     gibibytes = readers.number(called, value)
     if not 0 < gibibytes <= _MAX_GIB:
-        raise ConfigError(f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {shown(value)}")
+        raise ConfigError(
+            f"{called} takes GiB above 0 and up to {_MAX_GIB}, not {format_value(value)}"
+        )
     return Meaning({"kv_offload_cpu_bytes": int(gibibytes * GIB)}, implied={"kv_offload": ("cpu",)})
 
 

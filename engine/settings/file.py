@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import shown_name
+from ...tiers.settings.format import format_name
 from ...tiers.settings.values import ConfigError
 
 MAX_BYTES = 256 * 1024
@@ -39,7 +39,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def called(path: Path, key: str) -> str:
     """A key as messages name it: in one line, whatever it holds. After a colon there is a value,
     perhaps a secret, that YAML takes for a part of the key where no space stands before it."""
-    return f"{shown_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
+    return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 
 
 def _text_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError, check_device, parse_size
 from ..config import KV_CACHE_DTYPES
@@ -40,7 +40,7 @@ def integer(called: str, value: Any) -> int:
     try:
         return int(str(value))
     except ValueError:
-        raise ConfigError(f"{called} takes a whole number, not {shown(value)}") from None
+        raise ConfigError(f"{called} takes a whole number, not {format_value(value)}") from None
 
 
 def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
@@ -53,7 +53,7 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
             number = low - 1
         if not low <= number <= high:
             raise ConfigError(
-                f"{called} takes a whole number from {low} to {high}, not {shown(value)}"
+                f"{called} takes a whole number from {low} to {high}, not {format_value(value)}"
             )
         return number
 
@@ -67,7 +67,7 @@ def number(called: str, value: Any) -> float:
             raise ValueError
         return float(value if isinstance(value, int | float) else str(value))
     except (ValueError, OverflowError):
-        raise ConfigError(f"{called} takes a number, not {shown(value)}") from None
+        raise ConfigError(f"{called} takes a number, not {format_value(value)}") from None
 
 
 def size(called: str, value: Any) -> int:
@@ -83,26 +83,27 @@ def switch(called: str, value: Any) -> bool:
     given = word(value)
     if given not in _SWITCH:
         raise ConfigError(
-            f"{called} takes true or false (yes, no, on, off, 1, 0), not {shown(value)}"
+            f"{called} takes true or false (yes, no, on, off, 1, 0), not {format_value(value)}"
         )
     return _SWITCH[given]
 
 
 def word(value: Any) -> str:
     """A value as one word in small letters, to compare with others; no type is refused."""
-    return (value if isinstance(value, str) else shown(value)).strip().lower()
+    return (value if isinstance(value, str) else format_value(value)).strip().lower()
 
 
 def text(called: str, value: Any) -> str:
     """A text that is not empty, in one line of whole characters."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(
-            f"{called} takes a text that is not empty, not {shown(value)}{_quote(value)}"
+            f"{called} takes a text that is not empty, not {format_value(value)}{_quote(value)}"
         )
     _check_length(called, value)
     if _UNUSABLE.search(value):
         raise ConfigError(
-            f"{called} takes one line of UTF-8 without control characters, not {shown(value)}; "
+            f"{called} takes one line of UTF-8 without control characters, not "
+            f"{format_value(value)}; "
             "leave them out"
         )
     return value
@@ -114,7 +115,7 @@ def path(called: str, value: Any) -> Path:
     try:
         return Path(place).expanduser()
     except RuntimeError as error:  # `~name` of nobody on this machine
-        raise ConfigError(f"{called} takes a path, not {shown(place)} ({error})") from error
+        raise ConfigError(f"{called} takes a path, not {format_value(place)} ({error})") from error
 
 
 def model(called: str, value: Any) -> str:
@@ -129,7 +130,9 @@ def one_of(*known: str) -> Callable[[str, Any], str]:
     def read(called: str, value: Any) -> str:
         if not isinstance(value, str) or value not in known:
             near = did_you_mean(word(value), known)
-            raise ConfigError(f"{called} takes {' or '.join(known)}, not {shown(value)}{near}")
+            raise ConfigError(
+                f"{called} takes {' or '.join(known)}, not {format_value(value)}{near}"
+            )
         return str(value)
 
     return read
@@ -162,7 +165,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
     names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not is_list or value == "":
-        raise ConfigError(f"{called} takes cpu or cpu,ssd, not {shown(value)}")
+        raise ConfigError(f"{called} takes cpu or cpu,ssd, not {format_value(value)}")
     stripped = tuple(name.strip() for name in names)
     return () if stripped == ("none",) else stripped
 
@@ -171,7 +174,7 @@ def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
     """`tier.option=value,…` as tier → option → value, or what already is that."""
     if isinstance(value, Mapping):
         if not all(isinstance(options, Mapping) for options in value.values()):
-            raise ConfigError(f"{called} takes options by tier, not {shown(value)}")
+            raise ConfigError(f"{called} takes options by tier, not {format_value(value)}")
         return {
             tier: {str(name): text(f"{called}, {tier}.{name}", str(v)) for name, v in of.items()}
             for tier, of in value.items()
@@ -181,7 +184,7 @@ def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
         name, equals, given = item.partition("=")
         tier, dot, option = name.strip().partition(".")
         if not (tier and dot and option and equals):
-            raise ConfigError(f"{called} takes tier.option=value,…, not {shown(item)}")
+            raise ConfigError(f"{called} takes tier.option=value,…, not {format_value(item)}")
         result.setdefault(tier, {})[option] = text(f"{called}, {tier}.{option}", given.strip())
     return result
 
@@ -194,11 +197,12 @@ def texts(called: str, value: Any) -> tuple[str, ...]:
             items = json.loads(value) if value.strip().startswith("[") else value.split(",")
         except ValueError as error:
             raise ConfigError(
-                f"{called} takes texts with commas between, or a list in JSON, not {shown(value)} "
+                f"{called} takes texts with commas between, or a list in JSON, not "
+                f"{format_value(value)} "
                 f"({error})"
             ) from error
     if not isinstance(items, list | tuple) or not items:
-        raise ConfigError(f"{called} takes one text or several, not {shown(value)}")
+        raise ConfigError(f"{called} takes one text or several, not {format_value(value)}")
     return tuple(text(called, item).strip() for item in items)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import shown
+from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..options import LOG_LEVELS, Option, flag_of
 from . import readers
@@ -103,7 +103,7 @@ def _origins(called: str, value: Any) -> tuple[str, ...]:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 f"{called} takes * or origins such as https://example.org or http://localhost:3000 "
-                f"(no path, no slash at the end), not {shown(origin)}"
+                f"(no path, no slash at the end), not {format_value(origin)}"
             )
     return origins
 
@@ -113,7 +113,9 @@ def _tokens(called: str, value: Any) -> tuple[str, ...]:
     tokens = readers.texts(called, value)
     for token in tokens:
         if not _TOKEN.fullmatch(token):
-            raise ConfigError(f"{called} takes * or names with commas between, not {shown(token)}")
+            raise ConfigError(
+                f"{called} takes * or names with commas between, not {format_value(token)}"
+            )
     return tokens
 
 

@@ -15,7 +15,7 @@ MAX_LINE_CHARACTERS = 2000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """The value as Python writes it, cut where that is long."""
     try:
         text = repr(value)
@@ -24,10 +24,10 @@ def shown(value: object) -> str:
     return _cut(text, MAX_VALUE_CHARACTERS, "...")
 
 
-def shown_name(name: str) -> str:
+def format_name(name: str) -> str:
     """A name as it is, where it is a short and plain one."""
     is_plain = name.isprintable() and name == name.strip() != ""
-    return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else shown(name)
+    return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else format_value(name)
 
 
 def one_line(text: str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from .. import sizes
-from .format import shown
+from .format import format_value
 from .suggestions import did_you_mean
 
 MIB = 1024**2
@@ -47,7 +47,7 @@ def parse_size(text: str | int, name: str = "size") -> int:
     if unit.lower() not in _UNITS:
         raise ConfigError(
             f"{name} takes a number of bytes with an optional unit such as 512MiB or 20GiB, "
-            f"not {shown(text)}"
+            f"not {format_value(text)}"
         )
     size = float(number) * _UNITS[unit.lower()]
     if size > MAX_SIZE_BYTES:  # also what is too large for a float
@@ -60,7 +60,7 @@ def show_size(size_bytes: int) -> str:
     with a unit means so many."""
     if 0 < size_bytes <= MAX_SIZE_BYTES:
         return sizes.show_size(size_bytes)
-    return f"{shown(size_bytes)} bytes"
+    return f"{format_value(size_bytes)} bytes"
 
 
 def check_device(called: str, value: str) -> str:
@@ -69,25 +69,26 @@ def check_device(called: str, value: str) -> str:
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):
         raise ConfigError(
-            f"{called} {shown(value)} names several GPUs, and an engine computes on one; name one, "
+            f"{called} {format_value(value)} names several GPUs, and an engine computes on one; "
+            f"name one, "
             "as cuda:0, and start an engine for each"
         )
     near = did_you_mean(value, ("cpu", "cuda"))
-    raise ConfigError(f"{called} takes cpu or cuda (or cuda:1, …), not {shown(value)}{near}")
+    raise ConfigError(f"{called} takes cpu or cuda (or cuda:1, …), not {format_value(value)}{near}")
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises ConfigError for a value that is not among `known`."""
     if value not in known:
-        raise ConfigError(f"{name} takes {' or '.join(known)}, not {shown(value)}")
+        raise ConfigError(f"{name} takes {' or '.join(known)}, not {format_value(value)}")
 
 
 def within(name: str, value: int, low: int, high: int) -> None:
     """Raises ConfigError for a number out of bounds, which are within."""
     if value < low:
-        raise ConfigError(f"{name} must be at least {low}, not {shown(value)}")
+        raise ConfigError(f"{name} must be at least {low}, not {format_value(value)}")
     if value > high:
-        raise ConfigError(f"{name} must be at most {high}, not {shown(value)}")
+        raise ConfigError(f"{name} must be at most {high}, not {format_value(value)}")
 
 
 def size_within(name: str, value: int, low: int) -> None:

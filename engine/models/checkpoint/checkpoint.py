@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ....tiers.settings.format import shown_name
+from ....tiers.settings.format import format_name
 from ....tiers.settings.values import ConfigError
 from .shards import INDEX_FILE, find_shards
 
@@ -103,7 +103,7 @@ class Checkpoint:
         for name, file in (shards.weight_map or {}).items():
             if name not in held[file]:
                 raise ConfigError(
-                    f"{file} lacks {shown_name(name)}, which {INDEX_FILE} says it holds"
+                    f"{file} lacks {format_name(name)}, which {INDEX_FILE} says it holds"
                 )
         for file, opened in files.items():
             self._where.update(dict.fromkeys(held[file], opened))
@@ -111,4 +111,4 @@ class Checkpoint:
 
 def _count(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the tensor {shown_name(names[0])}{more}"
+    return f"the tensor {format_name(names[0])}{more}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....tiers.settings.format import one_line, shown
+from ....tiers.settings.format import format_value, one_line
 from ....tiers.settings.values import ConfigError
 from .generation_config import GENERATION_CONFIG
 from .shards import INDEX_FILE, SINGLE_FILE, find_shards, read_weight_map
@@ -45,7 +45,7 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
     revision = revision or _MAIN
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ConfigError(
-            f"--revision takes a branch, tag or commit of {repo_id}, not {shown(revision)}"
+            f"--revision takes a branch, tag or commit of {repo_id}, not {format_value(revision)}"
         )
     cached = _cached(repo_id, revision)
     if cached is not None and (not needs_weights or _is_whole(cached)):
@@ -111,7 +111,8 @@ def _download(repo_id: str, revision: str, *, needs_weights: bool) -> Path:
     for name in sorted(set(read_weight_map(folder).values())):
         if not name.endswith(_WEIGHTS_SUFFIX) or name not in names:
             raise ConfigError(
-                f"{INDEX_FILE} of {repo_id} names {shown(name)}, which is no {_WEIGHTS_SUFFIX} "
+                f"{INDEX_FILE} of {repo_id} names {format_value(name)}, which is no "
+                f"{_WEIGHTS_SUFFIX} "
                 "file of the repository; take another revision or another model"
             )
         take(name, commit)
@@ -126,7 +127,7 @@ def _check_names(repo_id: str, names: set[str], *, needs_weights: bool) -> None:
         )
     if needs_weights and not names.intersection((SINGLE_FILE, INDEX_FILE)):
         others = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf")))
-        has = f" (it has {shown(others[0])})" if others else ""
+        has = f" (it has {format_value(others[0])})" if others else ""
         raise ConfigError(
             f"{repo_id} on the Hub has neither {SINGLE_FILE} nor {INDEX_FILE}{has}, and other "
             "forms of weights are not read; take a model or a revision with safetensors"
@@ -151,7 +152,9 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
             "and give HF_TOKEN a token of that account (or run `hf auth login`)"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{repo_id} on the Hub has no revision {shown(revision)}") from error
+        raise ConfigError(
+            f"{repo_id} on the Hub has no revision {format_value(revision)}"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
             f"{repo_id} is neither a directory here nor a model on the Hub that this user may "

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ....tiers.settings.format import shown
+from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from .files import is_there
 
@@ -123,7 +123,7 @@ class JsonFields:
 
     def fault(self, name: str, expected: str, got: object) -> ConfigError:
         """The sentence for a key with an unusable value."""
-        return ConfigError(f"{self.where}: {name} must be {expected}, not {shown(got)}")
+        return ConfigError(f"{self.where}: {name} must be {expected}, not {format_value(got)}")
 
     def _get(self, name: str, default: object) -> object:
         value = self.values.get(name)

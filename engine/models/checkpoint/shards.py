@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....tiers.settings.format import shown, shown_name
+from ....tiers.settings.format import format_name, format_value
 from ....tiers.settings.values import ConfigError
 from .files import is_there
 from .json_fields import read_json
@@ -42,7 +42,7 @@ def find_shards(path: Path) -> Shards:
     if missing:
         raise ConfigError(
             f"{path} lacks {len(missing)} of its {len(files)} weight files, first "
-            f"{shown_name(missing[0])}, which {INDEX_FILE} names; download the model again"
+            f"{format_name(missing[0])}, which {INDEX_FILE} names; download the model again"
         )
     return Shards(files, weight_map)
 
@@ -57,6 +57,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     weight_map: dict[str, str] = {}
     for tensor, name in names.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise index.fault(f"weight_map[{shown(tensor)}]", "the name of a file beside it", name)
+            raise index.fault(
+                f"weight_map[{format_value(tensor)}]", "the name of a file beside it", name
+            )
         weight_map[tensor] = name
     return weight_map

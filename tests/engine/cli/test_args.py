@@ -19,7 +19,7 @@ from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
-from stratakv.tiers.settings.format import shown
+from stratakv.tiers.settings.format import format_value
 from stratakv.tiers.settings.values import MIB, ConfigError
 
 
@@ -230,7 +230,7 @@ def test_spaces_between_tiers_are_no_fault() -> None:
         ("block_size", None, "--block-size takes a whole number, not None"),
         ("block", 16, "no option 'block'; did you mean block_size or block_hash"),
     ],
-    ids=shown,
+    ids=format_value,
 )
 def test_options_of_another_type(name: str, value: object, words: str) -> None:
     """As the Python API gives them."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.tiers.settings.format import shown
+from stratakv.tiers.settings.format import format_value
 
 
 class Choice(IntEnum):
@@ -79,7 +79,7 @@ class Choice(IntEnum):
         ("logit_bias", {5: 10**5000}, "got a value of type int too long to show for 5"),
         ("ignore_eos", np.True_, "True or False"),
     ],
-    ids=shown,
+    ids=format_value,
 )
 def test_what_cannot_be(name: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match="must be") as refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.tiers.settings.format import one_line, shown, shown_name
+from stratakv.tiers.settings.format import format_name, format_value, one_line
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,19 @@ from stratakv.tiers.settings.format import one_line, shown, shown_name
         (10**5000, "a value of type int too long to show"),
         ([-(10**5000)], "a value of type list too long to show"),
     ],
-    ids=shown,
+    ids=format_value,
 )
 def test_values(value: object, text: str) -> None:
-    assert shown(value).startswith(text)
-    assert len(shown(value)) <= 80
+    assert format_value(value).startswith(text)
+    assert len(format_value(value)) <= 80
 
 
 def test_names() -> None:
-    assert shown_name("model.norm.weight") == "model.norm.weight"
-    assert shown_name("a\nb") == r"'a\nb'"
-    assert shown_name("") == "''"
-    assert shown_name(" port") == "' port'"
-    assert len(shown_name("x" * 5000)) == 80
+    assert format_name("model.norm.weight") == "model.norm.weight"
+    assert format_name("a\nb") == r"'a\nb'"
+    assert format_name("") == "''"
+    assert format_name(" port") == "' port'"
+    assert len(format_name("x" * 5000)) == 80
 
 
 def test_lines() -> None:
