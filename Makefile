@@ -33,11 +33,11 @@ help: ## list these targets
 demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 	$(BIN)/stratakv bench offload --quick --out build/demo
 
+# Two processes: half of the time of the tests is waiting. tests/alone_at_the_end.py says which files
+# each of them gets, and keeps the tests that measure time for the end.
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
 
-# Two processes: a third of the time of quick tests is waiting. The whole suite runs in one, because
-# some of the slow ones measure times.
 check: lint ## lint, then the quick tests: run it before every commit
 	$(BIN)/pytest -q -m "not slow" -n 2 $(PYTEST_ARGS)
 

@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -73,6 +74,14 @@ SLOW_PLACES = (
     "tiers/hierarchy/test_stateful.py",
 )
 
+# Tests that measure time, by path and name: they run after all others, with nothing beside them.
+ALONE_PLACES = (
+    "engine/api/test_completions.py::test_long_prompts_of_ids_cost_little",
+    "tiers/cache_server/test_hostile.py::test_others_are_served_as_before_while_hostile_clients_try",
+    "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",
+    "tiers/cache_server/test_timing.py",
+)
+
 # Triton looks at it when it is imported, and some test modules import what imports triton; so it is
 # set before any of them is read. With an NVIDIA device the kernels run there unless told otherwise.
 if not Path("/dev/nvidiactl").exists():
@@ -110,6 +119,16 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(scale)
     if scale == "long" and config.getoption("timeout", None) is None:
         config.option.timeout = LONG_TIMEOUT_SECONDS
+    # The order of collection below is the one to keep, and not that of how many tests a file has.
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays in one process, and what measures time runs alone at the end."""
+    from .alone_at_the_end import AloneAtTheEnd
+
+    return AloneAtTheEnd(config, log, _runs_alone)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -122,6 +141,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.path.relative_to(TESTS).as_posix()
         if place.startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
+    # The files with slow tests come first, so that two processes end at about the same time.
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_runs_alone(item.nodeid), item.path not in slow_files))
     if not config.getoption("--net"):
         _skip(items, "net", "needs a network beyond this host; run with --net")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
@@ -163,6 +185,11 @@ def _no_thread_stays() -> Iterator[None]:
     before = frozenset(threading.enumerate())
     yield
     check_threads(before)
+
+
+def _runs_alone(nodeid: str) -> bool:
+    """Nodes are named by their path below the root."""
+    return nodeid.removeprefix(f"{TESTS.name}/").startswith(ALONE_PLACES)
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two processes share the tests: file by file, and what measures time alone at the end.
+
+A file stays in one process, because its tests share fixtures and some of them add up what others
+counted. The tests that measure time run in the last process, after every other one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+ALONE = "alone"  # the scope of all tests that run alone
+
+
+class AloneAtTheEnd(LoadFileScheduling):
+    """Hands out files in the order of collection, which has the tests that run alone last."""
+
+    def __init__(self, config: Any, log: Any, runs_alone: Callable[[str], bool]) -> None:
+        super().__init__(config, log)
+        self._runs_alone = runs_alone
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        crashed_in = super().remove_node(node)
+        for other in self.nodes:
+            self._reschedule(other)
+        return crashed_in
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ALONE if self._runs_alone(nodeid) else super()._split_scope(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if next(iter(self.workqueue)) == ALONE and len(self.nodes) > 1:
+            # A process keeps its last test back until it is told to end or gets more, so the one
+            # that stays waits here without working. It is called again when the others are gone.
+            if any(not other.shutting_down for other in self.nodes if other is not node):
+                node.shutdown()
+            return
+        super()._assign_work_unit(node)
