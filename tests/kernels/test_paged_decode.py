@@ -210,7 +210,7 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
         assert source.count(old) == 1, f"the source has {source.count(old)} of {old!r}"
         path = tmp_path / "mutated.py"  # Triton reads the source of its kernels from their file
         path.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location("stratakv.kernels.mutated", path)
+        spec = importlib.util.spec_from_file_location("stratakv.kernels.attention.mutated", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setitem(sys.modules, name, module)

@@ -271,7 +271,7 @@ def test_t13_a_path_with_brackets_opens_again(tmp_path: Path, name: str) -> None
 SLOW_SCAN = """
 import sys, time
 sys.path[:] = sys.argv[2:]
-from stratakv.tiers.ssd import scan
+from stratakv.tiers.ssd.folder import scan
 def wait(rows):
     time.sleep(0.15)
     real(rows)

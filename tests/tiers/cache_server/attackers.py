@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of hostile clients, of one tenant and of strangers.
 
-`python -m tests.tiers.remote.attackers PORT DATA_PORT TOKEN`: reads `on` and `off`, says so when it
-is so, and at the end how often it did what. Begins with 10,000 calls at once that nothing follows,
-and keeps their connections open. Then each attack is made again and again at its own pace:
+`python -m tests.tiers.cache_server.attackers PORT DATA_PORT TOKEN`: reads `on` and `off`, says so
+when it is so, and at the end how often it did what. Begins with 10,000 calls at once that nothing
+follows, and keeps their connections open. Then each attack is made again and again at its own pace:
 
     streams    calls that nothing follows
     large      messages of 4 MiB + 1

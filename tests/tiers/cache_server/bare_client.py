@@ -7,7 +7,7 @@
     client.report                                     what it has seen
 
 It has no torch and no engine beside it, so what a call takes is the tier's own doing. In the
-process: `python -m tests.tiers.remote.bare_client '{...}'`, ended by the end of its input. Prints
+process: `python -m tests.tiers.cache_server.bare_client '{...}'`, ended by the end of its input. Prints
 the start of each round in which blocks came back, and in the end one line of JSON.
 """
 
@@ -75,7 +75,13 @@ class BareClient:
         self.report: Report | None = None
         self._goods: list[float] = []
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.tiers.remote.bare_client", json.dumps(task)],
+            [
+                *prefix,
+                sys.executable,
+                "-m",
+                "tests.tiers.cache_server.bare_client",
+                json.dumps(task),
+            ],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

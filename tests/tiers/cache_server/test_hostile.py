@@ -298,7 +298,7 @@ def peak_bytes(server: ServerProcess) -> int:
 @contextlib.contextmanager
 def attackers(server: ServerProcess) -> Iterator[Any]:
     """A process of them, and what turns it on or off."""
-    command = [sys.executable, "-m", "tests.tiers.remote.attackers"]
+    command = [sys.executable, "-m", "tests.tiers.cache_server.attackers"]
     ports = [str(server.port), str(server.data_port), token_of("eve")]
     process = subprocess.Popen(
         ["nice", "-n", "19", *command, *ports],

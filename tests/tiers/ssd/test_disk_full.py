@@ -125,13 +125,13 @@ def test_an_index_without_room_costs_new_blocks_only(
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
         (
-            "import resource, sys; from stratakv.tiers.ssd import scan\n"
+            "import resource, sys; from stratakv.tiers.ssd.folder import scan\n"
             "resource.setrlimit(resource.RLIMIT_AS, (2**20, 2**20))\n"
             "sys.exit(scan.main(sys.argv[1:]))",
             "could not be scanned.*memory",
         ),
         (
-            "import resource, sys; from stratakv.tiers.ssd import scan\n"
+            "import resource, sys; from stratakv.tiers.ssd.folder import scan\n"
             "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
             "sys.exit(scan.main(sys.argv[1:]))",
             "could not be scanned.*Too many open files",

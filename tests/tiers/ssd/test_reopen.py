@@ -39,9 +39,9 @@ REOPEN_RATIO = 1.5
 MEASURE = """
 import ctypes, json, random, sys, time
 from pathlib import Path
-from stratakv.tiers.ssd import guard
-from stratakv.tiers.ssd.index_file import IndexFile
-from stratakv.tiers.ssd.slot_index import SlotIndex
+from stratakv.tiers.ssd.folder import guard
+from stratakv.tiers.ssd.index.index_file import IndexFile
+from stratakv.tiers.ssd.index.slot_index import SlotIndex
 folder, slots = Path(sys.argv[1]), int(sys.argv[2])
 
 def resident():
