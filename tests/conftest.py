@@ -80,6 +80,7 @@ ALONE_PLACES = (
     "tiers/cache_server/test_hostile.py::test_others_are_served_as_before_while_hostile_clients_try",
     "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",
     "tiers/cache_server/test_timing.py",
+    "tiers/ssd/test_reopen.py::test_a_large_index_is_small_and_quick",
 )
 
 # Triton looks at it when it is imported, and some test modules import what imports triton; so it is

@@ -25,6 +25,8 @@ import torch
 
 from stratakv.connector.device.base import CopyDevice, DeviceError, Event, Stream
 
+from ..copy_event import CopyEvent
+
 COMPUTE = "compute"
 # Chooses one of so many possibilities; the first is always that the host goes on.
 Choose = Callable[[int], int]
@@ -35,7 +37,7 @@ class OutOfOrder(AssertionError):
 
 
 @dataclass(eq=False)
-class Operation:
+class Operation(CopyEvent):
     """One pass or copy job in its stream; an event as well, for what comes after it."""
 
     device: RecordingDevice
@@ -45,23 +47,11 @@ class Operation:
     writes: frozenset[Any] = frozenset()
     after: Sequence[Operation] = ()
     number: int = 0  # in the order in which the host queued them
-    started: bool = False
-    ended: bool = False
-    failure: Exception | None = None
     # Passes that the host let overtake this store, having waited as long as it was told to.
     overtaken_by: set[Operation] = field(default_factory=set)
 
-    def done(self) -> bool:
-        return self.ended
-
     def wait(self, timeout_seconds: float) -> bool:
         return self.device.wait_for(self)
-
-    def error(self) -> Exception | None:
-        return self.failure if self.ended else None
-
-    def seconds(self) -> float:
-        return 0.0
 
     def must_wait_for(self, earlier: Operation) -> bool:
         """Whether both touch the same thing, and one of them writes to it."""

@@ -20,6 +20,7 @@ from stratakv.connector.device.base import CopyDevice, DeviceError, Event, Strea
 from stratakv.connector.device.cpu import slab_pages
 from stratakv.tiers.base import SlabTier
 
+from ..copy_event import CopyEvent
 from .clock import VirtualClock
 
 # How long one copy takes at most; rarely, in a faulty device, much longer.
@@ -29,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(eq=False)
-class Copy:
+class Copy(CopyEvent):
     """One job in its stream, and its event."""
 
     clock: VirtualClock
@@ -37,37 +38,12 @@ class Copy:
     block_ids: list[int]
     slots: list[int]
     after: Sequence[Event]
-    started: bool = False
-    ended: bool = False
-    failure: Exception | None = None
-
-    def done(self) -> bool:
-        return self.ended
 
     def wait(self, timeout_seconds: float) -> bool:
         return self.clock.wait_for(self.done, timeout_seconds)
 
-    def error(self) -> Exception | None:
-        return self.failure if self.ended else None
-
     def seconds(self) -> float:
         return COPY_SECONDS if self.ended else 0.0
-
-
-class _Ended:
-    """The pass before: a CPU has always finished it."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_seconds: float) -> bool:
-        return True
-
-    def error(self) -> Exception | None:
-        return None
-
-    def seconds(self) -> float:
-        return 0.0
 
 
 class SimDevice(CopyDevice):
@@ -92,7 +68,7 @@ class SimDevice(CopyDevice):
         self._notify: Callable[[], None] = lambda: None
         self._pool: Bytes
         self._slab: Bytes | None = None
-        self._ended = _Ended()
+        self._last_pass = CopyEvent(ended=True)  # a CPU has always finished it
 
     @property
     def targets(self) -> set[int]:
@@ -111,7 +87,7 @@ class SimDevice(CopyDevice):
     def writer_event(self) -> Event:
         if self._refuses():
             raise DeviceError("the device marks nothing")
-        return self._ended
+        return self._last_pass
 
     def copy(
         self,

@@ -7,8 +7,8 @@
     client.report                                     what it has seen
 
 It has no torch and no engine beside it, so what a call takes is the tier's own doing. In the
-process: `python -m tests.tiers.cache_server.bare_client '{...}'`, ended by the end of its input. Prints
-the start of each round in which blocks came back, and in the end one line of JSON.
+process: `python -m tests.tiers.cache_server.bare_client '{...}'`, ended by the end of its input.
+Prints the start of each round in which blocks came back, and in the end one line of JSON.
 """
 
 from __future__ import annotations
