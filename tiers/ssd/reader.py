@@ -72,12 +72,17 @@ class Reader:
             spread=encoded or self.state.seal is not None,
         )
 
-    def close(self, deadline: float) -> bool:
-        """Let reads finish until `deadline` (monotonic) and abandon those not begun. False if one
-        is still in the kernel. No `submit` may follow."""
+    def end_reads(self, deadline: float) -> None:
+        """Let reads finish until `deadline` (monotonic) and abandon those not begun. No `submit`
+        may follow."""
         with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
             self.abandoned = True
+        self._pool.end()
+
+    def close(self, deadline: float) -> bool:
+        """End reads and wait for the threads. False if one is still in the kernel."""
+        self.end_reads(deadline)
         return self._pool.close(max(deadline, time.monotonic()) + GRACE_SECONDS)
 
     def end(self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]) -> None:

@@ -65,11 +65,15 @@ class IoPool:
         for _ in parts if spread or self._is_blocking else parts[:1]:
             self._tokens.put(True)
 
-    def close(self, deadline: float) -> bool:
-        """Let the threads end after what has been started; False if one has not by `deadline`
-        (monotonic). No `start` may follow."""
+    def end(self) -> None:
+        """Let the threads end after what has been started. No `start` may follow."""
         for _ in self._threads:
             self._tokens.put(False)
+
+    def close(self, deadline: float) -> bool:
+        """Let the threads end and wait for them; False if one has not ended by `deadline`
+        (monotonic)."""
+        self.end()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
