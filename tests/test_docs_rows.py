@@ -7,15 +7,17 @@ The commands are not run here, only looked up: a test that runs all tests would 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from stratakv.engine.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS_FILE = ROOT / "docs" / "rows.md"
@@ -61,11 +63,14 @@ def _definitions(path: Path) -> frozenset[str]:
 @cache
 def _help(*subcommand: str) -> str:
     """What `stratakv SUBCOMMAND --help` prints."""
-    script = Path(sys.executable).with_name("stratakv")
-    command = [str(script), *subcommand, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"{shlex.join(command[1:])}: {done.stderr}"
-    return done.stdout
+    said, wrong = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
+        try:
+            code: object = main([*subcommand, "--help"])
+        except SystemExit as ended:
+            code = ended.code
+    assert not code, f"{shlex.join(subcommand)}: {wrong.getvalue()}"
+    return said.getvalue()
 
 
 def _check_pytest(arguments: list[str]) -> None:
