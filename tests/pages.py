@@ -31,6 +31,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .free_ports import free_ports
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 START_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 120.0, 120.0, 20.0
@@ -231,16 +233,4 @@ def _is_ready(kind: str, port: int, log: Path) -> bool:
 
 def _free_ports() -> dict[int, int]:
     """The ports that pages name → free ones. A cache server takes the next port for its data."""
-    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-        for listener in (one, two):
-            listener.bind(("127.0.0.1", 0))
-        for port in range(20000 + os.getpid() % 5000 * 2, 32000, 2):
-            try:
-                three.bind(("127.0.0.1", port))
-                with socket.socket() as beside:
-                    beside.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            break
-        first, second, third = (each.getsockname()[1] for each in (one, two, three))
-    return {8000: first, 8001: second, 9400: third, 9401: third + 1}
+    return dict(zip((8000, 8001, 9400, 9401), free_ports(4), strict=True))

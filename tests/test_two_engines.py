@@ -23,7 +23,8 @@ from stratakv.engine.sampling_params import SamplingParams
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.cache_server.access.tenants import token_digest
 
-from .tiers.cache_server.rig import ServerProcess, free_ports, server_process, token_of
+from .free_ports import free_ports
+from .tiers.cache_server.rig import ServerProcess, server_process, token_of
 from .tiny_models import make_llama
 from .two_engines import (
     BLOCK_BYTES,

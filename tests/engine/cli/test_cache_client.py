@@ -21,10 +21,10 @@ from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.wire.rpc import Stub
 
+from ...free_ports import free_ports
 from ...tiers.cache_server.rig import (
     LAYOUT,
     RunningServer,
-    free_ports,
     running_server,
     store_blocks,
 )

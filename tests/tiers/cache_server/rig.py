@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +51,8 @@ from stratakv.tiers.wire.limits import PIECE_BYTES
 from stratakv.tiers.wire.messages import header_message, layout_message
 from stratakv.tiers.wire.raw_messages import Piece
 from stratakv.tiers.wire.rpc import Stub
+
+from ...free_ports import free_ports
 
 # 4 KiB a block.
 LAYOUT = BlockLayout(num_layers=1, block_size=16, num_kv_heads=1, head_dim=32, kv_dtype="float32")
@@ -293,18 +294,6 @@ def server_process(*flags: str, start: bool = True) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def proof_of(key: bytes, payload: memoryview, layout: BlockLayout = LAYOUT) -> Proof:

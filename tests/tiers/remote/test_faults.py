@@ -24,8 +24,9 @@ from stratakv.tiers.cache_server.service import DataPlane
 from stratakv.tiers.wire.frames import GREETING, MAGIC, WELCOME, Status
 from stratakv.tiers.wire.rpc import SERVICE_NAME
 
+from ...free_ports import free_ports
 from ..cache_server.bare_client import BareClient
-from ..cache_server.rig import WAIT_SECONDS, free_ports, running_server, server_process
+from ..cache_server.rig import WAIT_SECONDS, running_server, server_process
 from .fault_proxy import FaultProxy
 
 HOST = "127.0.0.2"  # the proxies': what a client is told of ports holds for them too
