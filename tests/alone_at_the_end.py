@@ -24,6 +24,13 @@ class AloneAtTheEnd(LoadFileScheduling):
         self._runs_alone = runs_alone
 
     def remove_node(self, node: WorkerController) -> str | None:
+        # Of a process that crashed, what it had ended would come first, and end nothing again.
+        unfinished = {
+            scope: unit
+            for scope, unit in self.assigned_work[node].items()
+            if not all(unit.values())
+        }
+        self.assigned_work[node] = unfinished
         crashed_in = super().remove_node(node)
         for other in self.nodes:
             self._reschedule(other)

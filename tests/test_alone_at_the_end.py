@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of two processes each file stays in one, and what runs alone comes when all others have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xdist")
+pytestmark = pytest.mark.slow
+
+SCHEDULER = str(Path(__file__).with_name("alone_at_the_end.py"))
+# Tests whose name ends in "alone" run alone. Each writes down its process, its file and both times.
+CONFTEST = f"""
+import importlib.util, os, pathlib, time
+import pytest
+spec = importlib.util.spec_from_file_location("alone_at_the_end", {SCHEDULER!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False
+
+def pytest_xdist_make_scheduler(config, log):
+    return module.AloneAtTheEnd(config, log, lambda nodeid: nodeid.endswith("alone"))
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.name.endswith("alone"))
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    began = time.monotonic()
+    yield
+    with (pathlib.Path(__file__).parent / "log").open("a") as log:
+        worker = os.environ["PYTEST_XDIST_WORKER"]
+        print(worker, item.path.name, item.name, began, time.monotonic(), file=log)
+"""
+FILE = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_one(number):
+    time.sleep({seconds})
+
+def test_alone():
+    pass
+
+def test_another_alone():
+    if {crashes}:
+        os._exit(3)
+"""
+
+
+def run(folder: Path, *, crashes: bool) -> tuple[int, str, list[list[str]]]:
+    """The exit status, the closing line and what the tests wrote down."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    for number in range(4):
+        content = FILE.format(seconds=0.01 * number, crashes=crashes and number == 1)
+        (folder / f"test_{number}.py").write_text(content)
+    pytest_script = Path(sys.executable).with_name("pytest")
+    done = subprocess.run(
+        [pytest_script, "-q", "-n", "2", "--max-worker-restart", "1", folder],
+        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    log = (folder / "log").read_text()
+    return (
+        done.returncode,
+        done.stdout.splitlines()[-1],
+        [line.split() for line in log.splitlines()],
+    )
+
+
+def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path) -> None:
+    status, closing, log = run(tmp_path, crashes=False)
+    assert status == 0 and closing.startswith("24 passed")
+    alone = [line for line in log if line[2].endswith("alone")]
+    others = [line for line in log if line not in alone]
+    assert len(alone) == 8 and len(others) == 16
+    assert max(float(line[4]) for line in others) <= min(float(line[3]) for line in alone)
+    assert len({line[0] for line in alone}) == 1
+    for number in range(4):
+        assert len({line[0] for line in others if line[1] == f"test_{number}.py"}) == 1
+
+
+def test_a_process_that_ends_while_it_is_alone_is_a_failure_and_no_hang(tmp_path: Path) -> None:
+    status, closing, _ = run(tmp_path, crashes=True)
+    assert status != 0 and "failed" in closing
