@@ -31,8 +31,8 @@ from stratakv.tiers.admission.choice import FILTERS
 from stratakv.tiers.admission.contract import check_filter_contract
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
-from stratakv.tiers.cache_server.tenant_store import Room
-from stratakv.tiers.cache_server.tenant_stores import Rooms
+from stratakv.tiers.cache_server.tenant_store import TenantStore
+from stratakv.tiers.cache_server.tenant_stores import TenantStores
 from stratakv.tiers.contract import ContractBroken
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierConfigError
@@ -386,18 +386,18 @@ def test_u10_nobody_is_told_to_install_what_is_not_published() -> None:
 def test_u10_the_default_policy_learns_in_engine_and_cache_server() -> None:
     assert engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu"}).offload.policy == "adaptive"
     quota = Quota(64 * LAYOUT.slot_bytes, 0)
-    rooms = Rooms({"room": quota}, b"s" * 32, None, max_slots=1000)
+    tenant_stores = TenantStores({"room": quota}, b"s" * 32, None, max_slots=1000)
     try:
-        assert isinstance(_ready_room(rooms)._slab._policy, AdaptivePolicy)
+        assert isinstance(_ready_tenant_store(tenant_stores)._slab._policy, AdaptivePolicy)
     finally:
-        rooms.close(5.0)
+        tenant_stores.close(5.0)
 
 
-def _ready_room(rooms: Rooms) -> Room:
+def _ready_tenant_store(tenant_stores: TenantStores) -> TenantStore:
     deadline = time.monotonic() + 30.0
     while True:
         try:
-            return rooms.attach("room", LAYOUT)
+            return tenant_stores.attach("room", LAYOUT)
         except NotReady:
             assert time.monotonic() < deadline
             time.sleep(0.01)

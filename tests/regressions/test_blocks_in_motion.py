@@ -13,7 +13,7 @@ import pytest
 
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.cache_server.key_salt import KeySalt
-from stratakv.tiers.cache_server.tenant_store import FORGET_SECONDS, Room
+from stratakv.tiers.cache_server.tenant_store import FORGET_SECONDS, TenantStore
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierDown
@@ -92,14 +92,14 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
             asked = store.ask([*at_one, *at_two])
             if asked is not None:
                 asked.result(WAIT_SECONDS)
-            with two.room()._changed:  # somebody keeps the second server waiting
+            with two.tenant_store()._changed:  # somebody keeps the second server waiting
                 first = hierarchy.begin_load(at_two[:4])
-                with one.room()._changed:
+                with one.tenant_store()._changed:
                     second = hierarchy.begin_load([*at_one[:2], *at_two[4:6]])
                     others = make_keys(4, "others")
                     fill(hierarchy, slab, others)
-            loads = [server.loads._lane for server in store._servers]
-            wait_until(lambda: not any(lane._bytes for lane in loads))
+            loads = [server.loads._queue for server in store._servers]
+            wait_until(lambda: not any(queue._bytes for queue in loads))
             wait_until(lambda: hierarchy.poll() or (first.done() and second.done()))
             hierarchy.end_load(first)
             hierarchy.end_load(second)
@@ -114,7 +114,7 @@ def test_forgetting_behind_a_batch_that_is_larger_than_the_queue() -> None:
     with running_server() as server, opened(server.port, queue_bytes=4 * SIZE) as store:
         buffers = [memoryview(bytearray(payload_of(k, LAYOUT))) for k in keys]
         store.store(keys[:1], buffers[:1]).result(WAIT_SECONDS)
-        with server.room()._changed:
+        with server.tenant_store()._changed:
             storing = store.store(keys[1:], buffers[1:])  # taken, since nothing waits before it
             store.drop(keys[:1])
             store.clear()
@@ -126,47 +126,47 @@ def test_forgetting_behind_a_batch_that_is_larger_than_the_queue() -> None:
         assert store.load(keys[:1], [found]).result(WAIT_SECONDS)[0] is not None
 
 
-class RoomOverHeldStore:
+class TenantStoreOverHeldDisk:
     """A room of eight blocks over a store that ends what it is given when the test says so."""
 
     def __init__(self) -> None:
         self.store = HeldStore()
         self.slab = CpuSlab(TINY, 8 * TINY.slot_bytes)
-        self.room = Room(self.slab, [self.store], KeySalt(SECRET, "tenant"))
+        self.tenant_store = TenantStore(self.slab, [self.store], KeySalt(SECRET, "tenant"))
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        intake = self.room.begin_store(keys)
-        for key, slot in zip(keys, intake.slots, strict=True):
+        write_lease = self.tenant_store.begin_store(keys)
+        for key, slot in zip(keys, write_lease.slots, strict=True):
             assert slot is not None
-            self.room.buffer(slot)[:] = content(key)
+            self.tenant_store.buffer(slot)[:] = content(key)
         given = [proof_of(key, memoryview(content(key)), TINY) for key in keys]
-        assert self.room.end_store(intake, given) == [State.KEPT] * len(keys)
+        assert self.tenant_store.end_store(write_lease, given) == [State.KEPT] * len(keys)
 
     def close(self) -> None:
         self.store.hold_loads = self.store.hold_stores = False
         self.store.release()
-        assert self.room.close(WAIT_SECONDS)
+        assert self.tenant_store.close(WAIT_SECONDS)
 
 
 @pytest.fixture
-def held() -> Iterator[RoomOverHeldStore]:
-    found = RoomOverHeldStore()
+def held() -> Iterator[TenantStoreOverHeldDisk]:
+    found = TenantStoreOverHeldDisk()
     yield found
     found.close()
 
 
-def check_gone(held: RoomOverHeldStore, key: bytes) -> None:
+def check_gone(held: TenantStoreOverHeldDisk, key: bytes) -> None:
     """Nobody finds the block, in memory or below, now or later."""
     (stored,) = KeySalt(SECRET, "tenant").stored([key])
     wait_until(lambda: not held.slab.stats().pinned_blocks)
-    assert held.room.lookup([key]) == [State.MISS]
+    assert held.tenant_store.lookup([key]) == [State.MISS]
     assert held.slab.lookup([stored]) == [Answer.MISS]
     assert held.store.lookup([stored]) == [Answer.MISS]
     stats = held.slab.stats()
     assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
 
 
-def test_deleting_a_block_that_is_being_written_down(held: RoomOverHeldStore) -> None:
+def test_deleting_a_block_that_is_being_written_down(held: TenantStoreOverHeldDisk) -> None:
     """It stayed, since the write held its slot, and was there for the next who asked."""
     held.store.hold_stores = True
     keys = make_keys(8)
@@ -176,14 +176,14 @@ def test_deleting_a_block_that_is_being_written_down(held: RoomOverHeldStore) ->
     (first, *_) = held.store.written
     salted = KeySalt(SECRET, "tenant").stored(keys)
     key = keys[salted.index(first)]
-    assert held.room.drop([key]) == 1
-    assert held.room.lookup([key]) == [State.MISS]
+    assert held.tenant_store.drop([key]) == 1
+    assert held.tenant_store.lookup([key]) == [State.MISS]
     held.store.hold_stores = False
     held.store.release()
     check_gone(held, key)
 
 
-def test_deleting_a_block_that_is_being_read_up(held: RoomOverHeldStore) -> None:
+def test_deleting_a_block_that_is_being_read_up(held: TenantStoreOverHeldDisk) -> None:
     """It arrived after it had been deleted, and was there for the next who asked."""
     (key,) = make_keys(1)
     (stored,) = KeySalt(SECRET, "tenant").stored([key])
@@ -191,28 +191,28 @@ def test_deleting_a_block_that_is_being_read_up(held: RoomOverHeldStore) -> None
     buffer = memoryview(bytearray(content(key)))
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
     held.store.hold_loads = True
-    loan = held.room.begin_load([key])
-    held.room.drop([key])
+    read_lease = held.tenant_store.begin_load([key])
+    held.tenant_store.drop([key])
     held.store.hold_loads = False
     # What a disk has read by then it brings, though it has forgotten the block since.
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
     held.store.release()
     held.store.drop([stored])
-    held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
-    held.room.end_load(loan)
+    held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    held.tenant_store.end_load(read_lease)
     check_gone(held, key)
 
 
-def test_deleting_a_block_that_somebody_just_loads(held: RoomOverHeldStore) -> None:
+def test_deleting_a_block_that_somebody_just_loads(held: TenantStoreOverHeldDisk) -> None:
     """A client that finds a block damaged deletes it while its own load still holds the slot."""
     (key,) = make_keys(1)
     held.keep([key])
-    loan = held.room.begin_load([key])
-    held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
-    assert held.room.drop([key]) == 1
-    (slot,) = loan.slots
-    assert slot is not None and bytes(held.room.buffer(slot)) == content(key)
-    held.room.end_load(loan)
+    read_lease = held.tenant_store.begin_load([key])
+    held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    assert held.tenant_store.drop([key]) == 1
+    (slot,) = read_lease.slots
+    assert slot is not None and bytes(held.tenant_store.buffer(slot)) == content(key)
+    held.tenant_store.end_load(read_lease)
     check_gone(held, key)
 
 
@@ -314,7 +314,7 @@ def test_forgetting_a_record_that_is_being_read() -> None:
     assert index.take_dropped(0) == []
 
 
-def test_a_block_that_is_being_read_up_for_another(held: RoomOverHeldStore) -> None:
+def test_a_block_that_is_being_read_up_for_another(held: TenantStoreOverHeldDisk) -> None:
     """Two engines with one prompt: the second was told that the disk had nothing, while it read the
     block for the first."""
     (key,) = make_keys(1)
@@ -322,15 +322,15 @@ def test_a_block_that_is_being_read_up_for_another(held: RoomOverHeldStore) -> N
     proof = proof_of(key, memoryview(content(key)), TINY)
     buffer = memoryview(bytearray(content(key)))
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
-    assert held.room.lookup([key]) == [State.HIT]
+    assert held.tenant_store.lookup([key]) == [State.HIT]
     held.store.hold_loads = True
-    loans = [held.room.begin_load([key])]
-    assert held.room.lookup([key]) == [State.HIT]
-    loans.append(held.room.begin_load([key]))
+    read_leases = [held.tenant_store.begin_load([key])]
+    assert held.tenant_store.lookup([key]) == [State.HIT]
+    read_leases.append(held.tenant_store.begin_load([key]))
     held.store.hold_loads = False
     held.store.release()
-    for loan in loans:
-        held.room.wait(loan, time.monotonic() + WAIT_SECONDS)
-        (slot,) = loan.slots
-        assert slot is not None and bytes(held.room.buffer(slot)) == content(key)
-        held.room.end_load(loan)
+    for read_lease in read_leases:
+        held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+        (slot,) = read_lease.slots
+        assert slot is not None and bytes(held.tenant_store.buffer(slot)) == content(key)
+        held.tenant_store.end_load(read_lease)

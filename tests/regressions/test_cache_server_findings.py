@@ -18,7 +18,7 @@ import pytest
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.base import Stored
-from stratakv.tiers.cache_server import tenant_store as room_module
+from stratakv.tiers.cache_server import tenant_store as tenant_store_module
 from stratakv.tiers.cache_server.access.shares import Shares
 from stratakv.tiers.contract import make_buffers, make_keys
 from stratakv.tiers.cpu import CpuSlab
@@ -327,18 +327,18 @@ def test_t09_calls_and_bytes_of_the_ninth() -> None:
             call.cancel()
 
 
-# T10: one tenant's room and the others' calls
+# T10: one tenant's store and the others' calls
 
 
 def test_t10_a_room_that_is_held_keeps_nobody_else_waiting() -> None:
-    """The event loop took the room's lock, so that one Delete(all) stopped everybody."""
+    """The event loop took the tenant store's lock, so that one Delete(all) stopped everybody."""
     with running_server([tenant("ann"), tenant("eve")]) as server:
         ann, eve = (server.stub(token_of(name)) for name in ("ann", "eve"))
         for stub in (ann, eve):
             server.attach(stub)
             store_blocks(stub, make_keys(4))
         request = messages.LookupRequest(keys=b"".join(make_keys(4)))
-        with server.room("tenant:eve")._changed:
+        with server.tenant_store("tenant:eve")._changed:
             pieces = make_keys(2, "more")
             stuck = [
                 *(eve.lookup.future(request, timeout=WAIT_SECONDS) for _ in range(20)),
@@ -390,21 +390,21 @@ class CountingLock:
 
 def test_t10_a_room_is_cleared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The room was held for a time that grew with its blocks."""
-    monkeypatch.setattr(room_module, "SWEPT_BLOCKS", 16)
+    monkeypatch.setattr(tenant_store_module, "SWEPT_BLOCKS", 16)
     plane = Plane(slots=200)
-    room = plane.room
+    tenant_store = plane.tenant_store
     keys = make_keys(200)
     for start in range(0, 200, 50):
         with contextlib.closing(plane.connect()) as connection:
             assert put(connection, keys[start : start + 50], LAYOUT) == [State.KEPT] * 50
-    loan = room.begin_load(keys[:3])  # pinned while all is forgotten
-    lock = CountingLock(room._changed, plane.slab)
-    room._changed = lock  # type: ignore[assignment]  # a real one within
-    room.clear()
+    read_lease = tenant_store.begin_load(keys[:3])  # pinned while all is forgotten
+    lock = CountingLock(tenant_store._changed, plane.slab)
+    tenant_store._changed = lock  # type: ignore[assignment]  # a real one within
+    tenant_store.clear()
     assert sum(lock.freed) == 197 and max(lock.freed) <= 16
     assert lock.freed[0] == 0, "nothing is freed in the step in which all is forgotten"
-    assert room.lookup(keys) == [State.MISS] * 200
-    room.end_load(loan)
+    assert tenant_store.lookup(keys) == [State.MISS] * 200
+    tenant_store.end_load(read_lease)
     assert plane.slab.free_slots() == 200
     plane.close()
 
@@ -415,14 +415,14 @@ def test_t10_blocks_that_come_while_a_room_is_swept() -> None:
     keys = make_keys(64)
     with contextlib.closing(plane.connect()) as connection:
         assert put(connection, keys, LAYOUT) == [State.KEPT] * 64
-        pinned = plane.room.begin_load(keys[:2])
-        plane.room._hierarchy.clear(sweep=False)
-        assert plane.room.lookup(keys) == [State.MISS] * 64
+        pinned = plane.tenant_store.begin_load(keys[:2])
+        plane.tenant_store._hierarchy.clear(sweep=False)
+        assert plane.tenant_store.lookup(keys) == [State.MISS] * 64
         assert plane.slab.free_slots() == 0
         assert put(connection, keys, LAYOUT) == [State.NO_ROOM] * 2 + [State.KEPT] * 62
-        assert plane.room.stats()["cpu"].evicted_blocks == 0
-        plane.room.end_load(pinned)
+        assert plane.tenant_store.stats()["cpu"].evicted_blocks == 0
+        plane.tenant_store.end_load(pinned)
         assert put(connection, keys[:2], LAYOUT) == [State.KEPT] * 2
         assert None not in fetch(connection, keys, LAYOUT)
-        assert plane.room._hierarchy.sweep(100) == 0
+        assert plane.tenant_store._hierarchy.sweep(100) == 0
     plane.close()

@@ -167,13 +167,13 @@ def test_a_block_of_a_server_that_was_cleared() -> None:
     that it was there."""
     plane = Plane()
     (key,) = make_keys(1)
-    intake = plane.room.begin_store([key])
-    plane.room.clear()
-    (slot,) = intake.slots
+    write_lease = plane.tenant_store.begin_store([key])
+    plane.tenant_store.clear()
+    (slot,) = write_lease.slots
     assert slot is not None
-    plane.room.buffer(slot)[:] = payload_of(key, LAYOUT)
-    plane.room.end_store(intake, [proof_of(key, plane.room.buffer(slot))])
-    assert plane.room.corrupt_blocks == 0
+    plane.tenant_store.buffer(slot)[:] = payload_of(key, LAYOUT)
+    plane.tenant_store.end_store(write_lease, [proof_of(key, plane.tenant_store.buffer(slot))])
+    assert plane.tenant_store.corrupt_blocks == 0
     plane.close()
 
 

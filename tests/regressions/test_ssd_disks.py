@@ -28,7 +28,7 @@ from ..tiers.blocks import SMALL, filled_buffers, make_keys
 from ..tiers.ssd.loop_disk import COMMAND_SECONDS, unmount
 from ..tiers.ssd.stores import capacity_for
 from ..tiers.store_contract import SECONDS, fetch, put, wait_until
-from .one_room import keep, make_room
+from .one_tenant_store import keep, make_room
 
 pytestmark = pytest.mark.regression
 
@@ -150,23 +150,23 @@ def test_t05_what_a_disk_refuses_at_a_restart_is_down(
 def test_t05_a_room_starts_without_its_store_and_takes_it_in(disk: Disk) -> None:
     """The tenant's memory was gone with the disk."""
     keys = make_keys(8)
-    rooms, room = make_room(disk.path / "stores")
-    assert keep(room, keys) == [State.KEPT] * 8
-    assert rooms.close(SECONDS)
+    tenant_stores, tenant_store = make_room(disk.path / "stores")
+    assert keep(tenant_store, keys) == [State.KEPT] * 8
+    assert tenant_stores.close(SECONDS)
     disk.remount("ro")
-    rooms, room = make_room(disk.path / "stores")
-    assert room.lookup(keys) == [State.MISS] * 8
+    tenant_stores, tenant_store = make_room(disk.path / "stores")
+    assert tenant_store.lookup(keys) == [State.MISS] * 8
     fresh = make_keys(4, "fresh")
-    assert keep(room, fresh) == [State.KEPT] * 4
-    assert room.lookup(fresh) == [State.HIT] * 4
-    assert room.stats()["ssd"].errors["down"]
+    assert keep(tenant_store, fresh) == [State.KEPT] * 4
+    assert tenant_store.lookup(fresh) == [State.HIT] * 4
+    assert tenant_store.stats()["ssd"].errors["down"]
     disk.remount("rw")
-    wait_until(lambda: room.lookup(keys) == [State.HIT] * 8)
-    loan = room.begin_load(keys)
-    room.wait(loan, time.monotonic() + SECONDS)
-    assert None not in loan.slots
-    room.end_load(loan)
-    assert rooms.close(SECONDS)
+    wait_until(lambda: tenant_store.lookup(keys) == [State.HIT] * 8)
+    read_lease = tenant_store.begin_load(keys)
+    tenant_store.wait(read_lease, time.monotonic() + SECONDS)
+    assert None not in read_lease.slots
+    tenant_store.end_load(read_lease)
+    assert tenant_stores.close(SECONDS)
 
 
 # T7: what was forgotten comes back.
@@ -270,21 +270,21 @@ def test_t07_a_disk_that_fails_is_told(path: Path, monkeypatch: pytest.MonkeyPat
 def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
     """What the server's Delete calls."""
     keys = make_keys(40)
-    rooms, room = make_room(tmp_path)
+    tenant_stores, tenant_store = make_room(tmp_path)
     for start in range(0, 40, 4):
-        keep(room, keys[start : start + 4])
-        wait_until(lambda: not room._hierarchy._write_backs.in_flight)
-    [store] = room._stores
+        keep(tenant_store, keys[start : start + 4])
+        wait_until(lambda: not tenant_store._hierarchy._write_backs.in_flight)
+    [store] = tenant_store._stores
     assert isinstance(store, SsdStore)
     assert store.stats().blocks
-    assert room.drop(keys[:10]) == 10
+    assert tenant_store.drop(keys[:10]) == 10
     rows = list(store._opened.index_file.rows())
     known = {row.key for row in rows}
-    assert known and not known & set(room._salt.stored(keys[:10]))
-    room.clear()
+    assert known and not known & set(tenant_store._salt.stored(keys[:10]))
+    tenant_store.clear()
     note = opening.read_note(next(tmp_path.glob("*/identity")).parent)
     assert note.cleared_up_to >= max(row.generation for row in rows)
-    assert rooms.close(SECONDS)
+    assert tenant_stores.close(SECONDS)
 
 
 def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> None:

@@ -36,7 +36,7 @@ from stratakv.tiers.wire.sockets import ConnectionLost
 from ..tiers.blocks import SMALL, make_buffers, make_keys
 from ..tiers.ssd.stores import capacity_for
 from ..tiers.store_contract import SECONDS, fetch, put, wait_until
-from .one_room import keep, make_room
+from .one_tenant_store import keep, make_room
 
 pytestmark = pytest.mark.regression
 
@@ -121,11 +121,11 @@ def test_t03_an_io_thread_that_fails_ends_what_it_has_in_hand(
     assert all(put(store, keys))
     real, failures = getattr(IoLane, name), [MemoryError("as asked")]
 
-    def fail(lane: IoLane, *arguments: Any) -> Any:
-        result = real(lane, *arguments) if name == "take" else None
+    def fail(queue: IoLane, *arguments: Any) -> Any:
+        result = real(queue, *arguments) if name == "take" else None
         if failures:
             raise failures.pop()
-        return real(lane, *arguments) if name != "take" else result
+        return real(queue, *arguments) if name != "take" else result
 
     monkeypatch.setattr(IoLane, name, fail)
     found = ends(store.load(keys, make_buffers(60, SMALL)))
@@ -185,28 +185,28 @@ def test_t03_the_keeper_of_a_room_goes_on(
     """Without it no read from the disk ever ends."""
     caplog.set_level(logging.CRITICAL)
     keys = make_keys(40)
-    rooms, room = make_room(tmp_path)
+    tenant_stores, tenant_store = make_room(tmp_path)
     for start in range(0, 40, 4):
-        assert keep(room, keys[start : start + 4]) == [State.KEPT] * 4
-        wait_until(lambda: not room._hierarchy._write_backs.in_flight)
-    assert room.lookup(keys[:2]) == [State.HIT] * 2
+        assert keep(tenant_store, keys[start : start + 4]) == [State.KEPT] * 4
+        wait_until(lambda: not tenant_store._hierarchy._write_backs.in_flight)
+    assert tenant_store.lookup(keys[:2]) == [State.HIT] * 2
     failures = [MemoryError("as asked")] * 3
-    real = room._hierarchy.poll
+    real = tenant_store._hierarchy.poll
 
     def poll() -> bool:
-        if failures and threading.current_thread().name == "stratakv-room":
+        if failures and threading.current_thread().name == "stratakv-tenant-store":
             raise failures.pop()
         return real()
 
-    monkeypatch.setattr(room._hierarchy, "poll", poll)
-    room._woken.set()
+    monkeypatch.setattr(tenant_store._hierarchy, "poll", poll)
+    tenant_store._woken.set()
     wait_until(lambda: not failures)
-    loan = room.begin_load(keys[:2])
-    room.wait(loan, time.monotonic() + SECONDS)
-    assert None not in loan.slots
-    room.end_load(loan)
-    assert room.stats()["cpu"].errors == {"keeper": 3}
-    assert rooms.close(SECONDS)
+    read_lease = tenant_store.begin_load(keys[:2])
+    tenant_store.wait(read_lease, time.monotonic() + SECONDS)
+    assert None not in read_lease.slots
+    tenant_store.end_load(read_lease)
+    assert tenant_store.stats()["cpu"].errors == {"keeper": 3}
+    assert tenant_stores.close(SECONDS)
 
 
 # T13: the small ones.
@@ -215,7 +215,7 @@ def test_t03_the_keeper_of_a_room_goes_on(
 class Connection:
     """Stands for one that `move` loses."""
 
-    is_makeshift = False
+    is_fallback = False
     corrupt_blocks = 0
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from stratakv.tiers import contract
 from stratakv.tiers.base import StoreTier
-from stratakv.tiers.cache_server.tenant_store import Room
+from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import fetch, filled_buffers, make_buffers, make_keys, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
@@ -48,8 +48,8 @@ def committed(slab: CpuSlab) -> list[bytes]:
 
 
 def stored(plane: Plane, key: bytes) -> bytes:
-    """The key under which a room keeps a block."""
-    return plane.room._salt.stored([key])[0]
+    """The key under which a tenant store keeps a block."""
+    return plane.tenant_store._salt.stored([key])[0]
 
 
 def wait_until(what: object) -> None:
@@ -64,14 +64,14 @@ def plane_over(path: Path, mac_key: MacKey | None = None, slots: int = 16) -> Pl
     return Plane(slots=slots, stores=[SsdStore(path, LAYOUT, STORE_BYTES, mac_key=mac_key)])
 
 
-def slot_of(room: Room, key: bytes) -> memoryview:
+def slot_of(tenant_store: TenantStore, key: bytes) -> memoryview:
     """The memory of a block, as anything that damages it would reach it."""
-    loan = room.begin_load([key])
-    room.wait(loan, time.monotonic() + WAIT_SECONDS)
-    (slot,) = loan.slots
-    room.end_load(loan)
+    read_lease = tenant_store.begin_load([key])
+    tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    (slot,) = read_lease.slots
+    tenant_store.end_load(read_lease)
     assert slot is not None
-    return room.buffer(slot)
+    return tenant_store.buffer(slot)
 
 
 def put_all(connection: BlockConnection, keys: Sequence[bytes]) -> bool:
@@ -101,7 +101,7 @@ def test_t01_flipped_bit_before_a_write_back(
     connection = plane.connect(kind)
     assert put(connection, keys, LAYOUT) == [State.KEPT] * 8
     connection.close()
-    slot_of(plane.room, keys[3])[1000] ^= 0x10
+    slot_of(plane.tenant_store, keys[3])[1000] ^= 0x10
     plane.close()
     plane = plane_over(tmp_path, mac_key)
     expected = [payload_of(key, LAYOUT) for key in keys]
@@ -117,7 +117,7 @@ def test_t01_flipped_bit_without_a_restart(tmp_path: Path, kind: str) -> None:
     plane = plane_over(tmp_path)
     connection = plane.connect(kind)
     put(connection, keys, LAYOUT)
-    slot_of(plane.room, keys[3])[0] ^= 1
+    slot_of(plane.tenant_store, keys[3])[0] ^= 1
     for start in range(0, 40, 4):
         put(connection, others[start : start + 4], LAYOUT)
         wait_until(lambda: not plane.slab.stats().pinned_blocks)
@@ -141,7 +141,7 @@ def test_t01_late_writer(tmp_path: Path) -> None:
     reserved = late._reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
     targets = [late._slot(slot) for slot in reserved.slots]
     # The lease ends, and others have what room there is.
-    wait_until(lambda: plane.room.lookup(late_keys) == [State.MISS] * 4)
+    wait_until(lambda: plane.tenant_store.lookup(late_keys) == [State.MISS] * 4)
     other = plane.connect("memory")
     for start in range(0, 40, 2):
         wait_until(lambda pair=keys[start : start + 2]: put_all(other, pair))
@@ -172,7 +172,7 @@ def test_t01_late_writer_that_says_so() -> None:
     asked = late._ask(Verb.RESERVE, keys, time.monotonic() + 0.05)
     late._connection.send([asked.words], time.monotonic() + WAIT_SECONDS)
     reserved = late._reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
-    wait_until(lambda: plane.room.lookup(keys) == [State.MISS] * 4)
+    wait_until(lambda: plane.tenant_store.lookup(keys) == [State.MISS] * 4)
     assert plane.slab.free_slots() == 4
     commit = late._next(Verb.COMMIT, 4, reserved.lease)
     late._connection.send([encode_request(commit) + bytes(4 * 32)], time.monotonic() + WAIT_SECONDS)
@@ -259,7 +259,7 @@ def test_t11_hostile_server_with_a_key(tmp_path: Path) -> None:
     states = honest.store(keys, filled_buffers(keys, LAYOUT), [None] * 4, deadline)
     assert states == [State.KEPT] * 4
     # The server forges a block and gives it the best tag that it can make.
-    forged = slot_of(plane.room, keys[1])
+    forged = slot_of(plane.tenant_store, keys[1])
     forged[:] = b"\xee" * SIZE
     plain = Tagger(LAYOUT.layout_id(), SIZE).prove(keys[1], forged)
     plane.slab._slots[stored(plane, keys[1])].proof = plain
@@ -288,9 +288,9 @@ def test_t01_corrupt_block_can_be_stored_anew() -> None:
     ):
         assert store.wait_up(WAIT_SECONDS)
         assert contract.put(store, [key]) == [True]
-        slot_of(server.room(), key)[0] ^= 1
+        slot_of(server.tenant_store(), key)[0] ^= 1
         assert fetch(store, [key]) == [None]
-        wait_until(lambda: server.room().lookup([key]) == [State.MISS])
+        wait_until(lambda: server.tenant_store().lookup([key]) == [State.MISS])
         assert contract.put(store, [key]) == [True]
         assert fetch(store, [key]) == [payload_of(key, LAYOUT)]
 
@@ -311,7 +311,7 @@ def test_t12_commit_of_bytes_that_are_not_there() -> None:
 
     connection._copy_in = copy_in  # type: ignore[method-assign]
     assert put(connection, keys, LAYOUT) == [State.CORRUPT, State.KEPT]
-    assert plane.room.lookup(keys) == [State.MISS, State.HIT]
-    assert plane.room.corrupt_blocks == 1
+    assert plane.tenant_store.lookup(keys) == [State.MISS, State.HIT]
+    assert plane.tenant_store.corrupt_blocks == 1
     connection.close()
     plane.close()

@@ -3,7 +3,7 @@
 
 Written here because the servicer that comes with the messages lets one watcher that reads nothing
 hold up every change of the status. Open to everybody, so the number of calls is bounded, and the
-time that a request may take to come. Knows nothing of what is served but its name.
+time that a request may take to come.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     tenant key = HMAC-SHA256(server secret, tenant)
 
 A client cannot choose a key that another tenant's block is kept under, and keys on the disk tell
-nothing of prompts. Knows nothing of what a key names.
+nothing of prompts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A pin is for code that is sure to give it back. A lease is for whoever may vanish, such as another
 process: after its time the slots are the slab's again. Time is monotonic, so a jump of the wall
-clock ends nothing. Knows nothing of who holds a lease. Called by one thread at a time.
+clock ends nothing. Called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,33 @@ from dataclasses import dataclass
 
 from ..base import SlabTier
 from ..errors import InvalidBlock, TierBusy
+from ..hierarchy.promotions import LoadTicket
+from ..hierarchy.tickets import StoreTicket
+from ..wire.frames import State
+from ..wire.status import TooMuch
+
+
+@dataclass(slots=True, eq=False)
+class ReadLease:
+    """Blocks on their way out. After `TenantStore.wait`, `slots[i]` is where `keys[i]` lies, None
+    for a miss, until `TenantStore.end_load`."""
+
+    keys: list[bytes]
+    slots: list[int | None]
+    stored: list[bytes]
+    ticket: LoadTicket
+
+
+@dataclass(slots=True, eq=False)
+class WriteLease:
+    """Blocks on their way in. `slots[i]` is to be filled where `states[i]` is WANTED, else None."""
+
+    keys: list[bytes]
+    states: list[State]
+    slots: list[int | None]
+    stored: list[bytes]
+    ticket: StoreTicket
+
 
 MAX_SECONDS = 3600.0
 MAX_LEASES = 65536
@@ -117,3 +144,32 @@ class Leases:
                 f"a lease runs for more than 0 and up to {MAX_SECONDS} s, not {seconds}"
             )
         return self._clock() + seconds
+
+
+class LeaseOwners:
+    """Which tenant was given which lease, at most `most` each: where tenants share a store, nobody
+    may end another's lease. For one event loop."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._ends: dict[str, dict[int, float]] = {}
+
+    def check_room_for(self, tenant: str) -> None:
+        """Raises TooMuch where the tenant has all the leases it may have."""
+        now = self._clock()
+        running = {lease: end for lease, end in self._of(tenant).items() if end > now}
+        self._ends[tenant] = running
+        if len(running) >= self._most:
+            raise TooMuch(f"{self._most} leases of {tenant} run already; end some or wait")
+
+    def add(self, tenant: str, lease: int, end: float) -> None:
+        """The tenant was given a lease until `end` (monotonic)."""
+        self._ends.setdefault(tenant, {})[lease] = end
+
+    def remove(self, tenant: str, lease: int) -> bool:
+        """The tenant gives a lease back; False if it has none of that number."""
+        return self._of(tenant).pop(lease, 0.0) > self._clock()
+
+    def _of(self, tenant: str) -> dict[int, float]:
+        return self._ends.get(tenant, {})

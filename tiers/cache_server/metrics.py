@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache server counts, for Prometheus: by room, by call, and of the server as a whole.
+"""What the cache server counts, for Prometheus: by tenant store, by call and as a whole.
 
 Label values are those of the tenants file, of the protocol and of grpc, so there is an end to them.
-Rooms are asked at each scrape. Knows nothing of HTTP.
+TenantStores are asked at each scrape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..errors import TierClosed, TierConfigError
 from ..wire.listen import explain_bind
 from ..wire.rpc import METHODS
 from .access.call_connections import REASONS
-from .tenant_store import Room
+from .tenant_store import TenantStore
 
 # GET /metrics over HTTP, and nothing else: a handful of connections, a small request, one answer.
 
@@ -129,16 +129,16 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All figures, in a registry of their own. `rooms` gives those that are open, `gauges` what
-    the rest of the server says of itself now: name without prefix → help and value."""
+    """All figures, in a registry of their own. `tenant stores` gives those that are open, `gauges`
+    what the rest of the server says of itself now: name without prefix → help and value."""
 
     def __init__(
         self,
-        rooms: Callable[[], Mapping[str, Room]],
+        tenant_stores: Callable[[], Mapping[str, TenantStore]],
         gauges: Callable[[], Mapping[str, tuple[str, float]]],
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_State(rooms, gauges))
+        self.registry.register(_State(tenant_stores, gauges))
         ProcessCollector(registry=self.registry)
         self._turned_away = Counter(
             PREFIX + "connections_turned_away",
@@ -195,10 +195,10 @@ class _State(Collector):
 
     def __init__(
         self,
-        rooms: Callable[[], Mapping[str, Room]],
+        tenant_stores: Callable[[], Mapping[str, TenantStore]],
         gauges: Callable[[], Mapping[str, tuple[str, float]]],
     ) -> None:
-        self._rooms = rooms
+        self._tenant_stores = tenant_stores
         self._gauges = gauges
         self._started = time.time()  # a moment, not a duration: Prometheus compares wall clocks
 
@@ -211,10 +211,12 @@ class _State(Collector):
             family = GaugeMetricFamily(PREFIX + name, text)
             family.add_metric((), value)
             yield family
-        yield from _of_rooms(self._rooms())
+        yield from _of_tenant_stores(self._tenant_stores())
 
 
-def _of_rooms(rooms: Mapping[str, Room]) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+def _of_tenant_stores(
+    tenant_stores: Mapping[str, TenantStore],
+) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
     leases = GaugeMetricFamily(PREFIX + "leases", "Leases that run.", labels=("room",))
     corrupt = CounterMetricFamily(
         PREFIX + "corrupt_blocks", "Blocks refused for their bytes were wrong.", labels=("room",)
@@ -225,13 +227,13 @@ def _of_rooms(rooms: Mapping[str, Room]) -> Iterable[CounterMetricFamily | Gauge
         )
         for name, is_counter, text, _ in _TIERS
     ]
-    for name, room in rooms.items():
+    for name, tenant_store in tenant_stores.items():
         try:
-            tiers: Mapping[str, TierStats] = room.stats()
+            tiers: Mapping[str, TierStats] = tenant_store.stats()
         except TierClosed:
             continue
-        leases.add_metric((name,), room.num_leases)
-        corrupt.add_metric((name,), room.corrupt_blocks)
+        leases.add_metric((name,), tenant_store.num_leases)
+        corrupt.add_metric((name,), tenant_store.corrupt_blocks)
         for tier, stats in tiers.items():
             for family, (*_, field) in zip(families, _TIERS, strict=True):
                 family.add_metric((name, tier), getattr(stats, field))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server: rooms, calls, data connections and metrics, put together for one process.
+"""The cache server: tenant stores, calls, data connections and metrics, put together for one
+process.
 
-    start   rooms known from the disk are being made; data plane; gRPC; SERVING
-    drain   NOT_SERVING, new calls refused; running ones may finish; rooms are written down
+    start   tenant stores known from the disk are being made; data plane; gRPC; SERVING
+    drain   NOT_SERVING, new calls refused; running ones may finish; tenant stores are written down
 
 Everything it listens on is refused before anything is started, if it would let anybody in or is in
-use. Knows nothing of flags, signals or logs' form.
+use.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from .access.tls import TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .metrics import MetricsEndpoint, ServerMetrics
 from .service import CacheService, DataPlane, Traffic
-from .tenant_store import Room
-from .tenant_store_calls import RoomCalls
-from .tenant_stores import Rooms
+from .tenant_store import TenantStore
+from .tenant_store_calls import TenantStoreCalls
+from .tenant_stores import TenantStores
 from .transports.data_server import DataServer
 from .transports.memory_server import MemoryServer
 
@@ -89,7 +90,7 @@ class CacheServer:
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
         limits = settings.limits
-        self.rooms = Rooms(
+        self.tenant_stores = TenantStores(
             settings.tenants.quotas,
             settings.secret,
             settings.ssd_path,
@@ -97,7 +98,7 @@ class CacheServer:
             max_slots=limits.max_slots,
         )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
-        self._metrics = ServerMetrics(self.rooms.open_rooms, self._gauges)
+        self._metrics = ServerMetrics(self.tenant_stores.open_tenant_stores, self._gauges)
         self._connections = CallConnections(
             limits, len(settings.tenants), self._metrics.turned_away
         )
@@ -110,7 +111,7 @@ class CacheServer:
             max_calls=limits.max_calls,
             num_tenants=len(settings.tenants),
         )
-        self._calls = RoomCalls(len(settings.tenants))
+        self._calls = TenantStoreCalls(len(settings.tenants))
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
@@ -134,8 +135,8 @@ class CacheServer:
 
     async def drain(self, seconds: float | None = None) -> bool:
         """End in an orderly way, within about so many seconds: no new calls, running ones may
-        finish in half of it, the rest is for writing rooms down. False if a room could not be
-        closed. Idempotent."""
+        finish in half of it, the rest is for writing tenant stores down. False if a tenant store
+        could not be closed. Idempotent."""
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
@@ -158,7 +159,7 @@ class CacheServer:
         if path is not None and self.settings.own_token is not None:
             take_away_token(path, self.settings.own_token)
         self._calls.close()
-        closed = await asyncio.to_thread(self.rooms.close, max(0.1, end - time.monotonic()))
+        closed = await asyncio.to_thread(self.tenant_stores.close, max(0.1, end - time.monotonic()))
         await self._endpoint.close()
         return closed
 
@@ -187,11 +188,11 @@ class CacheServer:
             self.metrics_port = await self._endpoint.start(
                 settings.metrics_host, settings.metrics_port
             )
-        self.rooms.start()
+        self.tenant_stores.start()
         self._service = CacheService(
             boot_id=self.boot_id,
             version=__version__,
-            rooms=self.rooms,
+            tenant_stores=self.tenant_stores,
             tickets=self._tickets,
             limits=settings.limits,
             calls=self._calls,
@@ -243,14 +244,14 @@ class CacheServer:
         )
         return self._memory.start()
 
-    def _resolve(self, ticket: bytes) -> tuple[Room, str] | None:
-        """Use a ticket up: the room it opens, and the tenant's name."""
+    def _resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:
+        """Use a ticket up: the tenant store it opens, and the tenant's name."""
         name = self._tickets.use(ticket)
         tenant = None if name is None else self.settings.tenants.by_name(name)
         if tenant is None:
             return None
-        room = self.rooms.open_rooms().get(tenant.room)
-        return None if room is None else (room, tenant.name)
+        tenant_store = self.tenant_stores.open_tenant_stores().get(tenant.tenant_store)
+        return None if tenant_store is None else (tenant_store, tenant.name)
 
     def _close_data(self, seconds: float) -> None:
         """What waits, on a thread."""
@@ -261,10 +262,10 @@ class CacheServer:
         self._data = self._memory = None
 
     def _gauges(self) -> Mapping[str, tuple[str, float]]:
-        service, rooms = self._service, self.rooms.open_rooms()
+        service, tenant_stores = self._service, self.tenant_stores.open_tenant_stores()
         result: dict[str, tuple[str, float]] = {
             "calls_running": ("Calls that run.", self._guard.running),
-            "rooms_ready": ("Rooms whose memory is there.", len(rooms)),
+            "rooms_ready": ("Rooms whose memory is there.", len(tenant_stores)),
             "tickets": ("Tickets for data connections, not used yet.", len(self._tickets)),
         }
         if service is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the cache service, over rooms: see proto/v1/cache_service.proto for what each says.
+"""The calls of the cache service, over tenant stores: see proto/v1/cache_service.proto for what
+each says.
 
 The event loop waits for no room (`tenant_store_calls.py`). What goes wrong is raised and becomes
 a status in `access/call_guard.py`.
@@ -18,46 +19,14 @@ from ...proto.v1 import cache_service_pb2 as messages
 from ..wire.frames import MAX_BLOCKS, MAX_KEYS, MAX_LEASE_SECONDS, State, WireError, unpack_keys
 from ..wire.limits import PIECE_BYTES, Limits
 from ..wire.messages import layout_message, read_layout
-from ..wire.status import TooMuch
 from .access.auth import current_tenant
 from .access.tickets import Tickets
-from .tenant_store import Room
-from .tenant_store_calls import RoomCalls
-from .tenant_stores import Rooms
+from .leases import LeaseOwners
+from .tenant_store import TenantStore
+from .tenant_store_calls import TenantStoreCalls
+from .tenant_stores import TenantStores
 from .transports.streams import Streams
 from .watch import Watches
-
-# Whose lease is whose: where tenants share a room, nobody may end another's lease.
-# For one event loop.
-
-
-class Pins:
-    """The leases that calls were given, at most `most` of one tenant."""
-
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._clock = clock
-        self._ends: dict[str, dict[int, float]] = {}
-
-    def check_room_for(self, tenant: str) -> None:
-        """Raises TooMuch where the tenant has all the leases it may have."""
-        now = self._clock()
-        running = {lease: end for lease, end in self._of(tenant).items() if end > now}
-        self._ends[tenant] = running
-        if len(running) >= self._most:
-            raise TooMuch(f"{self._most} leases of {tenant} run already; end some or wait")
-
-    def add(self, tenant: str, lease: int, end: float) -> None:
-        """The tenant was given a lease until `end` (monotonic)."""
-        self._ends.setdefault(tenant, {})[lease] = end
-
-    def remove(self, tenant: str, lease: int) -> bool:
-        """The tenant gives a lease back; False if it has none of that number."""
-        return self._of(tenant).pop(lease, 0.0) > self._clock()
-
-    def _of(self, tenant: str) -> dict[int, float]:
-        return self._ends.get(tenant, {})
-
 
 _READ_SECONDS = 6.0  # beyond the time after which the tiers give a read up themselves
 _QUICK_KEYS = 128
@@ -86,23 +55,23 @@ class CacheService:
         *,
         boot_id: bytes,
         version: str,
-        rooms: Rooms,
+        tenant_stores: TenantStores,
         tickets: Tickets,
         limits: Limits,
-        calls: RoomCalls,
+        calls: TenantStoreCalls,
         data_plane: DataPlane,
         traffic: Traffic,
         num_tenants: int,
     ) -> None:
         self._boot_id = boot_id
         self._version = version
-        self._rooms = rooms
+        self._tenant_stores = tenant_stores
         self._tickets = tickets
         self._limits = limits
         self._calls = calls
         self._data_plane = data_plane
         self._traffic = traffic
-        self._pins = Pins(limits.max_leases)
+        self._lease_owners = LeaseOwners(limits.max_leases)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.streams = Streams(limits, calls, num_tenants)
         self.watches = Watches(limits, num_tenants)
@@ -110,8 +79,8 @@ class CacheService:
     async def describe(self, _request: Any, _context: Any) -> Any:
         """What this server is and allows."""
         tenant = current_tenant()
-        layout = self._rooms.layout(tenant.room)
-        room = self._rooms.open_rooms().get(tenant.room)
+        layout = self._tenant_stores.layout(tenant.tenant_store)
+        tenant_store = self._tenant_stores.open_tenant_stores().get(tenant.tenant_store)
         return messages.DescribeResponse(
             boot_id=self._boot_id,
             server_version=self._version,
@@ -119,7 +88,7 @@ class CacheService:
             max_keys=MAX_KEYS,
             max_blocks=MAX_BLOCKS,
             max_piece_bytes=PIECE_BYTES,
-            capacity_bytes=0 if room is None else await self._capacity_bytes(room),
+            capacity_bytes=0 if tenant_store is None else await self._capacity_bytes(tenant_store),
             tenant=tenant.name,
             max_lease_ms=int(MAX_LEASE_SECONDS * 1000),
         )
@@ -128,35 +97,37 @@ class CacheService:
         """Say how the caller's blocks lie."""
         if not request.HasField("layout"):
             raise WireError("Attach needs the layout of the caller's blocks")
-        room = self._rooms.attach(current_tenant().room, read_layout(request.layout))
-        capacity_bytes = await self._capacity_bytes(room)
+        tenant_store = self._tenant_stores.attach(
+            current_tenant().tenant_store, read_layout(request.layout)
+        )
+        capacity_bytes = await self._capacity_bytes(tenant_store)
         return messages.AttachResponse(boot_id=self._boot_id, capacity_bytes=capacity_bytes)
 
     async def lookup(self, request: Any, _context: Any) -> Any:
         """Which blocks are here. Never counts them as used."""
-        room, keys = self._room(), unpack_keys(request.keys)
-        states = await self._looked_up(room, keys)
+        tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
+        states = await self._looked_up(tenant_store, keys)
         prefix = sum(1 for _ in itertools.takewhile(lambda state: state is State.HIT, states))
         return messages.LookupResponse(prefix=prefix, states=bytes(states), boot_id=self._boot_id)
 
     async def load(self, request: Any, context: Any) -> None:
         """Send blocks in pieces."""
-        tenant, room = current_tenant(), self._room()
+        tenant, tenant_store = current_tenant(), self._tenant_store()
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         if keys:
-            sent = await self.streams.load(tenant.name, room, keys, context.write)
+            sent = await self.streams.load(tenant.name, tenant_store, keys, context.write)
             self._traffic.sent(tenant.name, sent)
 
     async def store(self, requests: Any, _context: Any) -> Any:
         """Take blocks in pieces."""
-        tenant, room = current_tenant(), self._room()
-        states, received = await self.streams.store(tenant.name, room, requests)
+        tenant, tenant_store = current_tenant(), self._tenant_store()
+        states, received = await self.streams.store(tenant.name, tenant_store, requests)
         self._traffic.received(tenant.name, received)
         return messages.StoreResponse(states=bytes(states), boot_id=self._boot_id)
 
     async def pin(self, request: Any, _context: Any) -> Any:
         """Lease the leading run of blocks that are here."""
-        tenant, room = current_tenant(), self._room()
+        tenant, tenant_store = current_tenant(), self._tenant_store()
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         seconds = request.lease_ms / 1000
         if not keys:
@@ -165,47 +136,49 @@ class CacheService:
             raise WireError(
                 f"a lease runs 1 to {int(MAX_LEASE_SECONDS * 1000)} ms, not {request.lease_ms}"
             )
-        self._pins.check_room_for(tenant.name)
+        self._lease_owners.check_room_for(tenant.name)
         began = time.monotonic()
         lease = await self._run(
-            lambda: room.pin(keys, seconds, began + min(seconds, _READ_SECONDS)),
-            undo=lambda granted: room.unpin(granted.number),
+            lambda: tenant_store.pin(keys, seconds, began + min(seconds, _READ_SECONDS)),
+            undo=lambda granted: tenant_store.unpin(granted.number),
         )
         if not lease.keys:
-            await self._quick(room, lambda: room.unpin(lease.number))
+            await self._quick(tenant_store, lambda: tenant_store.unpin(lease.number))
             return messages.PinResponse()
-        self._pins.add(tenant.name, lease.number, lease.deadline)
+        self._lease_owners.add(tenant.name, lease.number, lease.deadline)
         return messages.PinResponse(lease=lease.number, prefix=len(lease.keys))
 
     async def unpin(self, request: Any, _context: Any) -> Any:
         """End a lease early."""
         if not request.lease:
             raise WireError("Unpin needs the number of a lease, which is never zero")
-        room = self._room()
-        is_theirs = self._pins.remove(current_tenant().name, request.lease)
-        was_held = is_theirs and await self._quick(room, lambda: room.unpin(request.lease))
+        tenant_store = self._tenant_store()
+        is_theirs = self._lease_owners.remove(current_tenant().name, request.lease)
+        was_held = is_theirs and await self._quick(
+            tenant_store, lambda: tenant_store.unpin(request.lease)
+        )
         return messages.UnpinResponse(was_held=was_held)
 
     async def touch(self, request: Any, _context: Any) -> Any:
         """Count blocks as used now."""
-        room, keys = self._room(), unpack_keys(request.keys)
-        await self._run(lambda: room.touch(keys))
+        tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
+        await self._run(lambda: tenant_store.touch(keys))
         return messages.TouchResponse()
 
     async def delete(self, request: Any, _context: Any) -> Any:
         """Forget blocks."""
-        room, keys = self._room(), unpack_keys(request.keys)
+        tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
         if not request.all:
-            return messages.DeleteResponse(deleted=await self._run(lambda: room.drop(keys)))
+            return messages.DeleteResponse(deleted=await self._run(lambda: tenant_store.drop(keys)))
         if keys:
             raise WireError("Delete takes keys or `all`, not both")
-        await self._run(room.clear)
+        await self._run(tenant_store.clear)
         return messages.DeleteResponse()
 
     async def watch(self, _request: Any, context: Any) -> None:
         """Tell of blocks that come and go."""
-        room, tenant = self._room(), current_tenant().name
-        watcher = self.watches.begin(room, tenant)
+        tenant_store, tenant = self._tenant_store(), current_tenant().name
+        watcher = self.watches.begin(tenant_store, tenant)
         try:
             await context.write(messages.WatchEvent(boot_id=self._boot_id))
             for sequence in itertools.count(1):
@@ -222,11 +195,11 @@ class CacheService:
                     )
                 )
         finally:
-            self.watches.end(room, tenant, watcher)
+            self.watches.end(tenant_store, tenant, watcher)
 
     async def stats(self, _request: Any, _context: Any) -> Any:
         """What the tenant holds and what was done for it."""
-        room = self._room()
+        tenant_store = self._tenant_store()
         tiers = [
             messages.TierStats(
                 name=name,
@@ -239,15 +212,15 @@ class CacheService:
                 loaded_blocks=stats.loaded_blocks,
                 evicted_blocks=stats.evicted_blocks,
             )
-            for name, stats in (await self._run(room.stats)).items()
+            for name, stats in (await self._run(tenant_store.stats)).items()
         ]
         return messages.StatsResponse(
-            tiers=tiers, leases=room.num_leases, corrupt_blocks=room.corrupt_blocks
+            tiers=tiers, leases=tenant_store.num_leases, corrupt_blocks=tenant_store.corrupt_blocks
         )
 
     async def open_data(self, _request: Any, _context: Any) -> Any:
         """Hand out a ticket for the data connection."""
-        self._room()
+        self._tenant_store()
         return messages.OpenDataResponse(
             ticket=self._tickets.issue(current_tenant().name),
             ticket_ms=int(self._limits.ticket_seconds * 1000),
@@ -256,22 +229,22 @@ class CacheService:
             boot_id=self._boot_id,
         )
 
-    async def _looked_up(self, room: Room, keys: list[bytes]) -> list[State]:
+    async def _looked_up(self, tenant_store: TenantStore, keys: list[bytes]) -> list[State]:
         """Many keys take a millisecond or more, in which the event loop would let nobody in: they
         go to a thread, and one tenant has no more than one of those."""
         if len(keys) <= _QUICK_KEYS:
-            return await self._quick(room, lambda: room.lookup(keys))
+            return await self._quick(tenant_store, lambda: tenant_store.lookup(keys))
         async with self._turns[current_tenant().name]:
-            return await self._run(lambda: room.lookup(keys))
+            return await self._run(lambda: tenant_store.lookup(keys))
 
-    async def _capacity_bytes(self, room: Room) -> int:
-        return await self._quick(room, lambda: room.capacity_bytes)
+    async def _capacity_bytes(self, tenant_store: TenantStore) -> int:
+        return await self._quick(tenant_store, lambda: tenant_store.capacity_bytes)
 
-    def _room(self) -> Room:
-        return self._rooms.ready(current_tenant().room)
+    def _tenant_store(self) -> TenantStore:
+        return self._tenant_stores.ready(current_tenant().tenant_store)
 
-    async def _quick(self, room: Room, work: Callable[[], _Result]) -> _Result:
-        return await self._calls.quick(current_tenant().name, room, work)
+    async def _quick(self, tenant_store: TenantStore, work: Callable[[], _Result]) -> _Result:
+        return await self._calls.quick(current_tenant().name, tenant_store, work)
 
     async def _run(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tenant's room: its own slab, its own store below it, its own names for blocks.
+"""A tenant's store: its own slab, its own store below it, its own names for blocks.
 
-A hierarchy belongs to one thread at a time; a room may be called from any, one after the other.
-Nobody holds the room while bytes are read, moved or hashed.
+A hierarchy belongs to one thread at a time; a tenant store may be called from any, one after the
+other. Nobody holds the tenant store while bytes are read, moved or hashed.
 
     begin_load → wait → (bytes go out) → end_load        blocks stay pinned in between
     begin_store → (bytes come in, checked) → end_store   seen by the next look-up from anyone
@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..admission import AdmissionFilter
 from ..base import Answer, StoreTier, TierStats
@@ -28,8 +29,7 @@ from ..hierarchy.hierarchy import Hierarchy
 from ..tag import NO_TAG, Proof, Proofs, payload_digest
 from ..wire.frames import State
 from .key_salt import KeySalt
-from .leases import Lease, Leases
-from .transfer_leases import Intake, Listener, Loan
+from .leases import Lease, Leases, ReadLease, WriteLease
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,25 @@ FORGET_SECONDS = 3.0
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
-SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the room is held
+SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the tenant store is held
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
 
-class Room:
+class Listener(Protocol):
+    """Who wants to know of blocks that come and go, by the tenant's own keys. Called while the
+    tenant store is held, so it must return at once."""
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """Blocks can be found from now on."""
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Blocks cannot be found any more."""
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+
+
+class TenantStore:
     """One slab and the stores below it, for one tenant. Takes them over: `close` closes them."""
 
     def __init__(
@@ -68,7 +82,9 @@ class Room:
         self._corrupt_blocks = 0
         self._keeper_failures = 0
         self._closed = False
-        self._keeper = threading.Thread(target=self._keep, name="stratakv-room", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._keep, name="stratakv-tenant-store", daemon=True
+        )
         self._keeper.start()
 
     @property
@@ -92,7 +108,8 @@ class Room:
         return self._slab.fd
 
     def try_hold(self) -> bool:
-        """Hold the room if nobody else does; then no call of this thread waits until `let_go`."""
+        """Hold the tenant store if nobody else does; then no call of this thread waits until
+        `let_go`."""
         return self._changed.acquire(blocking=False)
 
     def let_go(self) -> None:
@@ -100,7 +117,7 @@ class Room:
         self._changed.release()
 
     def buffer(self, slot: int) -> memoryview:
-        """The payload bytes of a slot that a loan or an intake names."""
+        """The payload bytes of a slot that a read lease or an write lease names."""
         return self._slab.buffer(slot)[: self.page_bytes]
 
     def lookup(self, keys: Sequence[bytes]) -> list[State]:
@@ -111,7 +128,7 @@ class Room:
             answers = self._hierarchy.lookup(stored)
         return [_STATES[answer] for answer in answers]
 
-    def begin_load(self, keys: Sequence[bytes]) -> Loan:
+    def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
         """Pin what the slab has of these blocks and begin to read the rest. Waits for nothing."""
         stored = self._salt.stored(keys)
         with self._changed:
@@ -124,39 +141,40 @@ class Room:
             # A key given twice is read once.
             ticket = self._hierarchy.begin_load(list(dict.fromkeys(known)))
             self._hierarchy.poll()
-        return Loan(list(keys), [None] * len(keys), stored, ticket)
+        return ReadLease(list(keys), [None] * len(keys), stored, ticket)
 
-    def wait(self, loan: Loan, deadline: float) -> None:
-        """Wait until the blocks of a loan are in their slots, until `deadline` (monotonic) at the
-        most. Those that are not are misses."""
+    def wait(self, read_lease: ReadLease, deadline: float) -> None:
+        """Wait until the blocks of a read lease are in their slots, until `deadline` (monotonic) at
+        the most. Those that are not are misses."""
         with self._changed:
             self._changed.wait_for(
-                lambda: loan.ticket.done() or self._closed, deadline - time.monotonic()
+                lambda: read_lease.ticket.done() or self._closed, deadline - time.monotonic()
             )
-            if not loan.ticket.done():
+            if not read_lease.ticket.done():
                 return
-            places = dict(zip(loan.ticket.keys, loan.ticket.slots, strict=True))
-            loan.slots = [places.get(key) for key in loan.stored]
+            places = dict(zip(read_lease.ticket.keys, read_lease.ticket.slots, strict=True))
+            read_lease.slots = [places.get(key) for key in read_lease.stored]
 
-    def end_load(self, loan: Loan) -> None:
+    def end_load(self, read_lease: ReadLease) -> None:
         """Let go of the blocks. Idempotent."""
         with self._changed:
             if not self._closed:
-                self._hierarchy.end_load(loan.ticket)
+                self._hierarchy.end_load(read_lease.ticket)
                 self._hierarchy.poll()
 
-    def tags(self, loan: Loan) -> list[bytes]:
-        """The tag that came with each block of a loan; nothing but zeros for a miss."""
-        return [NO_TAG if proof is None else proof.tag for proof in self.proofs(loan)]
+    def tags(self, read_lease: ReadLease) -> list[bytes]:
+        """The tag that came with each block of a read lease; nothing but zeros for a miss."""
+        return [NO_TAG if proof is None else proof.tag for proof in self.proofs(read_lease)]
 
-    def proofs(self, loan: Loan) -> list[Proof | None]:
-        """What came with each block of a loan; None for a miss."""
-        proofs = self._slab.proofs(loan.stored)  # the slots are pinned
+    def proofs(self, read_lease: ReadLease) -> list[Proof | None]:
+        """What came with each block of a read lease; None for a miss."""
+        proofs = self._slab.proofs(read_lease.stored)  # the slots are pinned
         return [
-            None if slot is None else proof for slot, proof in zip(loan.slots, proofs, strict=True)
+            None if slot is None else proof
+            for slot, proof in zip(read_lease.slots, proofs, strict=True)
         ]
 
-    def begin_store(self, keys: Sequence[bytes]) -> Intake:
+    def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
         """Slots for those blocks that are not here. PENDING: another is storing it now."""
         stored = self._salt.stored(keys)
         with self._changed:
@@ -178,27 +196,29 @@ class Room:
             else:
                 pending = answers[key] is Answer.PENDING
                 states.append(State.PENDING if pending else State.NO_ROOM)
-        return Intake(list(keys), states, slots, stored, ticket)
+        return WriteLease(list(keys), states, slots, stored, ticket)
 
-    def end_store(self, intake: Intake, proofs: Proofs) -> list[State]:
-        """End an intake: `proofs[i]` came with the i-th block, whose bytes have its digest; None
-        where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT, or
-        MISS for one that another did not store after all, or that was cleared meanwhile."""
+    def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
+        """End an write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
+        None where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT,
+        or MISS for one that another did not store after all, or that was cleared meanwhile."""
         by_key = {
             key: proof
-            for key, slot, proof in zip(intake.stored, intake.slots, proofs, strict=True)
+            for key, slot, proof in zip(write_lease.stored, write_lease.slots, proofs, strict=True)
             if slot is not None and proof is not None
         }
-        verdicts = [key in by_key for key in intake.ticket.keys]
+        verdicts = [key in by_key for key in write_lease.ticket.keys]
         with self._changed:
             if self._closed:
-                return [State.NO_ROOM] * len(intake.keys)
-            given = [by_key.get(key) for key in intake.ticket.keys]
-            self._hierarchy.end_store(intake.ticket, verdicts, given)
+                return [State.NO_ROOM] * len(write_lease.keys)
+            given = [by_key.get(key) for key in write_lease.ticket.keys]
+            self._hierarchy.end_store(write_lease.ticket, verdicts, given)
             self._hierarchy.poll()
-            answers = self._hierarchy.lookup(intake.stored)
+            answers = self._hierarchy.lookup(write_lease.stored)
             states = []
-            for stored, state, answer in zip(intake.stored, intake.states, answers, strict=True):
+            for stored, state, answer in zip(
+                write_lease.stored, write_lease.states, answers, strict=True
+            ):
                 if answer is Answer.HIT:
                     states.append(State.KEPT)
                 elif state is State.WANTED and stored not in by_key:
@@ -207,7 +227,9 @@ class Room:
                     states.append(State.NO_ROOM if state is State.NO_ROOM else State.MISS)
             kept = [
                 key
-                for key, slot, state in zip(intake.keys, intake.slots, states, strict=True)
+                for key, slot, state in zip(
+                    write_lease.keys, write_lease.slots, states, strict=True
+                )
                 if slot is not None and state is State.KEPT
             ]
             self._corrupt_blocks += states.count(State.CORRUPT)
@@ -216,13 +238,13 @@ class Room:
             self._changed.notify_all()
         return states
 
-    def abandon(self, intake: Intake) -> list[int]:
-        """End an intake whose writer took too long and may still write: nothing is stored, and
+    def abandon(self, write_lease: WriteLease) -> list[int]:
+        """End an write lease whose writer took too long and may still write: nothing is stored, and
         the slots are withheld until `restore` is given them."""
         with self._changed:
             if self._closed:
                 return []
-            slots = self._hierarchy.withhold(intake.ticket)
+            slots = self._hierarchy.withhold(write_lease.ticket)
             self._changed.notify_all()
             return slots
 
@@ -232,7 +254,7 @@ class Room:
             if not self._closed:
                 self._hierarchy.restore(slots)
 
-    def check(self, intake: Intake, proofs: Proofs) -> list[Proof | None]:
+    def check(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
         """`proofs`, but None where the bytes in the slot have another digest. For bytes that came
         without being hashed on the way."""
         return [
@@ -241,22 +263,22 @@ class Room:
             and proof is not None
             and proof.digest == payload_digest(self.buffer(slot))
             else None
-            for slot, proof in zip(intake.slots, proofs, strict=True)
+            for slot, proof in zip(write_lease.slots, proofs, strict=True)
         ]
 
     def pin(self, keys: Sequence[bytes], seconds: float, deadline: float) -> Lease:
         """Lease the leading run of blocks that are here, reading up what is on the disk. Raises
         InvalidBlock for a duration out of range, TierBusy where there are too many leases."""
-        loan = self.begin_load(keys)
+        read_lease = self.begin_load(keys)
         try:
-            self.wait(loan, deadline)
+            self.wait(read_lease, deadline)
             with self._changed:
                 self._check_open()
                 lease = self._leases.grant(self._salt.stored(keys), seconds)
                 self._woken.set()  # the keeper must know of the new deadline
                 return lease
         finally:
-            self.end_load(loan)
+            self.end_load(read_lease)
 
     def unpin(self, lease: int) -> bool:
         """End a lease; False if it has ended."""
@@ -300,14 +322,14 @@ class Room:
 
     def clear(self) -> None:
         """Forget every block. Their slots are freed a few at a time, so that nobody waits long for
-        the room. Waits for the disk, so that they stay forgotten."""
+        the tenant store. Waits for the disk, so that they stay forgotten."""
         with self._changed:
             self._check_open()
             self._hierarchy.clear(sweep=False)
             for listener in self._listeners:
                 listener.cleared()
         while self._sweep():
-            time.sleep(0)  # or whoever waits for the room would not get it
+            time.sleep(0)  # or whoever waits for the tenant store would not get it
         self._wait_forgotten()
 
     def _sweep(self) -> bool:
@@ -316,12 +338,12 @@ class Room:
             return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell `listener` of what happens from now on. Does not wait for the room."""
+        """Tell `listener` of what happens from now on. Does not wait for the tenant store."""
         with self._listening:
             self._listeners = [*self._listeners, listener]
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Tell it no more. Does not wait for the room."""
+        """Tell it no more. Does not wait for the tenant store."""
         with self._listening:
             self._listeners = [other for other in self._listeners if other is not listener]
 
@@ -354,7 +376,7 @@ class Room:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TierClosed("the room was closed")
+            raise TierClosed("the tenant store was closed")
 
     def _keep(self) -> None:
         """The keeper: takes in what stores have finished and ends leases whose time is over."""

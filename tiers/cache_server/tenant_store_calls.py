@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of rooms from the event loop, which never waits for a room.
+"""Calls of tenant stores from the event loop, which never waits for a tenant store.
 
-    quick   at once if nobody holds the room, else on a thread
+    quick   at once if nobody holds the tenant store, else on a thread
     run     on a thread, for what may wait or take long
 
-Each tenant has so many threads and no more, so that one whose room is held up leaves the others
-theirs. Knows nothing of what the calls do.
+Each tenant has so many threads and no more, so that one whose tenant store is held up leaves the
+others theirs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from .tenant_store import Room
+from .tenant_store import TenantStore
 
 _THREADS = 16
 _MOST_SHARES = 8
 _Result = TypeVar("_Result")
 
 
-class RoomCalls:
+class TenantStoreCalls:
     """For one event loop."""
 
     def __init__(self, num_tenants: int) -> None:
@@ -75,27 +75,29 @@ class RoomCalls:
     async def quick(
         self,
         tenant: str,
-        room: Room,
+        tenant_store: TenantStore,
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """At once, unless somebody holds the room."""
-        if not room.try_hold():
+        """At once, unless somebody holds the tenant store."""
+        if not tenant_store.try_hold():
             return await self.run(tenant, work, undo)
         try:
             return work()
         finally:
-            room.let_go()
+            tenant_store.let_go()
 
-    def later(self, room: Room, work: Callable[[], object], after: Future[object] | None) -> None:
+    def later(
+        self, tenant_store: TenantStore, work: Callable[[], object], after: Future[object] | None
+    ) -> None:
         """What nobody waits for, after the end of `after`."""
 
         def begin(_done: object = None) -> None:
-            if room.try_hold():
+            if tenant_store.try_hold():
                 try:
                     work()
                 finally:
-                    room.let_go()
+                    tenant_store.let_go()
                 return
             try:
                 self._executor.submit(work)

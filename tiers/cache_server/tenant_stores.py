@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of a server: each made when its first engine says how blocks lie, kept until the end.
+"""The tenant stores of a server: each made when its first engine says how blocks lie, kept until
+the end.
 
     unknown ──attach──► making ──► ready
        ▲                  └──► failed (the reason is told; tried again after a while)
        └── no layout is known ──┘
 
-Making a room takes as long as its memory takes to be there, so it happens on a thread of its own.
-A room with a store on the disk is made as soon as the server starts, without the store where the
-disk is full or not there; that is taken in once it can be opened. Thread-safe; nothing here waits
-but `close`. Knows nothing of calls or credentials.
+Making a tenant store takes as long as its memory takes to be there, so it happens on a thread of
+its own. One with a store on the disk is made as soon as the server starts, without the store
+where the disk is full or not there; that is taken in once it can be opened. Thread-safe; nothing
+here waits but `close`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from ..standby import open_or_wait
 from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
 from .access.tenants import Quota
 from .key_salt import KeySalt
-from .tenant_store import Room
+from .tenant_store import TenantStore
 
-# How the blocks of stores on the disk lie: PATH/NAME.layout beside each store's folder.
-# A server that starts again so knows a room's layout before anybody attaches, and makes it ready.
-# A note that is lost or damaged only costs that.
+# How the blocks of stores on the disk lie: PATH/NAME.layout beside each store's folder. A server
+# that starts again so knows a tenant store's layout before anybody attaches, and makes it ready. A
+# note that is lost or damaged only costs that.
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +59,14 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str
 
 
-def store_folder(path: Path, room: str) -> Path:
-    """Where a room's store is: a name that no tenant can choose."""
-    return path / hashlib.sha256(room.encode()).hexdigest()[:_NAME_DIGITS]
+def store_folder(path: Path, tenant_store: str) -> Path:
+    """Where a tenant store's store is: a name that no tenant can choose."""
+    return path / hashlib.sha256(tenant_store.encode()).hexdigest()[:_NAME_DIGITS]
 
 
-def read_layout_note(path: Path, room: str) -> BlockLayout | None:
-    """The layout of a room's store; None where there is no note of it that can be read."""
-    place = _place(path, room)
+def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
+    """The layout of a tenant store's store; None where there is no note of it that can be read."""
+    place = _place(path, tenant_store)
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(place, flags)
@@ -87,7 +88,7 @@ def read_layout_note(path: Path, room: str) -> BlockLayout | None:
         return None
 
 
-def write_layout_note(path: Path, room: str, layout: BlockLayout) -> None:
+def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> None:
     """Replace the note. May raise OSError."""
     note = _Note(
         LAYOUT_VERSION,
@@ -97,7 +98,7 @@ def write_layout_note(path: Path, room: str, layout: BlockLayout) -> None:
         layout.head_dim,
         layout.kv_dtype,
     )
-    place = _place(path, room)
+    place = _place(path, tenant_store)
     fresh = place.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -108,30 +109,30 @@ def write_layout_note(path: Path, room: str, layout: BlockLayout) -> None:
     fresh.rename(place)
 
 
-def _place(path: Path, room: str) -> Path:
-    return store_folder(path, room).with_suffix(".layout")
+def _place(path: Path, tenant_store: str) -> Path:
+    return store_folder(path, tenant_store).with_suffix(".layout")
 
 
-RETRY_SECONDS = 5.0  # until making a room is tried again that could not be made
+RETRY_SECONDS = 5.0  # until making a tenant store is tried again that could not be made
 _POPULATE_THREADS = 2
 SSD = "ssd"  # the name of the tier on the disk
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What is known of one room."""
+    """What is known of one tenant store."""
 
     quota: Quota
     layout: BlockLayout | None = None
-    room: Room | None = None
+    tenant_store: TenantStore | None = None
     maker: threading.Thread | None = None
     failure: Exception | None = None
     failed_at: float = 0.0
 
 
-class Rooms:
-    """By name. `ssd_path` is the folder of all stores, None where rooms have memory only; `mac_key`
-    seals what lies there."""
+class TenantStores:
+    """By name. `ssd_path` is the folder of all stores, None where tenant stores have memory only;
+    `mac_key` seals what lies there."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class Rooms:
         self._closed = False
 
     def start(self) -> None:
-        """Begin to make the rooms whose layout is known from the disk."""
+        """Begin to make the tenant stores whose layout is known from the disk."""
         if self._ssd_path is None:
             return
         for name, place in self._places.items():
@@ -163,8 +164,8 @@ class Rooms:
                     with self._lock:
                         self._make(name, place, layout)
 
-    def attach(self, name: str, layout: BlockLayout) -> Room:
-        """The room, if it is for this layout. Raises NotReady while it is being made, WrongLayout,
+    def attach(self, name: str, layout: BlockLayout) -> TenantStore:
+        """Its store, if it is for this layout. Raises NotReady while it is being made, WrongLayout,
         and what kept it from being made."""
         with self._lock:
             place = self._place(name)
@@ -173,28 +174,32 @@ class Rooms:
                     f"the blocks here are {place.layout} and the caller's are {layout}"
                     f"{self._how_to_begin_anew(name, place)}"
                 )
-            if place.room is None and place.maker is None and self._may_try(place):
+            if place.tenant_store is None and place.maker is None and self._may_try(place):
                 self._make(name, place, layout)
             return _ready(place)
 
-    def ready(self, name: str) -> Room:
-        """The room. Raises NotAttached, NotReady, or what kept it from being made."""
+    def ready(self, name: str) -> TenantStore:
+        """The tenant store. Raises NotAttached, NotReady, or what kept it from being made."""
         with self._lock:
             return _ready(self._place(name))
 
     def layout(self, name: str) -> BlockLayout | None:
-        """How the blocks of a room lie; None before anybody has said so."""
+        """How the blocks of a tenant store lie; None before anybody has said so."""
         with self._lock:
             return self._place(name).layout
 
-    def open_rooms(self) -> dict[str, Room]:
+    def open_tenant_stores(self) -> dict[str, TenantStore]:
         """Those that are ready."""
         with self._lock:
-            return {name: p.room for name, p in self._places.items() if p.room is not None}
+            return {
+                name: p.tenant_store
+                for name, p in self._places.items()
+                if p.tenant_store is not None
+            }
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close every room, all at the same time: what stores lack is written down within the
-        time. False if some room could not be closed. Idempotent."""
+        """Close every tenant store, all at the same time: what stores lack is written down within
+        the time. False if one of them could not be closed. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             self._closed = True
@@ -205,14 +210,14 @@ class Rooms:
         closed: list[bool] = []
         threads = [
             threading.Thread(
-                target=lambda room=place.room: closed.append(
-                    room.close(max(0.0, deadline - time.monotonic()))
+                target=lambda tenant_store=place.tenant_store: closed.append(
+                    tenant_store.close(max(0.0, deadline - time.monotonic()))
                 ),
-                name="stratakv-close-room",
+                name="stratakv-close-store",
                 daemon=True,
             )
             for place in places
-            if place.room is not None
+            if place.tenant_store is not None
         ]
         for thread in threads:
             thread.start()
@@ -236,32 +241,41 @@ class Rooms:
     def _make(self, name: str, place: _Place, layout: BlockLayout) -> None:
         place.layout, place.failure = layout, None
         place.maker = threading.Thread(
-            target=self._run, args=(name, place, layout), name="stratakv-make-room", daemon=True
+            target=self._run, args=(name, place, layout), name="stratakv-make-store", daemon=True
         )
         place.maker.start()
 
     def _run(self, name: str, place: _Place, layout: BlockLayout) -> None:
-        room: Room | None = None
+        tenant_store: TenantStore | None = None
         failure: Exception | None = None
         try:
-            room = self._build(name, place.quota, layout)
+            tenant_store = self._build(name, place.quota, layout)
         except Exception as error:  # noqa: BLE001 - callers are told, others are served
             failure = error
             log.warning("the memory of %s cannot be made ready: %s", name, error)
         with self._lock:
             place.maker = None
-            place.room, place.failure, place.failed_at = room, failure, self._clock()
-            if room is None and not self._is_on_disk(name):
+            place.tenant_store, place.failure, place.failed_at = (
+                tenant_store,
+                failure,
+                self._clock(),
+            )
+            if tenant_store is None and not self._is_on_disk(name):
                 place.layout = None
             closed = self._closed
-        if room is None:
+        if tenant_store is None:
             return
         if closed:
-            room.close(0.0)
+            tenant_store.close(0.0)
             return
-        log.info("%s is ready: %d blocks of %d bytes", name, room.num_slots, room.page_bytes)
+        log.info(
+            "%s is ready: %d blocks of %d bytes",
+            name,
+            tenant_store.num_slots,
+            tenant_store.page_bytes,
+        )
 
-    def _build(self, name: str, quota: Quota, layout: BlockLayout) -> Room:
+    def _build(self, name: str, quota: Quota, layout: BlockLayout) -> TenantStore:
         """Raises TierConfigError, NoMemory, NoDisk, or OSError."""
         if quota.cpu_bytes < layout.slot_bytes:
             raise TierConfigError(
@@ -286,7 +300,7 @@ class Rooms:
         except BaseException:
             slab.close()
             raise
-        return Room(slab, stores, KeySalt(self._secret, name))
+        return TenantStore(slab, stores, KeySalt(self._secret, name))
 
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if self._ssd_path is None or not quota.ssd_bytes:
@@ -321,9 +335,9 @@ class Rooms:
         return self._ssd_path is not None and read_layout_note(self._ssd_path, name) is not None
 
 
-def _ready(place: _Place) -> Room:
-    if place.room is not None:
-        return place.room
+def _ready(place: _Place) -> TenantStore:
+    if place.tenant_store is not None:
+        return place.tenant_store
     if place.maker is not None:
         raise NotReady("the tenant's memory is being made ready")
     if place.failure is not None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watcher is told: blocks that come and go in its room, from now on.
+"""What a watcher is told: blocks that come and go in its tenant store, from now on.
 
-    room ──stored, removed, cleared──► every watcher's queue ──► its stream
+    store ──stored, removed, cleared──► every watcher's queue ──► its stream
     once a second, while anyone watches: some of the blocks told as stored are looked up again,
     since nobody says when a block is evicted
 
-A watcher that reads too slowly loses events, never others, and is told how many. Knows nothing of
-grpc.
+A watcher that reads too slowly loses events, never others, and is told how many.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..wire.frames import MAX_KEYS, State
 from ..wire.limits import Limits
 from ..wire.status import TooMuch
 from .access.shares import Shares
-from .tenant_store import Room
+from .tenant_store import TenantStore
 
 LOOK_AGAIN_SECONDS = 1.0
 _SLICE_KEYS = 8192  # looked up at once
@@ -95,17 +94,18 @@ class Watcher:
 
 
 @dataclass(slots=True, eq=False)
-class RoomWatch:
-    """A room's listener: passes on what it is told. `told` are blocks that watchers believe in."""
+class TenantStoreWatch:
+    """A tenant store's listener: passes on what it is told. `told` are blocks that watchers believe
+    in."""
 
-    room: Room
+    tenant_store: TenantStore
     max_told: int
     watchers: list[Watcher] = field(default_factory=list)
     told: dict[bytes, None] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """As a listener of the room."""
+        """As a listener of the tenant store."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
@@ -115,14 +115,14 @@ class RoomWatch:
         self._tell(stored=keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """As a listener of the room."""
+        """As a listener of the tenant store."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
         self._tell(removed=keys)
 
     def cleared(self) -> None:
-        """As a listener of the room."""
+        """As a listener of the tenant store."""
         with self.lock:
             self.told.clear()
         for watcher in self.watchers:
@@ -134,7 +134,7 @@ class RoomWatch:
             some = [key for key, _ in zip(self.told, range(_SLICE_KEYS), strict=False)]
         if not some:
             return
-        states = self.room.lookup(some)
+        states = self.tenant_store.lookup(some)
         gone = [key for key, state in zip(some, states, strict=True) if state is State.MISS]
         here = [key for key, state in zip(some, states, strict=True) if state is not State.MISS]
         with self.lock:
@@ -166,23 +166,25 @@ class Watches:
         self._limits = limits
         self._shares = Shares(limits.max_watchers, num_tenants)
         self._look_again_seconds = look_again_seconds
-        self._rooms: dict[int, RoomWatch] = {}
+        self._tenant_stores: dict[int, TenantStoreWatch] = {}
         self._looking: asyncio.Task[None] | None = None
         self._ended = False
 
     def __len__(self) -> int:
-        return sum(len(watch.watchers) for watch in self._rooms.values())
+        return sum(len(watch.watchers) for watch in self._tenant_stores.values())
 
-    def begin(self, room: Room, tenant: str) -> Watcher:
-        """A new watcher of a room. Raises TooMuch."""
+    def begin(self, tenant_store: TenantStore, tenant: str) -> Watcher:
+        """A new watcher of a tenant store. Raises TooMuch."""
         if not self._shares.take(tenant):
             most = self._shares.of(tenant)
             raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
-        watch = self._rooms.get(id(room))
+        watch = self._tenant_stores.get(id(tenant_store))
         watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
         if watch is None:
-            watch = self._rooms[id(room)] = RoomWatch(room, self._limits.max_watched_keys)
-            room.subscribe(watch)
+            watch = self._tenant_stores[id(tenant_store)] = TenantStoreWatch(
+                tenant_store, self._limits.max_watched_keys
+            )
+            tenant_store.subscribe(watch)
         watch.watchers = [*watch.watchers, watcher]
         if self._ended:
             watcher.end()
@@ -190,33 +192,33 @@ class Watches:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         return watcher
 
-    def end(self, room: Room, tenant: str, watcher: Watcher) -> None:
+    def end(self, tenant_store: TenantStore, tenant: str, watcher: Watcher) -> None:
         """A watcher has left."""
         self._shares.give_back(tenant)
-        watch = self._rooms[id(room)]
+        watch = self._tenant_stores[id(tenant_store)]
         watch.watchers = [other for other in watch.watchers if other is not watcher]
         if not watch.watchers:
-            room.unsubscribe(watch)
-            del self._rooms[id(room)]
-        if not self._rooms and self._looking is not None:
+            tenant_store.unsubscribe(watch)
+            del self._tenant_stores[id(tenant_store)]
+        if not self._tenant_stores and self._looking is not None:
             self._looking.cancel()
             self._looking = None
 
     def end_all(self) -> None:
         """Let every stream come to its end."""
         self._ended = True
-        for watch in self._rooms.values():
+        for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
                 watcher.end()
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(self._look_again_seconds)
-            for watch in list(self._rooms.values()):
+            for watch in list(self._tenant_stores.values()):
                 try:
                     await asyncio.to_thread(watch.look_again)
                 except TierClosed:
-                    pass  # the room's watchers are about to be ended
+                    pass  # the tenant store's watchers are about to be ended
 
 
 def _parts(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:

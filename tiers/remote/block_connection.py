@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise of a client's connection to a room: blocks in and out of the caller's buffers.
+"""The promise of a client's connection to a tenant store: blocks in and out of the caller's
+buffers.
 
 `DataConnection` moves them through a socket, `MemoryConnection` through memory that both ends map,
 `StreamConnection` through gRPC. A caller may rely on this:
@@ -34,13 +35,13 @@ class Refused(ConnectionLost):
 
 
 class BlockConnection(ABC):
-    """Of one client with its tenant's room."""
+    """Of one client with its tenant's store."""
 
     kind: str  # for people: how blocks move
     boot_id: bytes
     corrupt_blocks: int = 0
     corrupt_keys: list[bytes]  # of the last load
-    is_makeshift: bool = False  # the server offers a better one, which could not be opened
+    is_fallback: bool = False  # the server offers a better one, which could not be opened
 
     @abstractmethod
     def load(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the data connection: blocks straight into and out of the caller's buffers.
-
-Knows nothing of tickets' origin, of reconnecting or of who asks.
-"""
+"""The client's end of the data connection: blocks straight into and out of the caller's buffers."""
 
 from __future__ import annotations
 

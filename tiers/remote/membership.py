@@ -3,7 +3,7 @@
 
 Rendezvous hashing: every server gets a score for a key, the highest has the block. Where a server
 is added or lost, only the blocks that it has or had move. `Membership` is the seam at which a
-membership service takes the place of a fixed list. Knows nothing of connections.
+membership service takes the place of a fixed list.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of shared memory: blocks are copied between the room's slots and ours.
+"""The client's end of shared memory: blocks are copied between the tenant store's slots and ours.
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
@@ -45,7 +45,7 @@ COPY_BYTES = 256 * 1024  # copied, then hashed while they are warm
 LOAD_BYTES = 32 * 1024**2  # of one part: few messages
 STORE_BYTES = 8 * 1024**2  # the same: what the server has to check at the end is little
 FIRST_SHARE, GROWTH = 32, 4  # the first part is a 32nd of that; then they grow
-PINNED_SHARE = 4  # of the room's slots are pinned for one load at most, and
+PINNED_SHARE = 4  # of the tenant store's slots are pinned for one load at most, and
 MOST_ASKED = 16  # parts
 PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 
@@ -68,7 +68,7 @@ class _Reserved(NamedTuple):
 
 
 class MemoryConnection(SocketConnection):
-    """Over a Unix socket, with the room's memory mapped."""
+    """Over a Unix socket, with the tenant store's memory mapped."""
 
     kind = "memory"
 

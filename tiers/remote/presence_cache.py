@@ -2,7 +2,7 @@
 """What a client believes a server to have: answers that age, and questions that are open.
 
 A belief is a hint: a block that was evicted since is a miss when it is loaded. Bounded; the oldest
-beliefs go first. Thread-safe. Knows nothing of how the server is asked.
+answers go first. Thread-safe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HIT_SECONDS = 30.0  # for so long `answers` goes by it; it is asked about again 
 FRESH_SECONDS = 1.0  # so soon nothing is asked about again
 
 
-class Beliefs:
+class PresenceCache:
     """Of one server."""
 
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:

@@ -3,7 +3,7 @@
 
 `lookup` goes by what is believed; `ask` has the servers asked about a whole prompt when its request
 is queued. Blocks are divided among the servers by rendezvous. Whatever goes wrong with a server is
-a miss, and counted. Knows nothing of what happens on the wire.
+a miss, and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..wire.frames import State
 from .address import ServerAddress
 from .block_connection import BlockConnection
 from .membership import Membership, Rendezvous, StaticMembership
-from .presence_cache import Beliefs
+from .presence_cache import PresenceCache
 from .server_link import ServerLink
 from .settings import RemoteSettings
 from .transfers import Transfers
@@ -177,8 +177,8 @@ class RemoteStore(StoreTier):
 
     def kinds(self) -> set[str]:
         """How blocks move on the connections that are open now. For tools."""
-        lanes = [lane for server in self._servers for lane in (server.loads, server.stores)]
-        return {kind for lane in lanes if (kind := lane.kind) is not None}
+        queues = [queue for server in self._servers for queue in (server.loads, server.stores)]
+        return {kind for queue in queues if (kind := queue.kind) is not None}
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         self._check_open()
@@ -186,7 +186,7 @@ class RemoteStore(StoreTier):
         for server, places in self._divided(keys):
             if not server.link.is_up or server.clearing:
                 continue
-            found = server.link.beliefs.answers([keys[i] for i in places])
+            found = server.link.presence.answers([keys[i] for i in places])
             for i, answer in zip(places, found, strict=True):
                 answers[i] = answer
         return answers
@@ -238,12 +238,12 @@ class RemoteStore(StoreTier):
         futures: list[Future[None]] = []
         for server, places in self._divided(keys):
             wanted = [keys[i] for i in places]
-            known = server.link.beliefs.answers(wanted)
+            known = server.link.presence.answers(wanted)
             memory = [_bytes(buffers[i]) for i in places]
             moved = _submit(server.stores, wanted, memory, [given[i] for i in places])
             begun.append(moved)
-            server.link.beliefs.asked(wanted)  # PENDING while they are on their way
-            moved.add_done_callback(partial(_sent, server.link.beliefs, wanted))
+            server.link.presence.asked(wanted)  # PENDING while they are on their way
+            moved.add_done_callback(partial(_sent, server.link.presence, wanted))
             futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
         _raise_if_none_began(begun)
         return all_of(futures, lambda: outcomes)
@@ -260,7 +260,7 @@ class RemoteStore(StoreTier):
         """Has the servers forget every block of this tenant, for every engine."""
         self._check_open()
         for server in self._servers:
-            server.link.beliefs.clear()
+            server.link.presence.clear()
             with self._lock:
                 server.clearing += 1
             self._forget(server, partial(server.link.delete, (), all_blocks=True), None)
@@ -269,7 +269,7 @@ class RemoteStore(StoreTier):
         size = self.layout.page_bytes
         with self._lock:
             links = [server.link for server in self._servers]
-            blocks = sum(link.beliefs.hits for link in links)
+            blocks = sum(link.presence.hits for link in links)
             capacity = sum(link.capacity_bytes for link in links)
             errors: dict[str, int] = {}
             for link in links:
@@ -315,7 +315,7 @@ class RemoteStore(StoreTier):
     ) -> None:
         for i, proof in zip(places, proofs, strict=True):
             answers[i] = proof
-        server.link.beliefs.learn(keys, [proof is not None for proof in proofs])
+        server.link.presence.learn(keys, [proof is not None for proof in proofs])
 
     def _count_loads(self, answers: list[Proof | None]) -> list[Proof | None]:
         with self._lock:
@@ -343,7 +343,7 @@ class RemoteStore(StoreTier):
             self._stats.stored_blocks += len(new)
 
     def _drop_at(self, server: _Server, keys: Sequence[bytes]) -> int:
-        known = server.link.beliefs.forget(keys)
+        known = server.link.presence.forget(keys)
         with self._lock:
             for key in keys:
                 server.going[key] = server.going.get(key, 0) + 1
@@ -442,7 +442,9 @@ def _bytes(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
 
 
-def _sent(beliefs: Beliefs, keys: Sequence[bytes], moved: Future[list[State | None]]) -> None:
+def _sent(
+    presence: PresenceCache, keys: Sequence[bytes], moved: Future[list[State | None]]
+) -> None:
     """Blocks have been sent, or have not."""
     is_known = moved.exception() is None
-    beliefs.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)
+    presence.answered(keys, [s is State.KEPT for s in moved.result()] if is_known else None)

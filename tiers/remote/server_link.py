@@ -5,7 +5,7 @@
       └──refused (credentials, layout, version)──► told once, tried rarely
 
 A server that was restarted has another boot id: then everything believed of it is void. Calls that
-block run on lanes, look-ups on grpc's own threads. Knows nothing of other servers.
+block run on lanes, look-ups on grpc's own threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .block_connection import BlockConnection
 from .credentials import Credentials
 from .data_client import DataConnection
 from .memory_client import MemoryConnection
-from .presence_cache import Beliefs
+from .presence_cache import PresenceCache
 from .settings import RemoteSettings
 from .stream_client import StreamConnection
 from .transfer_queue import RemoteError, RemoteLate
@@ -74,7 +74,7 @@ class ServerLink:
         self, address: ServerAddress, layout: BlockLayout, settings: RemoteSettings
     ) -> None:
         self.address = address
-        self.beliefs = Beliefs()
+        self.presence = PresenceCache()
         self.capacity_bytes = 0
         self.errors: dict[str, int] = {}
         self._layout = layout
@@ -121,8 +121,8 @@ class ServerLink:
 
     def ask(self, keys: Sequence[bytes]) -> list[Future[None]]:
         """Ask which of these blocks the server has, in as few calls as can be. The futures end
-        when `beliefs` knows, with a RemoteError where the server did not say."""
-        asked = self.beliefs.to_ask(keys) if self._is_up else []
+        when `presence` knows, with a RemoteError where the server did not say."""
+        asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
             with self._changed:
@@ -134,7 +134,7 @@ class ServerLink:
 
     def connect(self, deadline: float) -> BlockConnection:
         """Open a connection for blocks: through memory on the same host, else through a socket,
-        else by gRPC, makeshift where the server offers better. Raises RemoteError."""
+        else by gRPC, as a fallback where the server offers better. Raises RemoteError."""
         if not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
         why = ""
@@ -159,7 +159,7 @@ class ServerLink:
         streams = StreamConnection(
             stub, self._metadata, self._layout, self._boot_id, self._settings.tag_key
         )
-        streams.is_makeshift = bool(why)
+        streams.is_fallback = bool(why)
         return streams
 
     def delete(self, keys: Sequence[bytes], *, all_blocks: bool = False) -> None:
@@ -201,7 +201,7 @@ class ServerLink:
 
     def _look_up(self, keys: list[bytes]) -> Future[None]:
         result: Future[None] = Future()
-        self.beliefs.asked(keys)
+        self.presence.asked(keys)
         seconds = self._settings.lookup_seconds
         request = messages.LookupRequest(keys=pack_keys(keys))
 
@@ -214,17 +214,17 @@ class ServerLink:
                 if len(hits) != len(keys):
                     raise RemoteError(f"{self.address}: {len(hits)} answers to {len(keys)} keys")
             except grpc.FutureCancelledError:
-                self.beliefs.answered(keys, None)
+                self.presence.answered(keys, None)
                 result.set_exception(RemoteError(f"{self.address}: the look-up was ended"))
             except grpc.RpcError as error:
-                self.beliefs.answered(keys, None)
+                self.presence.answered(keys, None)
                 result.set_exception(self._failed(error))
             except RemoteError as error:
-                self.beliefs.answered(keys, None)
+                self.presence.answered(keys, None)
                 result.set_exception(error)
             else:
                 self.lost(response.boot_id)
-                self.beliefs.answered(keys, hits if self._is_up else None)
+                self.presence.answered(keys, hits if self._is_up else None)
                 result.set_result(None)
 
         try:
@@ -233,7 +233,7 @@ class ServerLink:
         except Exception as error:  # noqa: BLE001 - a channel that was closed under us
             with self._changed:
                 self._questions -= 1
-            self.beliefs.answered(keys, None)
+            self.presence.answered(keys, None)
             result.set_exception(RemoteError(f"{self.address}: {error}"))
         return result
 
@@ -331,7 +331,7 @@ class ServerLink:
             return Retry.LATER
         with self._changed:
             if response.boot_id != self._boot_id:
-                self.beliefs.clear()
+                self.presence.clear()
             self._boot_id = response.boot_id
             self.capacity_bytes = response.capacity_bytes
             self.was_up = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client of cache servers may be told. Knows nothing of how it is used."""
+"""What a client of cache servers may be told."""
 
 from __future__ import annotations
 

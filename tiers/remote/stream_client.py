@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's end of the gRPC streams: for servers whose data connection cannot be reached.
 
-Slower than the others, and through any proxy. Knows nothing of credentials or of reconnecting.
+Slower than the others, and through any proxy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One thread that does transfers for a server, one after the other, each within its deadline.
 
-A transfer that was not begun by its deadline is not begun. Knows nothing of what a transfer is.
+A transfer that was not begun by its deadline is not begun.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Job(NamedTuple):
     future: Future[Any]
 
 
-class Lane:
+class TransferQueue:
     """At most `most_bytes` wait or run at a time."""
 
     def __init__(self, name: str, most_bytes: int) -> None:

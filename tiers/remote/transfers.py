@@ -2,8 +2,8 @@
 """Loads and stores of one server, each on a lane with a connection of its own.
 
 A connection is opened by the first transfer and kept; one that fails is closed, and where it had
-served before, a server that was restarted or a connection that idled too long is tried once more.
-A makeshift one is given up now and then to try for a better. Knows nothing of look-ups.
+served before, a server that was restarted or a connection that idled too long is tried once more. A
+fallback one is given up now and then to try for a better.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..wire.frames import MAX_BLOCKS
 from ..wire.sockets import ConnectionLost
 from .block_connection import BlockConnection
 from .server_link import ServerLink
-from .transfer_queue import Lane, RemoteError, RemoteLate
+from .transfer_queue import RemoteError, RemoteLate, TransferQueue
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 Move = Callable[[BlockConnection, Sequence[bytes], Sequence[memoryview], Proofs, float], "list[_T]"]
 
 
-_MAKESHIFT_SECONDS, _LONGEST_MAKESHIFT_SECONDS = 5.0, 600.0  # doubled with each
+_FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0  # doubled with each
 
 
 class Transfers(Generic[_T]):
@@ -46,9 +46,9 @@ class Transfers(Generic[_T]):
         self._move = move
         self._size = size
         self._seconds = seconds
-        self._lane = Lane(f"stratakv-remote-{name}", most_bytes)
+        self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes)
         self._connection: BlockConnection | None = None
-        self._makeshift_seconds = _MAKESHIFT_SECONDS
+        self._fallback_seconds = _FALLBACK_SECONDS
         self._give_up_at = float("inf")
         self.seconds = 0.0  # that transfers took in all
         self.corrupt_blocks = 0
@@ -58,7 +58,7 @@ class Transfers(Generic[_T]):
     ) -> Future[list[_T]]:
         """Have blocks moved; an answer for each, or a RemoteError. Raises TierBusy, TierClosed."""
         deadline = time.monotonic() + self._seconds
-        return self._lane.submit(
+        return self._queue.submit(
             lambda deadline: self._run(keys, buffers, proofs, deadline),
             deadline,
             len(keys) * self._size,
@@ -66,7 +66,7 @@ class Transfers(Generic[_T]):
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
         """Have something else done when everything before it is done."""
-        return self._lane.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
+        return self._queue.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
 
     @property
     def kind(self) -> str | None:
@@ -76,11 +76,11 @@ class Transfers(Generic[_T]):
 
     def close(self, deadline: float) -> None:
         """Let transfers end within the time, then end them. Idempotent."""
-        if not self._lane.close(deadline):
+        if not self._queue.close(deadline):
             connection = self._connection
             if connection is not None:
                 connection.abort()
-            self._lane.close(time.monotonic() + 1.0)
+            self._queue.close(time.monotonic() + 1.0)
         self._drop_connection()
 
     def _run(
@@ -146,11 +146,11 @@ class Transfers(Generic[_T]):
             self.corrupt_blocks += connection.corrupt_blocks - before
 
     def _judge(self, connection: BlockConnection) -> None:
-        if not connection.is_makeshift:
-            self._makeshift_seconds, self._give_up_at = _MAKESHIFT_SECONDS, float("inf")
+        if not connection.is_fallback:
+            self._fallback_seconds, self._give_up_at = _FALLBACK_SECONDS, float("inf")
             return
-        self._give_up_at = time.monotonic() + self._makeshift_seconds
-        self._makeshift_seconds = min(2 * self._makeshift_seconds, _LONGEST_MAKESHIFT_SECONDS)
+        self._give_up_at = time.monotonic() + self._fallback_seconds
+        self._fallback_seconds = min(2 * self._fallback_seconds, _LONGEST_FALLBACK_SECONDS)
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

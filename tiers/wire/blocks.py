@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks through a connection: payload and what follows it, hashed while the bytes are warm.
 
-Both ends use it. Knows nothing of what the blocks are for.
+Both ends use it.
 """
 
 from __future__ import annotations

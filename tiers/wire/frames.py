@@ -22,7 +22,7 @@ The server compares digests and keeps tags as they are; whoever loads a block co
 
 All integers little-endian. PIN, UNPIN, RESERVE and COMMIT are for Unix sockets only. A client may
 send a request before the reply to the last; replies come in the order of requests. Whatever does
-not fit these words ends the connection. Knows nothing of sockets, rooms or tenants.
+not fit these words ends the connection.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
     """How many blocks of a batch are held at a time: enough to hide a round trip or a seek behind a
-    transfer, and a small share of the room's memory, so that blocks from the disk find slots."""
+    transfer, and a small share of the tenant store's memory, so that blocks from the disk find
+    slots."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
 
 

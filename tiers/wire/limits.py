@@ -2,7 +2,7 @@
 """What the cache server allows at most: of everything that a client can make it do or keep.
 
 The limits of single messages (keys, blocks, the longest lease) belong to the protocol and are in
-`frames.py`. Knows nothing of who keeps to them.
+`frames.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Limits:
     stall_seconds: float = 5.0  # until a stream ends whose client takes or sends no piece
     max_watchers: int = 64
     max_queued_keys: int = 65536  # of one watcher, told but not yet taken
-    max_watched_keys: int = 131072  # of one room: told as stored, looked up again now and then
+    max_watched_keys: int = (
+        131072  # of a tenant store: told as stored, looked up again now and then
+    )
     max_leases: int = 1024  # of one tenant, by gRPC
     max_tickets: int = 256  # of one tenant, not yet used
     ticket_seconds: float = 10.0
@@ -44,8 +46,10 @@ class Limits:
     handshake_seconds: float = 5.0
     idle_seconds: float = 600.0
     request_seconds: float = 30.0
-    # Rooms
-    max_slots: int = 4 * 1024**2  # of one room; each takes some hundred bytes beside its block
+    # Tenant stores
+    max_slots: int = (
+        4 * 1024**2
+    )  # of a tenant store; each takes some hundred bytes beside its block
 
     def __post_init__(self) -> None:
         for field in fields(self):

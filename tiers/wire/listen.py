@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the server may listen: refuses what would let anybody in, and says which port is in use.
-
-Knows nothing of what is served.
-"""
+"""Where the server may listen: refuses what would let anybody in, and says which port is in use."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Layouts and block headers, between the protocol's messages and what the tiers use.
 
 Both sides of the service use it. A message that cannot be right is a WireError; one that is right
-and says something else than expected is for the caller to judge. Knows nothing of calls.
+and says something else than expected is for the caller to judge.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
 
 The server writes the first that it can write, with mode 0600, anew at each start, and takes it away
 at its end; a client reads the first that is there. One that a killed server has left opens nothing.
-Knows nothing of tenants or calls.
 """
 
 from __future__ import annotations

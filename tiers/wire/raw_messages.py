@@ -6,7 +6,6 @@ of the message on the way in.
 
 The result is valid protobuf, and pieces of other writers are read in whatever order their fields
 come: what this reader does not take apart at a glance is left to the generated code, which copies.
-Knows nothing of calls or of what a header must say.
 """
 
 from __future__ import annotations

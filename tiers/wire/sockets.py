@@ -3,7 +3,7 @@
 
 Plain sockets wait in the kernel for whole lengths (`MSG_WAITALL`) and send many buffers at once;
 TLS moves records of 16 KiB. A peer that sends or takes nothing in time ends the call, one that
-trickles as well. Knows nothing of what is said.
+trickles as well.
 """
 
 from __future__ import annotations

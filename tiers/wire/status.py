@@ -6,7 +6,7 @@ does about it.
     client  the wire ──► Verdict: reason (of a miss), and whether asking again makes sense
 
 Whatever an engine meets is a miss; `reason` is what it is counted under. The words of the data
-connection (`wire.Status`) stand in the same table. Knows nothing of calls or sockets.
+connection (`wire.Status`) stand in the same table.
 """
 
 from __future__ import annotations

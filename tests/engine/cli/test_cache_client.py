@@ -22,12 +22,7 @@ from stratakv.tiers.contract import make_keys
 from stratakv.tiers.wire.rpc import Stub
 
 from ...free_ports import free_ports
-from ...tiers.cache_server.rig import (
-    LAYOUT,
-    RunningServer,
-    running_server,
-    store_blocks,
-)
+from ...tiers.cache_server.rig import LAYOUT, RunningServer, running_server, store_blocks
 
 COMMANDS = ("ping", "describe")
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"

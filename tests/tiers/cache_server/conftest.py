@@ -22,9 +22,9 @@ def shared() -> Iterator[RunningServer]:
 @pytest.fixture
 def server(shared: RunningServer) -> Iterator[RunningServer]:
     """One with an empty room, where nothing is left pinned afterwards."""
-    shared.room().clear()
+    shared.tenant_store().clear()
     yield shared
-    stats = shared.room().stats()["cpu"]
+    stats = shared.tenant_store().stats()["cpu"]
     assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
     assert shared.server._service is not None
     assert shared.server._service.streams.bytes_in_flight == 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane without the rest of the server: a room, both of its listeners, and clients.
+"""The data plane without the rest of the server: a tenant store, both of its listeners, and
+clients.
 
 Every test with a plane ends with `check_idle`: nothing pinned, nothing reserved, no session left.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.key_salt import KeySalt
-from stratakv.tiers.cache_server.tenant_store import Room
+from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.cache_server.transports.data_server import DataServer
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
 from stratakv.tiers.contract import make_buffers, payload_of
@@ -45,7 +46,7 @@ class Plane:
     ) -> None:
         self.layout = layout
         self.slab = CpuSlab(layout, slots * layout.slot_bytes)
-        self.room = Room(self.slab, stores, KeySalt(SECRET, "tenant"))
+        self.tenant_store = TenantStore(self.slab, stores, KeySalt(SECRET, "tenant"))
         limits = Limits() if limits is None else limits
         self.data = DataServer(
             self.resolve, "127.0.0.1", 0, boot_id=BOOT_ID, limits=limits, tls=tls
@@ -54,8 +55,8 @@ class Plane:
         self.port = self.data.start()
         self.path = self.memory.start()
 
-    def resolve(self, ticket: bytes) -> tuple[Room, str] | None:
-        return (self.room, "tenant") if ticket == TICKET else None
+    def resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:
+        return (self.tenant_store, "tenant") if ticket == TICKET else None
 
     def connect(
         self,
@@ -76,7 +77,8 @@ class Plane:
         return self.data.num_connections + self.memory.num_connections
 
     def check_idle(self) -> None:
-        """Wait until the sessions of closed connections have noticed, then look at the room."""
+        """Wait until the sessions of closed connections have noticed, then look at the tenant
+        store."""
         deadline = time.monotonic() + WAIT_SECONDS
         while self.num_connections and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -91,7 +93,7 @@ class Plane:
         self.data.close(1.0)
         self.memory.close(1.0)
         self.check_idle()
-        assert self.room.close(WAIT_SECONDS)
+        assert self.tenant_store.close(WAIT_SECONDS)
 
 
 def put(connection: BlockConnection, keys: Sequence[bytes], layout: BlockLayout) -> list[State]:

@@ -6,7 +6,7 @@ are lies, streams without end.
         stream = connection.call("/stratakv.cache.v1.CacheService/Lookup", token)
         connection.message(stream, b"...", length=2**30)
 
-Reads nothing but to learn whether the server has ended the connection. Knows nothing of replies.
+Reads nothing but to learn whether the server has ended the connection.
 """
 
 from __future__ import annotations

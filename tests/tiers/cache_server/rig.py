@@ -5,9 +5,9 @@ In this process, on a thread and an event loop of its own, at a port that is fre
 
     with running_server() as server:                  one tenant, 64 blocks of LAYOUT, no token
         stub = server.stub()                          every call, see tiers/wire/rpc.py
-        server.attach(stub)                           until the room is ready
+        server.attach(stub)                           until the tenant store is ready
         stub.lookup(LookupRequest(keys=b""), timeout=5)
-        server.room().lookup([...])                   the room itself, to look behind the curtain
+        server.tenant_store().lookup([...])           behind the curtain: the tenant store itself
 
     running_server(tenants=[Tenant(...)], tls=..., ssd_path=tmp_path, data_port=None, ...)
                                                       takes every field of ServerSettings
@@ -43,7 +43,7 @@ from stratakv.proto.v1 import cache_service_pb2 as messages
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Tenant, Tenants, only_tenant, token_digest
 from stratakv.tiers.cache_server.server import CacheServer, ServerSettings
-from stratakv.tiers.cache_server.tenant_store import Room
+from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.contract import payload_of
 from stratakv.tiers.tag import Proof, Tagger
 from stratakv.tiers.wire.frames import State
@@ -107,7 +107,7 @@ class Client:
         return Stub(self.channel(token, tls))
 
     def attach(self, stub: Stub, layout: BlockLayout = LAYOUT) -> Any:
-        """Attach, again and again while the room is being made; the response."""
+        """Attach, again and again while the tenant store is being made; the response."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
@@ -152,12 +152,13 @@ class RunningServer(Client):
         """Run a coroutine on the server's loop; its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
-    def room(self, name: str = "tenant:default") -> Room:
+    def tenant_store(self, name: str = "tenant:default") -> TenantStore:
         """A room that is ready."""
-        return self.server.rooms.ready(name)
+        return self.server.tenant_stores.ready(name)
 
     def close(self, drain_seconds: float = 2.0) -> bool:
-        """Drain and end; whether all rooms could be closed. Idempotent; who comes second waits."""
+        """Drain and end; whether all tenant stores could be closed. Idempotent; who comes second
+        waits."""
         with self._closing:
             if self.loop.is_closed():
                 return True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both kinds of connection to a room: what they promise, and what becomes of broken ones."""
+"""Both kinds of connection to a tenant store: what they promise, and what becomes of broken
+ones."""
 
 from __future__ import annotations
 
@@ -130,10 +131,10 @@ def test_what_finds_no_room_is_said(plane: Plane, kind: str) -> None:
     connection = plane.connect(kind)
     first, others = make_keys(4), make_keys(4, "other")
     assert put(connection, first, LAYOUT) == [State.KEPT] * 4
-    loan = plane.room.begin_load(first)
-    plane.room.wait(loan, soon())
+    read_lease = plane.tenant_store.begin_load(first)
+    plane.tenant_store.wait(read_lease, soon())
     assert put(connection, others, LAYOUT) == [State.NO_ROOM] * 4
-    plane.room.end_load(loan)
+    plane.tenant_store.end_load(read_lease)
     connection.close()
 
 
@@ -234,7 +235,7 @@ def test_a_store_that_stops_half_way_gives_its_slots_back(sent: int) -> None:
         while sock.recv(4096):
             pass
     plane.check_idle()
-    assert plane.room.lookup(keys) == [State.MISS] * 3
+    assert plane.tenant_store.lookup(keys) == [State.MISS] * 3
     plane.close()
 
 
@@ -246,7 +247,7 @@ def test_blocks_that_came_whole_before_the_client_went_are_kept() -> None:
         sock.sendall(encode_request(Request(Verb.STORE, 2, 1, 0)) + pack_keys(keys))
         sock.sendall(payload + proof_of(keys[0], memoryview(payload)).pack() + payload[:100])
     plane.check_idle()
-    assert plane.room.lookup(keys) == [State.HIT, State.MISS]
+    assert plane.tenant_store.lookup(keys) == [State.HIT, State.MISS]
     plane.close()
 
 
@@ -260,8 +261,8 @@ def test_a_block_whose_bytes_differ_from_its_digest_is_not_kept(plane: Plane) ->
         sock.settimeout(None)
         answer = sock.recv(2 * (REQUEST.size + 2), socket.MSG_WAITALL)
     assert list(answer[-2:]) == [State.CORRUPT, State.KEPT]
-    assert plane.room.lookup(keys) == [State.MISS, State.HIT]
-    assert plane.room.corrupt_blocks == 1
+    assert plane.tenant_store.lookup(keys) == [State.MISS, State.HIT]
+    assert plane.tenant_store.corrupt_blocks == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,12 +270,12 @@ def test_damage_in_the_servers_memory_is_a_miss(plane: Plane, kind: str) -> None
     keys = make_keys(3)
     connection = plane.connect(kind)
     put(connection, keys, LAYOUT)
-    loan = plane.room.begin_load(keys)
-    plane.room.wait(loan, soon())
-    (slot,) = loan.slots[1:2]
+    read_lease = plane.tenant_store.begin_load(keys)
+    plane.tenant_store.wait(read_lease, soon())
+    (slot,) = read_lease.slots[1:2]
     assert slot is not None
-    plane.room.buffer(slot)[100] ^= 1
-    plane.room.end_load(loan)
+    plane.tenant_store.buffer(slot)[100] ^= 1
+    plane.tenant_store.end_load(read_lease)
     found = fetch(connection, keys, LAYOUT)
     assert found == [payload_of(keys[0], LAYOUT), None, payload_of(keys[2], LAYOUT)]
     assert connection.corrupt_blocks == 1
@@ -286,7 +287,7 @@ def test_a_server_that_stands_still_costs_the_deadline_and_no_more(plane: Plane,
     connection = plane.connect(kind)
     keys = make_keys(4)
     put(connection, keys, LAYOUT)
-    with plane.room._changed:
+    with plane.tenant_store._changed:
         began = time.monotonic()
         with pytest.raises(ConnectionLost, match="before the deadline"):
             connection.load(keys, make_buffers(4, LAYOUT), began + 0.1)
@@ -297,7 +298,7 @@ def test_a_server_that_stands_still_costs_the_deadline_and_no_more(plane: Plane,
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_can_be_ended_from_another_thread(plane: Plane, kind: str) -> None:
     connection = plane.connect(kind)
-    with plane.room._changed:
+    with plane.tenant_store._changed:
         threading.Timer(0.05, connection.abort).start()
         with pytest.raises(ConnectionLost):
             connection.load(make_keys(1), make_buffers(1, LAYOUT), soon())

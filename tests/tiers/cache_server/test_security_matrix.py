@@ -137,13 +137,13 @@ def test_with_the_token_of_another_tenant(server: RunningServer, ann: Stub, meth
             case "Stats":
                 assert not answer.leases
             case "OpenData":
-                room, name = server.server._resolve(answer.ticket) or (None, "")
-                assert name == "bob" and room is server.room("tenant:bob")
+                tenant_store, name = server.server._resolve(answer.ticket) or (None, "")
+                assert name == "bob" and tenant_store is server.tenant_store("tenant:bob")
             case "Attach" | "Touch":
                 pass  # what they did to ann's blocks is looked at below and in the fixture
             case other:
                 raise AssertionError(f"say what {other} must not show of another tenant")
-        assert server.room("tenant:ann").num_leases == 1
+        assert server.tenant_store("tenant:ann").num_leases == 1
     finally:
         assert ann.unpin(messages.UnpinRequest(lease=lease), timeout=WAIT_SECONDS).was_held
 

@@ -165,9 +165,9 @@ def test_a_lease_ends_by_itself(server: RunningServer, stub: Stub) -> None:
     store_blocks(stub, keys)
     pinned = stub.pin(messages.PinRequest(keys=b"".join(keys), lease_ms=30))
     deadline = time.monotonic() + WAIT_SECONDS
-    while server.room().num_leases and time.monotonic() < deadline:
+    while server.tenant_store().num_leases and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not server.room().num_leases
+    assert not server.tenant_store().num_leases
     request = messages.UnpinRequest(lease=pinned.lease)
     assert not stub.unpin(request, timeout=WAIT_SECONDS).was_held
 

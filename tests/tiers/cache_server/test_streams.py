@@ -47,7 +47,7 @@ def _corrupt(pieces: Iterator[Piece], index: int) -> Iterator[Piece]:
 
 def test_bytes_that_do_not_match_their_checksum(server: RunningServer, stub: Stub) -> None:
     keys = make_keys(3)
-    bad = server.room().corrupt_blocks
+    bad = server.tenant_store().corrupt_blocks
     states = stub.store(_corrupt(pieces_of(keys), 1), timeout=WAIT_SECONDS).states
     assert list(states) == [State.KEPT, State.CORRUPT, State.KEPT]
     assert lookup(stub, b"".join(keys))[1] == [State.HIT, State.MISS, State.HIT]
@@ -86,7 +86,7 @@ def test_a_quota_that_is_full_of_blocks_in_use(server: RunningServer, stub: Stub
         stub.pin(messages.PinRequest(keys=b"".join(keys), lease_ms=60_000), timeout=WAIT_SECONDS)
     assert store_blocks(stub, make_keys(2, "more")) == [State.NO_ROOM] * 2
     leases = range(1, 10_000)
-    released = [server.room().unpin(lease) for lease in itertools.islice(leases, 5000)]
+    released = [server.tenant_store().unpin(lease) for lease in itertools.islice(leases, 5000)]
     assert sum(released) == 2
     assert store_blocks(stub, make_keys(2, "more")) == [State.KEPT] * 2
 
@@ -169,15 +169,15 @@ def test_a_client_that_leaves_half_way_gives_everything_back(
 
     call = stub.store.future(some(), timeout=WAIT_SECONDS)
     deadline = time.monotonic() + WAIT_SECONDS
-    while not server.room().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
+    while not server.tenant_store().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert server.room().lookup(keys)[0] is State.PENDING
+    assert server.tenant_store().lookup(keys)[0] is State.PENDING
     call.cancel()
     gone.set()
-    while server.room().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
+    while server.tenant_store().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
     # The first one was whole, and may have been stored before the cancellation was seen.
-    assert server.room().lookup(keys[1:]) == [State.MISS] * 2
+    assert server.tenant_store().lookup(keys[1:]) == [State.MISS] * 2
     assert store_blocks(stub, keys) == [State.KEPT] * 3
 
 
@@ -192,9 +192,9 @@ def test_a_reader_that_leaves_half_way(server: RunningServer) -> None:
             list(itertools.islice(call, taken))
             call.cancel()
         deadline = time.monotonic() + WAIT_SECONDS
-        while large.room().stats()["cpu"].pinned_blocks and time.monotonic() < deadline:
+        while large.tenant_store().stats()["cpu"].pinned_blocks and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert not large.room().stats()["cpu"].pinned_blocks
+        assert not large.tenant_store().stats()["cpu"].pinned_blocks
 
 
 def test_two_who_store_the_same(server: RunningServer) -> None:
@@ -204,7 +204,7 @@ def test_two_who_store_the_same(server: RunningServer) -> None:
         results = list(pool.map(lambda each: store_blocks(each, keys), stubs))
     allowed = {State.KEPT, State.MISS}  # MISS: another is still at it
     assert all(set(states) <= allowed for states in results)
-    assert server.room().lookup(keys) == [State.HIT] * 100
+    assert server.tenant_store().lookup(keys) == [State.HIT] * 100
     assert load_blocks(server.stub(), keys) == [payload_of(key, LAYOUT) for key in keys]
 
 
@@ -221,9 +221,9 @@ def test_a_call_has_the_deadline_of_its_client(server: RunningServer, stub: Stub
     assert time.monotonic() - began < WAIT_SECONDS
     given_up.set()
     deadline = time.monotonic() + WAIT_SECONDS
-    while server.room().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
+    while server.tenant_store().stats()["cpu"].reserved_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not server.room().stats()["cpu"].reserved_blocks
+    assert not server.tenant_store().stats()["cpu"].reserved_blocks
 
 
 def test_the_server_has_a_deadline_of_its_own() -> None:
@@ -241,7 +241,7 @@ def test_the_server_has_a_deadline_of_its_own() -> None:
         finally:
             done.set()
         assert (code, reason) == (Code.DEADLINE_EXCEEDED, "deadline")
-        assert not server.room().stats()["cpu"].reserved_blocks
+        assert not server.tenant_store().stats()["cpu"].reserved_blocks
 
 
 @pytest.mark.parametrize("kind", ["reader", "writer"])
@@ -273,5 +273,5 @@ def test_a_client_that_stalls_is_cut_off(kind: str) -> None:
             assert raised.value.code() is Code.DEADLINE_EXCEEDED
         finally:
             done.set()
-        stats = server.room().stats()["cpu"]
+        stats = server.tenant_store().stats()["cpu"]
         assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)

@@ -87,7 +87,10 @@ def test_a_connection_shows_its_own_tenants_blocks(
 def test_the_memory_that_is_handed_out_holds_nothing_of_others(
     server: RunningServer, eve: Stub
 ) -> None:
-    mine, hers = server.room("tenant:eve").memory_fd, server.room("tenant:ann").memory_fd
+    mine, hers = (
+        server.tenant_store("tenant:eve").memory_fd,
+        server.tenant_store("tenant:ann").memory_fd,
+    )
     assert mine != hers
     connection = opened(ticket(eve), "memory")
     assert isinstance(connection, MemoryConnection)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooms are made when they are asked for, remembered on the disk, and closed with all they hold."""
+"""TenantStores are made when they are asked for, remembered on the disk, and closed with all they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pytest
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
-from stratakv.tiers.cache_server.tenant_store import Room
-from stratakv.tiers.cache_server.tenant_stores import Rooms, read_layout_note, store_folder
+from stratakv.tiers.cache_server.tenant_store import TenantStore
+from stratakv.tiers.cache_server.tenant_stores import TenantStores, read_layout_note, store_folder
 from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed
@@ -28,13 +30,15 @@ QUOTA = Quota(16 * LAYOUT.slot_bytes, 4 * 2**20)
 NAMES = ("tenant:ann", "tenant:bob")
 
 
-def _rooms(path: Path | None = None, secret: bytes = SECRET, **options: object) -> Rooms:
+def _tenant_stores(
+    path: Path | None = None, secret: bytes = SECRET, **options: object
+) -> TenantStores:
     quotas = dict.fromkeys(NAMES, QUOTA)
     settings: dict = {"max_slots": 1000, **options}
-    return Rooms(quotas, secret, path, **settings)
+    return TenantStores(quotas, secret, path, **settings)
 
 
-def _wait(call: Callable[[], Room]) -> Room:
+def _wait(call: Callable[[], TenantStore]) -> TenantStore:
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
@@ -44,59 +48,66 @@ def _wait(call: Callable[[], Room]) -> Room:
         time.sleep(0.002)
 
 
-def _attach(rooms: Rooms, name: str = NAMES[0], layout: BlockLayout = LAYOUT) -> Room:
-    return _wait(lambda: rooms.attach(name, layout))
+def _attach(
+    tenant_stores: TenantStores, name: str = NAMES[0], layout: BlockLayout = LAYOUT
+) -> TenantStore:
+    return _wait(lambda: tenant_stores.attach(name, layout))
 
 
-def _store(room: Room, keys: Sequence[bytes]) -> list[State]:
-    intake = room.begin_store(keys)
-    for key, slot in zip(keys, intake.slots, strict=True):
+def _store(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[State]:
+    write_lease = tenant_store.begin_store(keys)
+    for key, slot in zip(keys, write_lease.slots, strict=True):
         if slot is not None:
-            room.buffer(slot)[:] = payload_of(key, LAYOUT)
+            tenant_store.buffer(slot)[:] = payload_of(key, LAYOUT)
     proofs = [proof_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
-    return room.end_store(intake, proofs)
+    return tenant_store.end_store(write_lease, proofs)
 
 
-def _load(room: Room, keys: Sequence[bytes]) -> list[bytes | None]:
-    loan = room.begin_load(keys)
-    room.wait(loan, time.monotonic() + WAIT_SECONDS)
-    blocks = [None if slot is None else bytes(room.buffer(slot)) for slot in loan.slots]
-    room.end_load(loan)
+def _load(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[bytes | None]:
+    read_lease = tenant_store.begin_load(keys)
+    tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    blocks = [
+        None if slot is None else bytes(tenant_store.buffer(slot)) for slot in read_lease.slots
+    ]
+    tenant_store.end_load(read_lease)
     return blocks
 
 
 def test_a_room_is_made_when_it_is_asked_for() -> None:
-    rooms = _rooms()
+    tenant_stores = _tenant_stores()
     with pytest.raises(NotAttached):
-        rooms.ready(NAMES[0])
-    assert rooms.layout(NAMES[0]) is None
+        tenant_stores.ready(NAMES[0])
+    assert tenant_stores.layout(NAMES[0]) is None
     with pytest.raises(NotReady):
-        rooms.attach(NAMES[0], LAYOUT)
-    room = _attach(rooms)
-    assert rooms.ready(NAMES[0]) is room is _attach(rooms)
-    assert rooms.layout(NAMES[0]) == LAYOUT
-    assert list(rooms.open_rooms()) == [NAMES[0]]
-    assert room.num_slots == 16
+        tenant_stores.attach(NAMES[0], LAYOUT)
+    tenant_store = _attach(tenant_stores)
+    assert tenant_stores.ready(NAMES[0]) is tenant_store is _attach(tenant_stores)
+    assert tenant_stores.layout(NAMES[0]) == LAYOUT
+    assert list(tenant_stores.open_tenant_stores()) == [NAMES[0]]
+    assert tenant_store.num_slots == 16
     with pytest.raises(WrongLayout, match="a restart of the server forgets them"):
-        rooms.attach(NAMES[0], OTHER)
-    assert _attach(rooms, NAMES[1], OTHER).layout == OTHER
-    assert rooms.close(WAIT_SECONDS) and rooms.close(WAIT_SECONDS)
-    for call in (lambda: rooms.ready(NAMES[0]), lambda: rooms.attach(NAMES[0], LAYOUT)):
+        tenant_stores.attach(NAMES[0], OTHER)
+    assert _attach(tenant_stores, NAMES[1], OTHER).layout == OTHER
+    assert tenant_stores.close(WAIT_SECONDS) and tenant_stores.close(WAIT_SECONDS)
+    for call in (
+        lambda: tenant_stores.ready(NAMES[0]),
+        lambda: tenant_stores.attach(NAMES[0], LAYOUT),
+    ):
         with pytest.raises(TierClosed):
             call()
 
 
 def test_rooms_survive_a_restart_on_the_disk(tmp_path: Path) -> None:
     keys = make_keys(10)
-    rooms = _rooms(tmp_path)
-    assert _store(_attach(rooms), keys) == [State.KEPT] * 10
-    assert rooms.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(tmp_path)
+    assert _store(_attach(tenant_stores), keys) == [State.KEPT] * 10
+    assert tenant_stores.close(WAIT_SECONDS)
 
-    again = _rooms(tmp_path)
+    again = _tenant_stores(tmp_path)
     again.start()
-    room = _wait(lambda: again.ready(NAMES[0]))  # nobody has attached
-    assert room.lookup(keys) == [State.HIT] * 10
-    assert _load(room, keys) == [payload_of(key, LAYOUT) for key in keys]
+    tenant_store = _wait(lambda: again.ready(NAMES[0]))  # nobody has attached
+    assert tenant_store.lookup(keys) == [State.HIT] * 10
+    assert _load(tenant_store, keys) == [payload_of(key, LAYOUT) for key in keys]
     with pytest.raises(WrongLayout, match=f"remove {store_folder(tmp_path, NAMES[0])}"):
         again.attach(NAMES[0], OTHER)
     with pytest.raises(NotAttached):
@@ -105,10 +116,10 @@ def test_rooms_survive_a_restart_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_another_secret_finds_nothing(tmp_path: Path) -> None:
-    rooms = _rooms(tmp_path)
-    _store(_attach(rooms), make_keys(3))
-    assert rooms.close(WAIT_SECONDS)
-    other = _rooms(tmp_path, secret=b"another secret of 32 bytes or more")
+    tenant_stores = _tenant_stores(tmp_path)
+    _store(_attach(tenant_stores), make_keys(3))
+    assert tenant_stores.close(WAIT_SECONDS)
+    other = _tenant_stores(tmp_path, secret=b"another secret of 32 bytes or more")
     with pytest.raises(NoDisk, match="another model or naming of blocks"):
         _attach(other)
     assert other.close(WAIT_SECONDS)
@@ -116,36 +127,36 @@ def test_another_secret_finds_nothing(tmp_path: Path) -> None:
 
 def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
     keys, key = make_keys(3), MacKey(bytes(32))
-    rooms = _rooms(tmp_path, mac_key=key)
-    assert _store(_attach(rooms), keys) == [State.KEPT] * 3
-    assert rooms.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(tmp_path, mac_key=key)
+    assert _store(_attach(tenant_stores), keys) == [State.KEPT] * 3
+    assert tenant_stores.close(WAIT_SECONDS)
     folder = store_folder(tmp_path, NAMES[0])
     assert not check_store(folder).payloads_verified
     assert check_store(folder, mac_key=key).whole == 3
     for other in (None, MacKey(b"\1" * 32)):
-        rooms = _rooms(tmp_path, mac_key=other)
+        tenant_stores = _tenant_stores(tmp_path, mac_key=other)
         with pytest.raises(NoDisk, match=f"made for the MAC key {key.id.hex()}, and"):
-            _attach(rooms)
-        assert rooms.close(WAIT_SECONDS)
-    rooms = _rooms(tmp_path, mac_key=key)
-    assert _load(_attach(rooms), keys) == [payload_of(each, LAYOUT) for each in keys]
-    assert rooms.close(WAIT_SECONDS)
+            _attach(tenant_stores)
+        assert tenant_stores.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(tmp_path, mac_key=key)
+    assert _load(_attach(tenant_stores), keys) == [payload_of(each, LAYOUT) for each in keys]
+    assert tenant_stores.close(WAIT_SECONDS)
 
 
 def test_keys_on_the_disk_are_not_those_of_prompts(tmp_path: Path) -> None:
     keys = make_keys(3)
-    rooms = _rooms(tmp_path)
-    _store(_attach(rooms), keys)
-    assert rooms.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(tmp_path)
+    _store(_attach(tenant_stores), keys)
+    assert tenant_stores.close(WAIT_SECONDS)
     found = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert payload_of(keys[0], LAYOUT)[:64] in found
     assert not any(key[:32] in found for key in keys)
 
 
 def test_a_damaged_note_costs_nothing_but_time(tmp_path: Path) -> None:
-    rooms = _rooms(tmp_path)
-    _store(_attach(rooms), make_keys(3))
-    assert rooms.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(tmp_path)
+    _store(_attach(tenant_stores), make_keys(3))
+    assert tenant_stores.close(WAIT_SECONDS)
     note = store_folder(tmp_path, NAMES[0]).with_suffix(".layout")
     assert read_layout_note(tmp_path, NAMES[0]) == LAYOUT
     assert note.stat().st_mode & 0o777 == 0o600
@@ -158,7 +169,7 @@ def test_a_damaged_note_costs_nothing_but_time(tmp_path: Path) -> None:
     assert str(note) not in open_paths()
     note.rmdir()
     note.write_bytes(b"{")
-    again = _rooms(tmp_path)
+    again = _tenant_stores(tmp_path)
     again.start()
     with pytest.raises(NotAttached):
         again.ready(NAMES[0])
@@ -171,36 +182,36 @@ def test_a_failure_is_told_and_tried_again_after_a_while(tmp_path: Path) -> None
     now = [0.0]
     path = tmp_path / "stores"
     path.write_text("in the way")
-    rooms = _rooms(path, clock=lambda: now[0])
+    tenant_stores = _tenant_stores(path, clock=lambda: now[0])
     for _ in range(3):
         with pytest.raises(NoDisk):
-            _attach(rooms)
+            _attach(tenant_stores)
     path.unlink()
     with pytest.raises(NoDisk):
-        _attach(rooms)
+        _attach(tenant_stores)
     now[0] = 5.0
-    assert _attach(rooms).num_slots == 16
-    assert rooms.close(WAIT_SECONDS)
+    assert _attach(tenant_stores).num_slots == 16
+    assert tenant_stores.close(WAIT_SECONDS)
 
 
 def test_more_memory_than_the_host_has() -> None:
-    rooms = Rooms({NAMES[0]: Quota(2**50, 0)}, SECRET, None, max_slots=2**30)
+    tenant_stores = TenantStores({NAMES[0]: Quota(2**50, 0)}, SECRET, None, max_slots=2**30)
     with pytest.raises(NoMemory, match="iB of memory available"):
-        _attach(rooms, layout=LARGE)
-    assert rooms.layout(NAMES[0]) is None, "another layout may be tried"
-    assert rooms.close(WAIT_SECONDS)
+        _attach(tenant_stores, layout=LARGE)
+    assert tenant_stores.layout(NAMES[0]) is None, "another layout may be tried"
+    assert tenant_stores.close(WAIT_SECONDS)
 
 
 def test_the_number_of_slots_is_bounded() -> None:
-    rooms = _rooms(max_slots=3)
-    assert _attach(rooms).num_slots == 3
-    assert rooms.close(WAIT_SECONDS)
+    tenant_stores = _tenant_stores(max_slots=3)
+    assert _attach(tenant_stores).num_slots == 3
+    assert tenant_stores.close(WAIT_SECONDS)
 
 
 def test_closing_while_a_room_is_being_made() -> None:
-    rooms = Rooms({NAMES[0]: Quota(64 * 2**20, 0)}, SECRET, None, max_slots=2**20)
+    tenant_stores = TenantStores({NAMES[0]: Quota(64 * 2**20, 0)}, SECRET, None, max_slots=2**20)
     with pytest.raises(NotReady):
-        rooms.attach(NAMES[0], LAYOUT)
-    assert rooms.close(WAIT_SECONDS)
+        tenant_stores.attach(NAMES[0], LAYOUT)
+    assert tenant_stores.close(WAIT_SECONDS)
     with pytest.raises(TierClosed):
-        rooms.ready(NAMES[0])
+        tenant_stores.ready(NAMES[0])

@@ -139,7 +139,7 @@ def test_quotas_beyond_the_totals_are_refused() -> None:
 
 def test_rooms_of_pools_and_tenants_have_different_names() -> None:
     alone, shared = Tenant("x", 1), Tenant("y", 1, pool="x")
-    assert alone.room != shared.room
+    assert alone.tenant_store != shared.tenant_store
 
 
 def _metadata(*values: str) -> list[tuple[str, str]]:

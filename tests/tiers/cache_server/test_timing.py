@@ -55,17 +55,18 @@ def area(ours: Sequence[float], others: Sequence[float]) -> float:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Ann and eve have blocks, each their own."""
-    room = BLOCKS * 2 * LAYOUT.slot_bytes
+    cpu_bytes = BLOCKS * 2 * LAYOUT.slot_bytes
     path = tmp_path_factory.mktemp("timing") / "tenants.toml"
     path.write_text(
         "".join(
-            f'[[tenant]]\nname = "{name}"\ntoken_sha256 = "{digest.hex()}"\ncpu_bytes = {room}\n'
+            f'[[tenant]]\nname = "{name}"\ntoken_sha256 = "{digest.hex()}"\n'
+            f"cpu_bytes = {cpu_bytes}\n"
             for name in ("ann", "eve")
             for digest in tenant(name).token_digests
         )
     )
     with server_process(
-        "--tenants", str(path), "--cpu-bytes", str(2 * room), "--shared-memory"
+        "--tenants", str(path), "--cpu-bytes", str(2 * cpu_bytes), "--shared-memory"
     ) as server:
         for name in ("ann", "eve"):
             stub = server.stub(token_of(name))

@@ -89,7 +89,7 @@ def test_nobody_looks_again_while_nobody_watches(server: RunningServer) -> None:
     while len(service.watches) and time.monotonic() < deadline:
         time.sleep(0.005)
     assert not len(service.watches) and service.watches._looking is None
-    assert not server.room()._listeners
+    assert not server.tenant_store()._listeners
 
 
 def test_watchers_are_bounded() -> None:
@@ -137,7 +137,7 @@ def test_who_reads_too_slowly_is_told_how_much_is_missing() -> None:
 def test_an_event_fits_into_a_message(server: RunningServer) -> None:
     stream = Stream(server)
     keys = make_keys(MAX_KEYS + 5)
-    listener = server.room()._listeners[0]
+    listener = server.tenant_store()._listeners[0]
     listener.removed(keys)
     sizes = [len(_keys(stream.until(lambda event: event.removed).removed)) for _ in range(2)]
     assert sizes == [MAX_KEYS, 5]

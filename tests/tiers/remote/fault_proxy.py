@@ -11,8 +11,7 @@
         proxy.damage = Damage(...)       chunks are changed on their way
 
 The second address of the loopback lets a client believe that everything it is told to connect to is
-on the proxy's host. Knows nothing of what is said, but that a Unix socket begins with a greeting
-and a welcome that a descriptor comes with.
+on the proxy's host.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_it_keeps_the_promise_over_several_servers() -> None:
         assert store.wait_up(WAIT_SECONDS)
         check_store_contract(store)
         # Few blocks at addresses that differ from run to run: one server may have got none.
-        stored = [server.room().stats()["cpu"].stored_blocks for server in servers]
+        stored = [server.tenant_store().stats()["cpu"].stored_blocks for server in servers]
         assert len(stored) - stored.count(0) >= 2
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
 from stratakv.tiers.remote.remote_store import all_of, then
-from stratakv.tiers.remote.transfer_queue import Lane, RemoteError, RemoteLate
+from stratakv.tiers.remote.transfer_queue import RemoteError, RemoteLate, TransferQueue
 
 WAIT = 10.0
 
@@ -22,7 +22,7 @@ def soon(seconds: float = WAIT) -> float:
 
 
 def test_one_after_the_other_in_their_order() -> None:
-    lane = Lane("lane", 1000)
+    queue = TransferQueue("lane", 1000)
     done: list[int] = []
     threads: set[threading.Thread] = set()
 
@@ -31,110 +31,110 @@ def test_one_after_the_other_in_their_order() -> None:
         done.append(number)
         return number
 
-    futures = [lane.submit(lambda _, n=n: work(n), soon(), 1) for n in range(100)]
+    futures = [queue.submit(lambda _, n=n: work(n), soon(), 1) for n in range(100)]
     assert [future.result(WAIT) for future in futures] == done == list(range(100))
     assert len(threads) == 1
-    assert lane.close(soon())
+    assert queue.close(soon())
 
 
 def test_no_thread_before_there_is_something_to_do() -> None:
     before = threading.active_count()
-    lane = Lane("lane", 1000)
+    queue = TransferQueue("lane", 1000)
     assert threading.active_count() == before
-    assert lane.close(soon(0))
+    assert queue.close(soon(0))
 
 
 def test_more_bytes_than_may_wait() -> None:
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     go = threading.Event()
-    held = lane.submit(lambda _: go.wait(WAIT), soon(), 60)
-    lane.submit(lambda _: None, soon(), 40)
+    held = queue.submit(lambda _: go.wait(WAIT), soon(), 60)
+    queue.submit(lambda _: None, soon(), 40)
     with pytest.raises(TierBusy, match="100 bytes wait for the lane already"):
-        lane.submit(lambda _: None, soon(), 1)
-    lane.submit(lambda _: None, soon(), 0)  # what takes no bytes is always taken
+        queue.submit(lambda _: None, soon(), 1)
+    queue.submit(lambda _: None, soon(), 0)  # what takes no bytes is always taken
     go.set()
     assert held.result(WAIT)
-    assert lane.close(soon())
+    assert queue.close(soon())
 
 
 def test_what_is_too_large_for_any_lane_goes_alone() -> None:
-    lane = Lane("lane", 100)
-    assert lane.submit(lambda _: "done", soon(), 1000).result(WAIT) == "done"
-    assert lane.close(soon())
+    queue = TransferQueue("lane", 100)
+    assert queue.submit(lambda _: "done", soon(), 1000).result(WAIT) == "done"
+    assert queue.close(soon())
 
 
 def test_places_are_free_when_a_future_ends() -> None:
     """Whoever is told of the end may submit at once."""
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     results: list[Future[str]] = []
 
     def again(_future: Future[str]) -> None:
-        results.append(lane.submit(lambda _: "second", soon(), 100))
+        results.append(queue.submit(lambda _: "second", soon(), 100))
 
     for work in (lambda _: "first", lambda _: 1 / 0):
-        first = lane.submit(work, soon(), 100)
+        first = queue.submit(work, soon(), 100)
         first.add_done_callback(again)
         first.exception(WAIT)
         time.sleep(0.05)
         assert results.pop().result(WAIT) == "second"
-    assert lane.close(soon())
+    assert queue.close(soon())
 
 
 def test_what_waited_beyond_its_deadline_is_not_begun() -> None:
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     begun: list[str] = []
-    slow = lane.submit(lambda _: time.sleep(0.2), soon(), 1)
-    late = lane.submit(lambda _: begun.append("late"), soon(0.05), 1)
-    good = lane.submit(lambda _: begun.append("good"), soon(), 1)
+    slow = queue.submit(lambda _: time.sleep(0.2), soon(), 1)
+    late = queue.submit(lambda _: begun.append("late"), soon(0.05), 1)
+    good = queue.submit(lambda _: begun.append("good"), soon(), 1)
     with pytest.raises(RemoteLate, match="before the transfer began"):
         late.result(WAIT)
     slow.result(WAIT)
     good.result(WAIT)
     assert begun == ["good"]
-    assert lane.close(soon())
+    assert queue.close(soon())
 
 
 def test_an_error_ends_one_future_and_nothing_else() -> None:
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     known = TierBusy("as it was raised")
 
     def fail(error: Exception) -> None:
         raise error
 
     futures = [
-        lane.submit(lambda _, e=e: fail(e), soon(), 1) for e in (known, ZeroDivisionError("x"))
+        queue.submit(lambda _, e=e: fail(e), soon(), 1) for e in (known, ZeroDivisionError("x"))
     ]
     assert futures[0].exception(WAIT) is known
     foreseen = futures[1].exception(WAIT)
     assert isinstance(foreseen, RemoteError) and str(foreseen) == "ZeroDivisionError: x"
-    assert lane.submit(lambda _: 1, soon(), 1).result(WAIT) == 1
-    assert lane.close(soon())
+    assert queue.submit(lambda _: 1, soon(), 1).result(WAIT) == 1
+    assert queue.close(soon())
 
 
 def test_work_is_told_its_deadline() -> None:
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     deadline = soon()
-    assert lane.submit(lambda told: told, deadline, 1).result(WAIT) == deadline
-    assert lane.close(soon())
+    assert queue.submit(lambda told: told, deadline, 1).result(WAIT) == deadline
+    assert queue.close(soon())
 
 
 def test_a_close_waits_for_what_was_taken_and_takes_no_more() -> None:
-    lane = Lane("lane", 100)
-    futures = [lane.submit(lambda _: time.sleep(0.05), soon(), 1) for _ in range(3)]
-    assert lane.close(soon())
+    queue = TransferQueue("lane", 100)
+    futures = [queue.submit(lambda _: time.sleep(0.05), soon(), 1) for _ in range(3)]
+    assert queue.close(soon())
     assert all(future.done() for future in futures)
     with pytest.raises(TierClosed, match="the lane was closed"):
-        lane.submit(lambda _: None, soon(), 1)
-    assert lane.close(soon())
+        queue.submit(lambda _: None, soon(), 1)
+    assert queue.close(soon())
 
 
 def test_a_close_that_takes_too_long_says_so() -> None:
-    lane = Lane("lane", 100)
+    queue = TransferQueue("lane", 100)
     go = threading.Event()
-    lane.submit(lambda _: go.wait(WAIT), soon(), 1)
-    assert not lane.close(soon(0.05))
+    queue.submit(lambda _: go.wait(WAIT), soon(), 1)
+    assert not queue.close(soon(0.05))
     go.set()
-    assert lane.close(soon())
+    assert queue.close(soon())
 
 
 # Futures that follow on others

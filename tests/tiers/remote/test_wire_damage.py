@@ -119,13 +119,13 @@ def test_no_damage_on_the_way_becomes_a_wrong_block(
     plane.check_idle()
     found = 0
     for key in make_keys(BLOCKS, "damage"):
-        loan = plane.room.begin_load([key])
-        plane.room.wait(loan, time.monotonic() + 1.0)
-        (slot,) = loan.slots
+        read_lease = plane.tenant_store.begin_load([key])
+        plane.tenant_store.wait(read_lease, time.monotonic() + 1.0)
+        (slot,) = read_lease.slots
         if slot is not None:
             found += 1
-            assert plane.room.buffer(slot) == payload_of(key, LAYOUT)
-        plane.room.end_load(loan)
+            assert plane.tenant_store.buffer(slot) == payload_of(key, LAYOUT)
+        plane.tenant_store.end_load(read_lease)
     assert found
     plane.check_nothing_held()
     plane.close()

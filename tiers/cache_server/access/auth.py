@@ -2,8 +2,7 @@
 """Who calls: from a call's credentials to its tenant, which its handler reads here.
 
 A token in `authorization: Bearer ...` or a client certificate that TLS has verified (expired ones
-do not get that far). Where a call brings both they must name the same tenant. Knows nothing of
-what is called.
+do not get that far). Where a call brings both they must name the same tenant.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ all the same: a thread looks at those of the calls' port a few times a second, a
     tenants' newest  of a tenant that has more than its share
 
 What is shut down grpc closes itself. A connection is never mistaken for another: each is known by
-its inode, which is compared again on the duplicate that is shut down. Knows nothing of calls.
+its inode, which is compared again on the duplicate that is shut down.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 of its tenant's, what goes wrong becomes a status of the one table, and all of it is counted.
 
 Calls of grpc.health.v1 pass as they are: who asks whether a server is well need not be known to it.
-Knows nothing of what calls do.
 """
 
 from __future__ import annotations

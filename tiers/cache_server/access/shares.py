@@ -6,7 +6,7 @@
     cap     of one tenant: an equal share, with more than eight tenants an eighth of all
 
 So whoever takes all that it can, with as many others as like, leaves everybody's kept places.
-Thread-safe. Knows nothing of what a place is.
+Thread-safe.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     pool = "everyone"                       # tenants that name one pool share their blocks in it
 
 Without a file there is one tenant, who gets everything. A file never holds a token, only its hash,
-so that who reads it cannot use it. Knows nothing of calls; who compares what was sent is `auth.py`.
+so that who reads it cannot use it. who compares what was sent is `auth.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SizeReader = Callable[[str, Any], int]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One of them. `pool` names the room its blocks are in; nobody else is there unless they name
-    the same one."""
+    """One of them. `pool` names the tenant store its blocks are in; nobody else is there unless
+    they name the same one."""
 
     name: str
     cpu_bytes: int
@@ -56,14 +56,14 @@ class Tenant:
     takes_anyone: bool = False
 
     @property
-    def room(self) -> str:
-        """The name of the tenant's room, other than that of any pool if it has its own."""
+    def tenant_store(self) -> str:
+        """The name of the tenant's store, other than that of any pool if it has its own."""
         return f"pool:{self.pool}" if self.pool else f"tenant:{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The sizes of a room: those of its tenants together."""
+    """The sizes of a tenant store: those of its tenants together."""
 
     cpu_bytes: int
     ssd_bytes: int
@@ -95,11 +95,11 @@ class Tenants:
 
     @property
     def quotas(self) -> Mapping[str, Quota]:
-        """By room."""
+        """By tenant store."""
         result: dict[str, Quota] = {}
         for tenant in self._all:
-            had = result.get(tenant.room, Quota(0, 0))
-            result[tenant.room] = Quota(
+            had = result.get(tenant.tenant_store, Quota(0, 0))
+            result[tenant.tenant_store] = Quota(
                 had.cpu_bytes + tenant.cpu_bytes, had.ssd_bytes + tenant.ssd_bytes
             )
         return result

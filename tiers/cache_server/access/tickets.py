@@ -2,7 +2,7 @@
 """Tickets for the data connection: each opens one connection for one tenant, once and soon.
 
 A ticket says who comes, so that the data connection needs no credentials of its own; it is as good
-as a token while it lasts. Thread-safe. Knows nothing of connections.
+as a token while it lasts. Thread-safe.
 """
 
 from __future__ import annotations

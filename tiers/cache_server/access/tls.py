@@ -2,7 +2,7 @@
 """The server's TLS: one pair of files, for gRPC and for the data connection.
 
 With a client CA every client must show a certificate of that CA; one that has expired ends the
-handshake. Knows nothing of whom a certificate stands for.
+handshake.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of one Store: pieces in, straight into slots of the room, hashed as they come.
+"""The blocks of one Store: pieces in, straight into slots of the tenant store, hashed as they come.
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
-A block that the room does not want is read over. Knows nothing of grpc or of waiting.
+A block that the tenant store does not want is read over.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...wire.frames import MAX_BLOCKS, State, WireError
 from ...wire.limits import PIECE_BYTES
 from ...wire.messages import read_header
 from ...wire.raw_messages import Piece
-from ..tenant_store import Room
-from ..transfer_leases import Intake
+from ..leases import WriteLease
+from ..tenant_store import TenantStore
 
 GROUP_BYTES = 8 * 1024**2  # stored at once; until then the blocks are reserved
 
@@ -28,9 +28,9 @@ class _Block:
     """One block on its way in."""
 
     index: int
-    intake: Intake
+    write_lease: WriteLease
     proof: Proof  # that its sender gave it
-    target: memoryview | None  # its slot, None where the room does not want it
+    target: memoryview | None  # its slot, None where the tenant store does not want it
     hasher: xxhash.xxh3_128
     received: int = 0
     is_good: bool = False
@@ -38,11 +38,11 @@ class _Block:
 
 class BlockReceiver:
     """`begin` and `take` the first piece of a block, `take` each other one, `store_whole` when
-    `is_full`, `finish` at the end, `close` in any case. All but `take` call the room."""
+    `is_full`, `finish` at the end, `close` in any case. All but `take` call the tenant store."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._layout_id = room.layout.layout_id()
+    def __init__(self, tenant_store: TenantStore) -> None:
+        self._tenant_store = tenant_store
+        self._layout_id = tenant_store.layout.layout_id()
         self._current: _Block | None = None
         self._whole: list[_Block] = []  # whole, but not stored yet
         self._states: list[State] = []
@@ -60,17 +60,17 @@ class BlockReceiver:
             )
         size = len(piece.payload)
         end = block.received + size
-        if not 0 < size <= PIECE_BYTES or end > self._room.page_bytes:
+        if not 0 < size <= PIECE_BYTES or end > self._tenant_store.page_bytes:
             raise WireError(
                 f"a piece has 1 to {PIECE_BYTES} bytes within its block of "
-                f"{self._room.page_bytes}, not {size} at {piece.offset}"
+                f"{self._tenant_store.page_bytes}, not {size} at {piece.offset}"
             )
         if block.target is not None:
             block.target[block.received : end] = piece.payload
             # Of the slot: what counts is what lies there.
             block.hasher.update(block.target[block.received : end])
         block.received = end
-        if end == self._room.page_bytes:
+        if end == self._tenant_store.page_bytes:
             block.is_good = block.target is not None and block.hasher.digest() == block.proof.digest
             self._end_current()
 
@@ -81,7 +81,7 @@ class BlockReceiver:
         self.store_whole()
         if self._groups > 1:
             # Groups were stored head first, which makes the head the first to be evicted.
-            self._room.touch(self._kept)
+            self._tenant_store.touch(self._kept)
         return self._states
 
     def close(self) -> None:
@@ -90,12 +90,12 @@ class BlockReceiver:
         for block in blocks:
             if block is not None:
                 block.target = None
-                self._room.end_store(block.intake, [None])
+                self._tenant_store.end_store(block.write_lease, [None])
 
     @property
     def is_full(self) -> bool:
         """Whether enough blocks are whole to be stored."""
-        return len(self._whole) * self._room.page_bytes >= GROUP_BYTES
+        return len(self._whole) * self._tenant_store.page_bytes >= GROUP_BYTES
 
     def begin(self, piece: Piece) -> None:
         """A place for the block whose first piece this is. Raises WireError."""
@@ -106,14 +106,14 @@ class BlockReceiver:
             raise WireError("the first piece of a block carries its header")
         if count >= MAX_BLOCKS:
             raise WireError(f"one call stores up to {MAX_BLOCKS} blocks")
-        key, *proof = read_header(piece.header, self._layout_id, self._room.page_bytes)
-        intake = self._room.begin_store([key])
-        (slot,) = intake.slots
+        key, *proof = read_header(piece.header, self._layout_id, self._tenant_store.page_bytes)
+        write_lease = self._tenant_store.begin_store([key])
+        (slot,) = write_lease.slots
         self._current = _Block(
             piece.index,
-            intake,
+            write_lease,
             Proof(*proof),
-            None if slot is None else self._room.buffer(slot),
+            None if slot is None else self._tenant_store.buffer(slot),
             xxhash.xxh3_128(),
         )
 
@@ -130,12 +130,12 @@ class BlockReceiver:
         while self._whole:
             block = self._whole.pop()
             proof = block.proof if block.is_good else None
-            (state,) = self._room.end_store(block.intake, [proof])
-            stored.append((block.intake.keys[0], state))
+            (state,) = self._tenant_store.end_store(block.write_lease, [proof])
+            stored.append((block.write_lease.keys[0], state))
         stored.reverse()
         # Given twice, or stored by another meanwhile: pending then, perhaps here by now.
         unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
-        found = self._room.lookup([stored[i][0] for i in unsure])
+        found = self._tenant_store.lookup([stored[i][0] for i in unsure])
         for i, state in zip(unsure, found, strict=True):
             if state is State.HIT:
                 stored[i] = stored[i][0], State.KEPT

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data connection's port: TCP, with TLS where the service has it.
 
-Socket buffers are left to the kernel, which tunes them better than any fixed size. Knows nothing of
-what is said.
+Socket buffers are left to the kernel, which tunes them better than any fixed size.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from ...wire.blocks import receive_block, send_blocks
 from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
 from ...wire.limits import Limits
 from ...wire.sockets import Connection
-from ..tenant_store import Room
-from ..transfer_leases import Loan
+from ..leases import ReadLease
+from ..tenant_store import TenantStore
 from .session import Session
 from .session_server import Resolve, SessionServer
 
 # LOAD and STORE: blocks move through the connection, straight out of and into the slab.
 # Of a LOAD the next part is being read from the disk while one part is sent. Whatever ends the
-# connection, the room gets everything back.
+# connection, the tenant store gets everything back.
 
 PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
 
@@ -41,47 +40,47 @@ class DataSession(Session):
 
     def _load(self, request: Request, deadline: float) -> None:
         keys = self._keys(request, deadline)
-        size = part_blocks(self._room.page_bytes, self._room.num_slots)
+        size = part_blocks(self._tenant_store.page_bytes, self._tenant_store.num_slots)
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         is_whole = len(parts) <= 1
-        loans: deque[Loan] = deque()
+        read_leases: deque[ReadLease] = deque()
         try:
-            while parts or loans:
-                while parts and len(loans) < PARTS_AHEAD:
-                    loans.append(self._room.begin_load(parts.popleft()))
-                self._room.wait(loans[0], deadline)
-                self._send(request, loans[0], deadline)
-                self._room.end_load(loans.popleft())
+            while parts or read_leases:
+                while parts and len(read_leases) < PARTS_AHEAD:
+                    read_leases.append(self._tenant_store.begin_load(parts.popleft()))
+                self._tenant_store.wait(read_leases[0], deadline)
+                self._send(request, read_leases[0], deadline)
+                self._tenant_store.end_load(read_leases.popleft())
             if not is_whole:
                 # Used head first, part by part, which makes the head the first to be evicted.
-                self._room.touch(keys)
+                self._tenant_store.touch(keys)
         finally:
-            for loan in loans:
-                self._room.end_load(loan)
+            for read_lease in read_leases:
+                self._tenant_store.end_load(read_lease)
 
-    def _send(self, request: Request, loan: Loan, deadline: float) -> None:
-        room = self._room
-        tags = room.tags(loan)
-        pairs = zip(loan.slots, tags, strict=True)
-        blocks = ((room.buffer(slot), tag) for slot, tag in pairs if slot is not None)
-        states = bytes(State.MISS if slot is None else State.HIT for slot in loan.slots)
+    def _send(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
+        tenant_store = self._tenant_store
+        tags = tenant_store.tags(read_lease)
+        pairs = zip(read_lease.slots, tags, strict=True)
+        blocks = ((tenant_store.buffer(slot), tag) for slot, tag in pairs if slot is not None)
+        states = bytes(State.MISS if slot is None else State.HIT for slot in read_lease.slots)
         head = Reply(Verb.LOAD, Status.OK, len(states), request.number, 0)
         send_blocks(self._connection, encode_reply(head) + states, blocks, deadline)
 
     def _store(self, request: Request, deadline: float) -> None:
         keys = self._keys(request, deadline)
-        room = self._room
-        intake = room.begin_store(keys)
+        tenant_store = self._tenant_store
+        write_lease = tenant_store.begin_store(keys)
         proofs: list[Proof | None] = [None] * len(keys)
         try:
-            wanted = bytes(intake.states)
+            wanted = bytes(write_lease.states)
             self._reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
-            for index, slot in enumerate(intake.slots):
+            for index, slot in enumerate(write_lease.slots):
                 if slot is not None:
-                    proofs[index] = self._receive(room.buffer(slot), deadline)
+                    proofs[index] = self._receive(tenant_store.buffer(slot), deadline)
         finally:
             # Blocks that came whole are kept, also of a client that went away after them.
-            states = room.end_store(intake, proofs)
+            states = tenant_store.end_store(write_lease, proofs)
         self._reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
 
     def _receive(self, payload: memoryview, deadline: float) -> Proof | None:
@@ -139,5 +138,5 @@ class DataServer(SessionServer):
         # The handshake has the time limit that the socket was given.
         return Connection(self._tls.wrap_socket(sock, server_side=True))
 
-    def _session(self, connection: Connection, room: Room) -> Session:
-        return DataSession(connection, room, self._limits, self._draining)
+    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
+        return DataSession(connection, tenant_store, self._limits, self._draining)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Unix socket that hands a room's memory to processes of the same user on the same host.
+"""The Unix socket that hands a tenant store's memory to processes of the same user on the same
+host.
 
 It lies in a folder of its own that only the user can enter, and the kernel is asked who calls. A
-ticket says whose room it is: nobody gets the memory of another tenant. The folder is locked while
-its server lives, so that the next one sees which folders killed ones have left, and removes them.
-Knows nothing of what is said.
+ticket says whose tenant store it is: nobody gets the memory of another tenant. The folder is locked
+while its server lives, so that the next one sees which folders killed ones have left, and removes
+them.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from ...wire.frames import (
 )
 from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
-from ..tenant_store import Room
-from ..transfer_leases import Intake, Loan
+from ..leases import ReadLease, WriteLease
+from ..tenant_store import TenantStore
 from .session import Draining, Session
 from .session_server import SessionServer
 
-# PIN, UNPIN, RESERVE and COMMIT: the client has mapped the room's memory, only slots are named.
-# What a client holds ends at its time, and with its connection, so that a client that was killed
-# holds nothing. A client that was stopped in the middle of a copy writes on when it runs again,
-# so slots that it reserved stay out of use until it says that it is done with them (COMMIT) or
-# its connection ends; its connection does not end by being silent until then. Should it write
+# PIN, UNPIN, RESERVE and COMMIT: the client has mapped the tenant store's memory, only slots are
+# named. What a client holds ends at its time, and with its connection, so that a client that was
+# killed holds nothing. A client that was stopped in the middle of a copy writes on when it runs
+# again, so slots that it reserved stay out of use until it says that it is done with them (COMMIT)
+# or its connection ends; its connection does not end by being silent until then. Should it write
 # later still, the tags of the blocks tell.
 
 MAX_HELD = 64  # leases of one connection at a time
@@ -56,13 +57,13 @@ class MemorySession(Session):
     def __init__(
         self,
         connection: Connection,
-        room: Room,
+        tenant_store: TenantStore,
         limits: Limits,
         draining: Draining,
     ) -> None:
-        super().__init__(connection, room, limits, draining)
+        super().__init__(connection, tenant_store, limits, draining)
         self._leases = count(1)
-        self._held: dict[int, tuple[float, Loan | Intake]] = {}
+        self._held: dict[int, tuple[float, ReadLease | WriteLease]] = {}
         self._withheld: dict[int, list[int]] = {}  # slots, by the lease that has ended
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class MemorySession(Session):
             self._give_back(held)
         self._held.clear()
         for slots in self._withheld.values():
-            self._room.restore(slots)
+            self._tenant_store.restore(slots)
         self._withheld.clear()
 
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
@@ -100,14 +101,14 @@ class MemorySession(Session):
         keys = self._keys(request, deadline)
         if self._is_full(request, deadline):
             return
-        room = self._room
-        loan = room.begin_load(keys)
-        lease = self._hold(seconds, loan)
-        room.wait(loan, deadline)
-        hits = [slot for slot in loan.slots if slot is not None]
-        states = bytes(State.MISS if slot is None else State.HIT for slot in loan.slots)
+        tenant_store = self._tenant_store
+        read_lease = tenant_store.begin_load(keys)
+        lease = self._hold(seconds, read_lease)
+        tenant_store.wait(read_lease, deadline)
+        hits = [slot for slot in read_lease.slots if slot is not None]
+        states = bytes(State.MISS if slot is None else State.HIT for slot in read_lease.slots)
         slots = struct.pack(f"<{len(hits)}I", *hits)
-        pairs = zip(loan.slots, room.tags(loan), strict=True)
+        pairs = zip(read_lease.slots, tenant_store.tags(read_lease), strict=True)
         tags = b"".join(tag for slot, tag in pairs if slot is not None)
         self._reply(
             request,
@@ -120,7 +121,7 @@ class MemorySession(Session):
 
     def _unpin(self, request: Request, _deadline: float) -> None:
         _, held = self._held.get(request.argument, (0.0, None))
-        if isinstance(held, Loan):
+        if isinstance(held, ReadLease):
             del self._held[request.argument]
             self._give_back(held)
 
@@ -129,18 +130,18 @@ class MemorySession(Session):
         keys = self._keys(request, deadline)
         if self._is_full(request, deadline):
             return
-        intake = self._room.begin_store(keys)
-        lease = self._hold(seconds, intake)
-        wanted = [slot for slot in intake.slots if slot is not None]
-        rest = bytes(intake.states) + struct.pack(f"<{len(wanted)}I", *wanted)
+        write_lease = self._tenant_store.begin_store(keys)
+        lease = self._hold(seconds, write_lease)
+        wanted = [slot for slot in write_lease.slots if slot is not None]
+        rest = bytes(write_lease.states) + struct.pack(f"<{len(wanted)}I", *wanted)
         self._reply(request, Status.OK, deadline, blocks=len(keys), argument=lease, rest=rest)
 
     def _commit(self, request: Request, deadline: float) -> None:
         raw = self._connection.receive(request.blocks * PROOF_BYTES, deadline)
         self._expire(time.monotonic())
         _, held = self._held.get(request.argument, (0.0, None))
-        if not isinstance(held, Intake):
-            self._room.restore(self._withheld.pop(request.argument, ()))
+        if not isinstance(held, WriteLease):
+            self._tenant_store.restore(self._withheld.pop(request.argument, ()))
             self._reply(request, Status.NO_LEASE, deadline)
             return
         if held.states.count(State.WANTED) != request.blocks:
@@ -150,12 +151,12 @@ class MemorySession(Session):
         given = (raw[i : i + PROOF_BYTES] for i in range(0, len(raw), PROOF_BYTES))
         packed = [NO_PROOF if slot is None else next(given) for slot in held.slots]
         proofs = [None if each == NO_PROOF else unpack_proof(each) for each in packed]
-        checked = self._room.check(held, proofs)
+        checked = self._tenant_store.check(held, proofs)
         del self._held[request.argument]
-        states = self._room.end_store(held, checked)
+        states = self._tenant_store.end_store(held, checked)
         self._reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
 
-    def _hold(self, seconds: float, held: Loan | Intake) -> int:
+    def _hold(self, seconds: float, held: ReadLease | WriteLease) -> int:
         lease = next(self._leases)
         self._held[lease] = time.monotonic() + seconds, held
         return lease
@@ -170,16 +171,16 @@ class MemorySession(Session):
     def _expire(self, now: float) -> None:
         for lease in [lease for lease, (end, _) in self._held.items() if end <= now]:
             _, held = self._held.pop(lease)
-            if isinstance(held, Loan):
+            if isinstance(held, ReadLease):
                 self._give_back(held)
-            elif slots := self._room.abandon(held):
+            elif slots := self._tenant_store.abandon(held):
                 self._withheld[lease] = slots
 
-    def _give_back(self, held: Loan | Intake) -> None:
-        if isinstance(held, Loan):
-            self._room.end_load(held)
+    def _give_back(self, held: ReadLease | WriteLease) -> None:
+        if isinstance(held, ReadLease):
+            self._tenant_store.end_load(held)
         else:
-            self._room.end_store(held, [None] * len(held.keys))
+            self._tenant_store.end_store(held, [None] * len(held.keys))
 
 
 def _seconds(request: Request) -> float:
@@ -238,15 +239,15 @@ class MemoryServer(SessionServer):
             raise ConnectionLost(f"user {uid} may not map the memory of user {os.geteuid()}")
         return Connection(sock)
 
-    def _greet(self, connection: Connection, room: Room, deadline: float) -> None:
-        layout = room.layout
+    def _greet(self, connection: Connection, tenant_store: TenantStore, deadline: float) -> None:
+        layout = tenant_store.layout
         welcome = Welcome(
-            Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, room.num_slots
+            Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, tenant_store.num_slots
         )
-        connection.send_fd(encode_welcome(welcome), room.memory_fd, deadline)
+        connection.send_fd(encode_welcome(welcome), tenant_store.memory_fd, deadline)
 
-    def _session(self, connection: Connection, room: Room) -> Session:
-        return MemorySession(connection, room, self._limits, self._draining)
+    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
+        return MemorySession(connection, tenant_store, self._limits, self._draining)
 
 
 def _lock(folder: str) -> int | None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection of the data plane on the server's side: requests are read and answered in turn.
 
-What the verbs do is up to `DataSession` and `MemorySession`. Knows nothing of tickets, or of how
-the connection came to be.
+What the verbs do is up to `DataSession` and `MemorySession`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...wire.frames import (
 )
 from ...wire.limits import Limits
 from ...wire.sockets import Connection
-from ..tenant_store import Room
+from ..tenant_store import TenantStore
 
 
 class Draining:
@@ -47,17 +46,17 @@ class Draining:
 
 
 class Session(ABC):
-    """Of one client with one room."""
+    """Of one client with one tenant store."""
 
     def __init__(
         self,
         connection: Connection,
-        room: Room,
+        tenant_store: TenantStore,
         limits: Limits,
         draining: Draining,
     ) -> None:
         self._connection = connection
-        self._room = room
+        self._tenant_store = tenant_store
         self._limits = limits
         self._draining = draining
         self._verbs = self._answers()

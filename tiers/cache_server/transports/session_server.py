@@ -2,8 +2,8 @@
 """Takes connections of the data plane: a ticket is shown, a session served, one thread for each.
 
 Bounded in number, for each tenant too. Strangers have a short time to show a ticket, and where all
-places are taken the one who has been silent for longest makes way. Knows nothing of what a session
-says; `DataServer` and `MemoryServer` are its two forms.
+places are taken the one who has been silent for longest makes way. `DataServer` and `MemoryServer`
+are its two forms.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from ...wire.frames import (
 from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
 from ..access.shares import Shares
-from ..tenant_store import Room
+from ..tenant_store import TenantStore
 from .session import Draining, Session
 
 log = logging.getLogger(__name__)
 
-# What a ticket opens: a room, and the name of the tenant; None for a ticket that opens nothing.
-Resolve = Callable[[bytes], tuple[Room, str] | None]
+# What a ticket opens: a tenant store, and the name of the tenant; None for a ticket that opens
+# nothing.
+Resolve = Callable[[bytes], tuple[TenantStore, str] | None]
 
 _BACKLOG = 128
 _TELL_SECONDS = 1.0  # between two lines about what clients did
@@ -74,12 +75,12 @@ class SessionServer(ABC):
         ConnectionLost for one that is refused."""
 
     @abstractmethod
-    def _session(self, connection: Connection, room: Room) -> Session:
+    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
         """What serves a client."""
 
-    def _greet(self, connection: Connection, room: Room, deadline: float) -> None:
+    def _greet(self, connection: Connection, tenant_store: TenantStore, deadline: float) -> None:
         """The welcome to a client with a good ticket."""
-        layout = room.layout
+        layout = tenant_store.layout
         welcome = Welcome(Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, 0)
         connection.send([encode_welcome(welcome)], deadline)
 
@@ -220,12 +221,12 @@ class SessionServer(ABC):
         opened = self._resolve(ticket) if version == VERSION else None
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
         if opened is not None:
-            room, tenant = opened
+            tenant_store, tenant = opened
             if self._shares.take(tenant):
                 self._is_known(threading.current_thread())
                 try:
-                    self._greet(connection, room, deadline)
-                    return self._session(connection, room), tenant
+                    self._greet(connection, tenant_store, deadline)
+                    return self._session(connection, tenant_store), tenant
                 except BaseException:
                     self._shares.give_back(tenant)
                     raise

@@ -7,8 +7,7 @@
 
 How much is in flight is bounded, over all calls and for each tenant, each of which has a part that
 nobody else can take; beyond it a call waits in line until its deadline, and one whose client stalls
-is ended, so that the line moves. Knows nothing of credentials
-or of what comes before and after the blocks.
+is ended, so that the line moves.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from ...wire.frames import State
 from ...wire.limits import PIECE_BYTES, Limits
 from ...wire.messages import header_message
 from ...wire.raw_messages import Piece
-from ..tenant_store import Room
-from ..tenant_store_calls import RoomCalls
-from ..transfer_leases import Loan
+from ..leases import ReadLease
+from ..tenant_store import TenantStore
+from ..tenant_store_calls import TenantStoreCalls
 from .block_receiver import GROUP_BYTES, BlockReceiver
 
 # Bytes in flight, bounded: who wants some waits in line until others have given theirs back.
@@ -95,9 +94,9 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """The streams of all calls. `calls` makes those of rooms."""
+    """The streams of all calls. `calls` makes those of tenant stores."""
 
-    def __init__(self, limits: Limits, calls: RoomCalls, num_tenants: int) -> None:
+    def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
         self._stall_seconds = limits.stall_seconds
         most = limits.max_bytes_in_flight
@@ -113,26 +112,28 @@ class Streams:
         """Promised to calls that run."""
         return self._for_all.in_use + sum(self._has_kept.values())
 
-    async def load(self, tenant: str, room: Room, keys: list[bytes], write: Write) -> int:
+    async def load(
+        self, tenant: str, tenant_store: TenantStore, keys: list[bytes], write: Write
+    ) -> int:
         """Write the pieces of all blocks, in order; how many bytes of payload."""
-        num = max(1, PART_BYTES // room.page_bytes)
+        num = max(1, PART_BYTES // tenant_store.page_bytes)
         parts = [keys[start : start + num] for start in range(0, len(keys), num)]
-        wish = min(len(keys), 2 * num) * room.page_bytes
+        wish = min(len(keys), 2 * num) * tenant_store.page_bytes
         async with self._in_flight(tenant, wish):
-            sent = await self._send(tenant, room, parts, self._timely(write))
+            sent = await self._send(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
             # As a whole, or the head would be the first to be evicted.
-            await self._calls.quick(tenant, room, lambda: room.touch(keys))
+            await self._calls.quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
     async def store(
-        self, tenant: str, room: Room, pieces: AsyncIterator[Piece]
+        self, tenant: str, tenant_store: TenantStore, pieces: AsyncIterator[Piece]
     ) -> tuple[list[State], int]:
         """Take blocks in: the state of each, and how many bytes of payload came."""
-        receiver = BlockReceiver(room)
-        turn = _Turn(self._calls, tenant, room)
+        receiver = BlockReceiver(tenant_store)
+        turn = _Turn(self._calls, tenant, tenant_store)
         num_bytes = 0
-        async with self._in_flight(tenant, GROUP_BYTES + room.page_bytes):
+        async with self._in_flight(tenant, GROUP_BYTES + tenant_store.page_bytes):
             try:
                 async for piece in self._arriving(pieces):
                     if not piece.offset:
@@ -145,33 +146,35 @@ class Streams:
             finally:
                 turn.end(receiver.close)
 
-    async def _send(self, tenant: str, room: Room, parts: list[list[bytes]], write: Write) -> int:
-        turn = _Turn(self._calls, tenant, room)
-        loans: list[Loan] = []
+    async def _send(
+        self, tenant: str, tenant_store: TenantStore, parts: list[list[bytes]], write: Write
+    ) -> int:
+        turn = _Turn(self._calls, tenant, tenant_store)
+        read_leases: list[ReadLease] = []
         first = num_bytes = 0
-        layout_id = room.layout.layout_id()
+        layout_id = tenant_store.layout.layout_id()
         try:
             for number, keys in enumerate(parts):
                 # This one, and the next, so that the disk reads it while this one is sent.
-                for part in parts[len(loans) : number + 2]:
-                    await turn.quick(partial(_begin, room, part, loans))
-                loan = loans[number]
-                proofs = await turn.run(partial(_arrived, room, loan))
-                for place, (key, slot) in enumerate(zip(keys, loan.slots, strict=True)):
+                for part in parts[len(read_leases) : number + 2]:
+                    await turn.quick(partial(_begin, tenant_store, part, read_leases))
+                read_lease = read_leases[number]
+                proofs = await turn.run(partial(_arrived, tenant_store, read_lease))
+                for place, (key, slot) in enumerate(zip(keys, read_lease.slots, strict=True)):
                     proof = proofs[place]
                     if slot is None or proof is None:
                         await write(Piece(first + place, State.MISS))
                         continue
-                    block = room.buffer(slot)
+                    block = tenant_store.buffer(slot)
                     for piece in _pieces(first + place, block):
                         if not piece.offset:
                             piece.header = header_message(key, layout_id, block.nbytes, *proof)
                         await write(piece)
                     num_bytes += block.nbytes
-                await turn.quick(partial(room.end_load, loan))
+                await turn.quick(partial(tenant_store.end_load, read_lease))
                 first += len(keys)
         finally:
-            turn.end(partial(_end, room, loans))
+            turn.end(partial(_end, tenant_store, read_leases))
         return num_bytes
 
     def _timely(self, write: Write) -> Write:
@@ -212,22 +215,22 @@ class Streams:
 
 
 class _Turn:
-    """The calls of its room that one stream makes, one after the other."""
+    """The calls of its tenant store that one stream makes, one after the other."""
 
-    def __init__(self, calls: RoomCalls, tenant: str, room: Room) -> None:
+    def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: TenantStore) -> None:
         self._calls = calls
         self._tenant = tenant
-        self._room = room
+        self._tenant_store = tenant_store
         self._last: Future[Any] | None = None
 
     async def quick(self, work: Callable[[], _Result]) -> _Result:
-        """At once, unless somebody holds the room."""
-        if not self._room.try_hold():
+        """At once, unless somebody holds the tenant store."""
+        if not self._tenant_store.try_hold():
             return await self.run(work)
         try:
             return work()
         finally:
-            self._room.let_go()
+            self._tenant_store.let_go()
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """On a thread, which goes on where the stream is ended."""
@@ -237,23 +240,23 @@ class _Turn:
 
     def end(self, work: Callable[[], object]) -> None:
         """Do this when nothing of it runs any more; it is not waited for."""
-        self._calls.later(self._room, work, self._last)
+        self._calls.later(self._tenant_store, work, self._last)
 
 
-def _begin(room: Room, keys: list[bytes], loans: list[Loan]) -> None:
-    """Adds the loan itself: the stream may have ended by then."""
-    loans.append(room.begin_load(keys))
+def _begin(tenant_store: TenantStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
+    """Adds the read lease itself: the stream may have ended by then."""
+    read_leases.append(tenant_store.begin_load(keys))
 
 
-def _arrived(room: Room, loan: Loan) -> list[Proof | None]:
-    """Wait for a loan; the proofs of its blocks. May wait."""
-    room.wait(loan, time.monotonic() + _READ_SECONDS)
-    return room.proofs(loan)
+def _arrived(tenant_store: TenantStore, read_lease: ReadLease) -> list[Proof | None]:
+    """Wait for a read lease; the proofs of its blocks. May wait."""
+    tenant_store.wait(read_lease, time.monotonic() + _READ_SECONDS)
+    return tenant_store.proofs(read_lease)
 
 
-def _end(room: Room, loans: list[Loan]) -> None:
-    for loan in loans:
-        room.end_load(loan)
+def _end(tenant_store: TenantStore, read_leases: list[ReadLease]) -> None:
+    for read_lease in read_leases:
+        tenant_store.end_load(read_lease)
 
 
 def _pieces(index: int, block: memoryview) -> Iterator[Piece]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tenant's room over a store on the disk, and blocks for it."""
+"""A tenant's store over a store on the disk, and blocks for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratakv.tiers.cache_server.access.tenants import Quota
-from stratakv.tiers.cache_server.tenant_store import Room
-from stratakv.tiers.cache_server.tenant_stores import Rooms
+from stratakv.tiers.cache_server.tenant_store import TenantStore
+from stratakv.tiers.cache_server.tenant_stores import TenantStores
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.status import NotReady
 
@@ -18,22 +18,22 @@ from ..tiers.cache_server.rig import LAYOUT, SECRET, proof_of
 from ..tiers.store_contract import SECONDS
 
 
-def make_room(path: Path, cpu_blocks: int = 16) -> tuple[Rooms, Room]:
+def make_room(path: Path, cpu_blocks: int = 16) -> tuple[TenantStores, TenantStore]:
     quota = Quota(cpu_blocks * LAYOUT.slot_bytes, 4 * 2**20)
-    rooms = Rooms({"tenant": quota}, SECRET, path, max_slots=1000)
+    tenant_stores = TenantStores({"tenant": quota}, SECRET, path, max_slots=1000)
     deadline = time.monotonic() + SECONDS
     while True:
         try:
-            return rooms, rooms.attach("tenant", LAYOUT)
+            return tenant_stores, tenant_stores.attach("tenant", LAYOUT)
         except NotReady:
             assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
-def keep(room: Room, keys: Sequence[bytes]) -> list[State]:
-    intake = room.begin_store(keys)
-    for key, slot in zip(keys, intake.slots, strict=True):
+def keep(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[State]:
+    write_lease = tenant_store.begin_store(keys)
+    for key, slot in zip(keys, write_lease.slots, strict=True):
         if slot is not None:
-            room.buffer(slot)[:] = payload_of(key, LAYOUT)
+            tenant_store.buffer(slot)[:] = payload_of(key, LAYOUT)
     tags = [proof_of(key, memoryview(payload_of(key, LAYOUT))) for key in keys]
-    return room.end_store(intake, tags)
+    return tenant_store.end_store(write_lease, tags)
