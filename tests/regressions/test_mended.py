@@ -26,7 +26,7 @@ from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.fault_injection.plan import parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.hierarchy.breaker import LATE_ANSWERS
+from stratakv.tiers.hierarchy.guarded_store import LATE_ANSWERS
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 

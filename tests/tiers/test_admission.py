@@ -77,7 +77,7 @@ def test_what_is_used_is_written() -> None:
     admission = WhileUsed(1000)
     for _ in range(200):
         assert len(offer(admission, 100)) == 100
-        admission.read_up(3)
+        admission.promoted(3)
 
 
 def test_a_sample_that_is_used_has_everything_written_again() -> None:
@@ -85,7 +85,7 @@ def test_a_sample_that_is_used_has_everything_written_again() -> None:
     offer(admission, 3000)
     offered = 0
     while admission.is_sampling:
-        admission.read_up(len(offer(admission, 100)) // 2)  # every second one comes back
+        admission.promoted(len(offer(admission, 100)) // 2)  # every second one comes back
         offered += 100
         assert offered < 500, "half a turnover is enough to find out"
     assert len(offer(admission, 100)) == 100
@@ -94,7 +94,7 @@ def test_a_sample_that_is_used_has_everything_written_again() -> None:
 def test_uses_of_long_ago_fade() -> None:
     admission = WhileUsed(1000)
     offer(admission, 1000)
-    admission.read_up(1000)
+    admission.promoted(1000)
     turnovers = 0
     while not admission.is_sampling:
         offer(admission, 1000)

@@ -46,7 +46,7 @@ class WhileUsed(AdmissionFilter):
         """Whether only a sample is written."""
         return not self._unjudged and self._used < MIN_USES * self._written
 
-    def read_up(self, count: int) -> None:
+    def promoted(self, count: int) -> None:
         self._used += count
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:

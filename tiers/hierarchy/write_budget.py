@@ -35,8 +35,8 @@ class WriteBudget(AdmissionFilter):
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         self._inner.observe(chain, now)
 
-    def read_up(self, count: int) -> None:
-        self._inner.read_up(count)
+    def promoted(self, count: int) -> None:
+        self._inner.promoted(count)
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         if self._filled_at is not None:

@@ -38,12 +38,12 @@ def test_what_the_filter_refuses_takes_nothing_from_the_budget() -> None:
     assert budget.admit(make_keys(120), 0.0).count(True) == 40
 
 
-def test_the_filter_hears_what_was_read_up() -> None:
+def test_the_filter_hears_what_was_promoted() -> None:
     inner = WhileUsed(100)
     budget = WriteBudget(inner, 1e6)
     budget.admit(make_keys(100), 0.0)
     assert inner.is_sampling
-    budget.read_up(2)
+    budget.promoted(2)
     assert not inner.is_sampling
 
 
