@@ -29,13 +29,19 @@ from .mac_key import MacKey
 from .record import Seal
 from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
 from .ssd.folder import guard
-from .ssd.folder.check_result import IDENTITY, INDEX, SIZE, CheckResult
 from .ssd.folder.directory import StoreDirectory
-from .ssd.folder.identity_file import read_note
-from .ssd.folder.made_for import key_name, unpack
+from .ssd.folder.identity import key_name, read_note, unpack
 from .ssd.folder.opening import read_identity
-from .ssd.folder.reconcile import Reconciler
-from .ssd.folder.record_walk import Found, RecordFile, record_bytes_of
+from .ssd.folder.reconcile import (
+    IDENTITY,
+    INDEX,
+    SIZE,
+    CheckResult,
+    Found,
+    Reconciler,
+    RecordFile,
+    record_bytes_of,
+)
 from .ssd.index.index_file import (
     DATA_FILE,
     FORMAT_VERSION,

@@ -19,8 +19,7 @@ from ..errors import TierClosed
 from ..record import Defect, verify_record
 from ..tag import Proof
 from .disk.disk_queue import DiskQueue, Result
-from .disk.io_lane import Done
-from .disk.io_pool import GRACE_SECONDS, IoPool
+from .disk.io_pool import GRACE_SECONDS, Done, IoPool
 from .disk.slot_file import Scratch
 from .encoded_io import DecodingReader
 from .index.slot_index import Entry

@@ -25,8 +25,7 @@ from ..mac_key import MacKey
 from ..policies.choice import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
 from .disk.disk_queue import DiskQueue
-from .disk.io_lane import Done
-from .disk.io_pool import GRACE_SECONDS, IoPool
+from .disk.io_pool import GRACE_SECONDS, Done, IoPool
 from .disk.slot_file import Scratch, SlotFile
 from .folder.opening import open_store
 from .index.slot_index import LAST_GENERATION

@@ -55,9 +55,8 @@ from .disk.io_pool import GRACE_SECONDS
 from .index.index_file import EPOCH_SHIFT, IndexFile
 from .index.row_writer import OfferedBlocks, RowWriter
 from .index.slot_index import Entry
-from .record_writer import Batch, Placed, RecordWriter
+from .record_writer import Batch, Placed, RecordWriter, Write, WriteQueue
 from .state import Job, StoreState
-from .write_queue import Write, WriteQueue
 
 log = logging.getLogger(__name__)
 

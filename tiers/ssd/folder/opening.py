@@ -39,8 +39,7 @@ from ..index.slot_index import SlotIndex
 from ..state import StoreState
 from . import guard
 from .directory import StoreDirectory
-from .identity_file import Note, make_note, read_note, write_note
-from .made_for import full_namespace, identity_of, refuse
+from .identity import Note, full_namespace, identity_of, make_note, read_note, refuse, write_note
 
 log = logging.getLogger(__name__)
 
