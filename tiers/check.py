@@ -11,8 +11,7 @@ does not: the file says up to which generation. Nor does one dropped by name, wh
 erased. No payload is ever changed. Records that are sealed are verified with their key only;
 without it their headers are looked at, and no index is made of what nobody verified.
 
-Knows nothing of how the result is shown. Takes memory for each row, as the store does, and none
-for payloads.
+Takes memory for each row, as the store does, and none for payloads.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """A store that was down when it was to be opened: empty until it can be, then what it is.
 
 A thread tries again, at once at first and then ever more rarely. Until then every look-up is a miss
-and every block is refused, which costs nobody anything. Knows nothing of what it opens.
+and every block is refused, which costs nobody anything.
 """
 
 from __future__ import annotations

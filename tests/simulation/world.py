@@ -114,7 +114,7 @@ class World:
     def _choose_filter(self) -> str:
         # Drawn in two parts, the later one apart, so that seeds still mean what they meant before
         # there was a fourth filter.
-        name = self.rng.choice(["all", "reuse", "second-sight"])
+        name = self.rng.choice(["all", "reuse", "doorkeeper"])
         if name == "all":
             name = random.Random(f"filter {self.seed}").choice(["all", "while-used"])
         return name

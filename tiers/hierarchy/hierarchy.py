@@ -8,7 +8,6 @@ Inclusive, as it is unless told otherwise, a block read up stays below. Exclusiv
 first store, which so holds other blocks than the slab, and is written down again when its turn to
 be evicted comes. Either way a block written down stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
-Knows nothing of pools, devices or requests.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;

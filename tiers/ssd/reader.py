@@ -3,7 +3,7 @@
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
 forgotten. One that cannot be read is a miss and forgotten too, unless the machine was only short of
-something, such as memory. Knows nothing of how blocks get to the disk.
+something, such as memory.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
 
 Look-ups are answered from memory. Reads and writes go to a few threads each; see `reader.py` and
-`writer.py` for what they promise. Knows nothing of the slab above it but its buffers.
+`writer.py` for what they promise.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """A store that has to ask elsewhere: it knows of a block only after it was told of the prompt.
 
 The test gives the answers: `answer()` with what is there, `fail()` without. Kept in memory
-otherwise. Knows nothing of who asks.
+otherwise.
 """
 
 from __future__ import annotations

@@ -8,9 +8,13 @@ import random
 import pytest
 
 from stratakv.tiers.admission import AdmissionFilter, AdmitAll
-from stratakv.tiers.admission.while_used import WhileUsed
+from stratakv.tiers.admission.filters import (
+    BURST_SECONDS,
+    SECONDS_PER_DAY,
+    WhileUsed,
+    WriteBudget,
+)
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.hierarchy.write_budget import BURST_SECONDS, SECONDS_PER_DAY, WriteBudget
 
 from ..blocks import make_keys
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a store: checks what lies in the directory, fits it to the capacity, reads the index.
 
-Reads no payload, so opening takes as long for large blocks as for small ones. Knows nothing of
-threads; what it returns is used under the lock of the state it makes.
+Reads no payload, so opening takes as long for large blocks as for small ones. What it returns is
+used under the lock of the state it makes.
 """
 
 from __future__ import annotations
