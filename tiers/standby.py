@@ -109,8 +109,8 @@ class StandbyStore(StoreTier):
         if self._store is not None:
             self._store.touch(keys)
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return None if self._store is None else self._store.ask(keys)
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
+        return None if self._store is None else self._store.prefetch_lookup(keys)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return None if self._store is None else self._store.trial_read(seconds)

@@ -129,8 +129,8 @@ class FaultyStore(StoreTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return self._inner.ask(keys)
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
+        return self._inner.prefetch_lookup(keys)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return self._inner.trial_read(seconds)

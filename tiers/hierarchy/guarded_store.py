@@ -276,7 +276,7 @@ class GuardedStore:
         if not self.allows:
             return False
         try:
-            future = self.tier.ask(keys)
+            future = self.tier.prefetch_lookup(keys)
             when_done = None if future is None else future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self.count_fault(error)

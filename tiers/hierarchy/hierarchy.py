@@ -139,7 +139,7 @@ class Hierarchy:
             if store.tier.learns:
                 store.attempt(partial(store.tier.observe, chain, now))
 
-    def ask(self, keys: Sequence[bytes]) -> bool:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> bool:
         """A prompt was queued whose blocks are `keys`, head first. A store that is far away knows
         of a block only after it asked, so it asks now. True if one does; `version` changes when it
         has the answer."""
