@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..tiers.admission import DEFAULT_FILTER, AdmissionFilter, make_filter
+from ..tiers.admission import DEFAULT_FILTER, AdmissionFilter, WriteBudget, make_filter
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.codecs.choice import DEFAULT_CODEC, make_codec
 from ..tiers.cpu import CpuSlab
 from ..tiers.errors import TierDown
 from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
-from ..tiers.hierarchy.write_budget import WriteBudget
 from ..tiers.mac_key import MacKey
 from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, policy_factory
 from ..tiers.registry import TierRequest, open_tier

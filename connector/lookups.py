@@ -87,7 +87,7 @@ class Lookups:
         if lookup is None:
             return
         unknown = lookup.keys[len(lookup.prefix.tiers) :]
-        is_asked = bool(unknown) and self._hierarchy.ask(unknown)
+        is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown)
         if is_asked or lookup.prefix.asked:
             self._asked[request_id] = request
             self._lookups.pop(request_id, None)  # it was found before anybody was asked

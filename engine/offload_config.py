@@ -10,7 +10,7 @@ from pathlib import Path
 from ..connector.economics import Choice
 from ..tiers.admission import DEFAULT_FILTER, FILTERS, known_filters
 from ..tiers.errors import TierConfigError
-from ..tiers.fault_injection.targets import Drill, parse_drill
+from ..tiers.fault_injection.store import Drill, parse_drill
 from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
@@ -38,7 +38,7 @@ class OffloadConfig:
     policy: str = DEFAULT_POLICY
     load: str = Choice.AUTO.value
     load_failure: str = "recompute"
-    faults: str = ""  # of the tiers below cpu, on purpose; see tiers/fault_injection/targets.py
+    faults: str = ""  # of the tiers below cpu, on purpose; see tiers/fault_injection
     cpu_bytes: int = 4 * GIB
     cpu_huge_pages: bool = False
     ssd_path: Path | None = None

@@ -28,7 +28,7 @@ def is_busy(core: EngineCore) -> bool:
         core.scheduler._places.parked
         or len(connector._outgoing)
         or len(connector._incoming)
-        or hierarchy._reads
+        or hierarchy._promotions
         or hierarchy._write_backs.in_flight
     )
 

@@ -28,7 +28,7 @@ from stratakv.engine.scheduler.scheduler import RETRY_SECONDS
 from stratakv.tiers.base import Answer, Stored, StoreTier
 from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.hierarchy.breaker import BreakerState
+from stratakv.tiers.hierarchy.guarded_store import BreakerState
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.ssd.store import SsdStore
@@ -167,8 +167,8 @@ class Sweep:
     @property
     def breaker(self) -> BreakerState:
         """That of the store's two that is not closed, if one is."""
-        faults, name = self.hierarchy._faults, self.store.name
-        states = faults.breakers[name].state, faults.write_breakers[name].state
+        [store] = self.hierarchy._stores
+        states = store.breaker.state, store.write_breaker.state
         return next((state for state in states if state is not BreakerState.CLOSED), states[0])
 
     def ask(self, count: int = 1) -> None:

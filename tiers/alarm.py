@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The alarm: one thread that calls back when a deadline passes that nothing else would announce.
 
-Knows nothing of what the deadlines are for. The thread is started by the first deadline and sleeps
-until the next one.
+The thread is started by the first deadline and sleeps until the next one.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class StoreTier(ABC):
         """The tier above has just given these blocks up, given head first: what there is of them
         here is now the only copy, and as good as used. Memory only; unknown keys are ignored."""
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         """A prompt was queued whose blocks are `keys`, head first. A tier that has to ask elsewhere
         does so now, and `lookup` says PENDING of what it asked for. The future ends in a short
         time, with a result, when `lookup` knows. None: it knows already."""

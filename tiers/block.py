@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block noun: how a block is named (its key) and how its bytes lie (its layout).
 
-Knows nothing of where blocks are kept, of tensors or of requests. Everything here is part of the
-ABI described in `docs/abi.md`; golden vectors in `tests/tiers/test_block.py` keep it from drifting.
+Everything here is part of the ABI described in `docs/abi.md`; golden vectors in
+`tests/tiers/test_block.py` keep it from drifting.
 
     root   = SHA-256(canonical CBOR of the identity)
     digest = SHA-256(parent digest | token ids, little-endian int32 | canonical CBOR of the extras)

@@ -11,8 +11,7 @@ does not: the file says up to which generation. Nor does one dropped by name, wh
 erased. No payload is ever changed. Records that are sealed are verified with their key only;
 without it their headers are looked at, and no index is made of what nobody verified.
 
-Knows nothing of how the result is shown. Takes memory for each row, as the store does, and none
-for payloads.
+Takes memory for each row, as the store does, and none for payloads.
 """
 
 from __future__ import annotations
@@ -29,13 +28,19 @@ from .mac_key import MacKey
 from .record import Seal
 from .ssd.disk.space import HEADER_PAGE_BYTES, SpacePlan, plan_slots
 from .ssd.folder import guard
-from .ssd.folder.check_result import IDENTITY, INDEX, SIZE, CheckResult
 from .ssd.folder.directory import StoreDirectory
-from .ssd.folder.identity_file import read_note
-from .ssd.folder.made_for import key_name, unpack
+from .ssd.folder.identity import key_name, read_note, unpack
 from .ssd.folder.opening import read_identity
-from .ssd.folder.reconcile import Reconciler
-from .ssd.folder.record_walk import Found, RecordFile, record_bytes_of
+from .ssd.folder.reconcile import (
+    IDENTITY,
+    INDEX,
+    SIZE,
+    CheckResult,
+    Found,
+    Reconciler,
+    RecordFile,
+    record_bytes_of,
+)
 from .ssd.index.index_file import (
     DATA_FILE,
     FORMAT_VERSION,

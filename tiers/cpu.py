@@ -2,8 +2,7 @@
 """The CPU slab: one stretch of host memory cut into slots, one block each.
 
 The memory is all there from the start, and shared: another process of the host can map the same
-slots from `fd`. Knows nothing of devices, disks or requests; who fills and reads the slots is
-decided above (`reserve`/`commit`, `pin`/`unpin`).
+slots from `fd`. Who fills and reads the slots is decided above (`reserve`/`commit`, `pin`/`unpin`).
 
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │

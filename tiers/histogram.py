@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A histogram in plain numbers: what travels to whoever shows it.
-
-Knows nothing of names or of the form in which it is shown.
-"""
+"""A histogram in plain numbers: what travels to whoever shows it."""
 
 from __future__ import annotations
 

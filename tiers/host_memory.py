@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process can still be given, by its host and by its container.
-
-Knows nothing of who asks for it.
-"""
+"""How much memory this process can still be given, by its host and by its container."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from a file of its owner's, never made here.
     key of tags        HMAC-SHA256(key, "tag")
 
 The second keeps a record of one store from passing in another of the same key, where the names of
-blocks do not say which model they are of. Knows nothing of records.
+blocks do not say which model they are of.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """A store in a dict: the simplest tier that keeps the whole promise of `StoreTier`.
 
 It is the test double of every tier below the slab, and so part of the product: `fault` makes it
-slow, busy or broken at the calls a test chooses. Knows nothing of files, threads of its own (but
-for the timers that a delay needs), or the hierarchy above.
+slow, busy or broken at the calls a test chooses. It has no threads but the timers that a delay
+needs.
 """
 
 from __future__ import annotations

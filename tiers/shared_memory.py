@@ -8,7 +8,7 @@ kernel is asked to gather them into huge ones, which needs no setting of the hos
 refused: the disk of a virtual machine took three times as long for blocks on scattered pages.
 
 Its size is sealed before anybody else gets `fd`: whoever maps a memfd dies of SIGBUS where another
-has cut it short. Knows nothing of slots.
+has cut it short.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes as messages show them. Knows nothing of how sizes are read."""
+"""Numbers of bytes as messages show them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """A store that was down when it was to be opened: empty until it can be, then what it is.
 
 A thread tries again, at once at first and then ever more rarely. Until then every look-up is a miss
-and every block is refused, which costs nobody anything. Knows nothing of what it opens.
+and every block is refused, which costs nobody anything.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class StandbyStore(StoreTier):
         if self._store is not None:
             self._store.touch(keys)
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return None if self._store is None else self._store.ask(keys)
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
+        return None if self._store is None else self._store.prefetch_lookup(keys)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return None if self._store is None else self._store.trial_read(seconds)

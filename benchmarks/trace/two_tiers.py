@@ -76,7 +76,7 @@ class TwoTiers:
             self.lower.policy.touch(reversed(upper_hits + lower_hits))
         else:
             self.lower.policy.touch(reversed(lower_hits))
-            self.admission.read_up(len(lower_hits))
+            self.admission.promoted(len(lower_hits))
         self._take_up(chain, upper_hits, now)
 
     def _find(self, chain: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:

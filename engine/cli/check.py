@@ -17,7 +17,7 @@ from ...tiers.errors import TierConfigError
 from ...tiers.mac_key import MacKey, read_mac_key
 from ...tiers.settings.values import ConfigError
 from ...tiers.sizes import rough_size
-from ...tiers.ssd.folder.check_result import CheckResult
+from ...tiers.ssd.folder.reconcile import CheckResult
 from ..settings import readers
 
 DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."

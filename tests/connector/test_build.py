@@ -18,8 +18,7 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.fault_injection.plan import FaultPlan
 from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.mac_key import MacKey
-from stratakv.tiers.ssd.folder.identity_file import read_note
-from stratakv.tiers.ssd.folder.made_for import unpack
+from stratakv.tiers.ssd.folder.identity import read_note, unpack
 
 LAYOUT = BlockLayout(2, 4, 2, 80, "bfloat16")  # 5120 bytes: more than a page, not a whole number
 NUM_BLOCKS = 24

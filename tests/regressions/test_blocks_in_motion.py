@@ -89,7 +89,7 @@ def test_a_busy_server_beside_one_that_has_begun_to_write() -> None:
         with opened(one.port, two.port, queue_bytes=4 * SIZE) as store:
             slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
             hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER)
-            asked = store.ask([*at_one, *at_two])
+            asked = store.prefetch_lookup([*at_one, *at_two])
             if asked is not None:
                 asked.result(WAIT_SECONDS)
             with two.tenant_store()._changed:  # somebody keeps the second server waiting
@@ -250,7 +250,7 @@ class OldStore(MemoryStore):
     def store(self, *given: Any, **named: Any) -> Any:
         return [outcome is Stored.KEPT for outcome in super().store(*given, **named).result()]
 
-    def ask(self, keys: Sequence[bytes]) -> Any:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Any:
         return bool(keys)
 
 
@@ -261,7 +261,7 @@ def test_a_tier_whose_answers_are_no_futures() -> None:
     MemoryStore.store(store, keys[:2], [memoryview(payload_of(k, LAYOUT)) for k in keys[:2]])
     slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes)
     hierarchy = Hierarchy(slab, [store], wakeup=lambda: None, tagger=TAGGER, watermark=2.0)
-    assert not hierarchy.ask(keys)
+    assert not hierarchy.prefetch_lookup(keys)
     load = hierarchy.begin_load(keys[:2])
     assert load.done() and load.slots == [None, None]
     hierarchy.end_load(load)

@@ -26,7 +26,7 @@ from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.fault_injection.plan import parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.hierarchy.breaker import LATE_ANSWERS
+from stratakv.tiers.hierarchy.guarded_store import LATE_ANSWERS
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
@@ -34,7 +34,7 @@ from ..connector.order_checker import RecordingDevice
 from ..connector.order_walk import LAYOUT, Role, Walk
 from ..simulation.clock import VirtualClock, virtual_time
 from ..simulation.small_slab import small_slab
-from ..tiers.hierarchy.asking_store import AskingStore
+from ..tiers.hierarchy.prefetching_store import PrefetchingStore
 
 
 def test_652341014_a_refused_store_ahead_of_need(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,10 +135,10 @@ def test_a_flush_into_a_store_that_takes_nothing(faults: str) -> None:
         assert hierarchy.close(1.0)
 
 
-def asking_hierarchy() -> tuple[Hierarchy, AskingStore]:
+def prefetching_hierarchy() -> tuple[Hierarchy, PrefetchingStore]:
     """A slab over a store that is far away."""
     layout = BlockLayout(1, 4, 1, 8, "float32")
-    store = AskingStore(layout, 1000 * layout.page_bytes, name="remote")
+    store = PrefetchingStore(layout, 1000 * layout.page_bytes, name="remote")
     slab = CpuSlab(layout, 32 * layout.slot_bytes, populate_threads=1)
     return Hierarchy(slab, [store], wakeup=lambda: None), store
 
@@ -146,7 +146,7 @@ def asking_hierarchy() -> tuple[Hierarchy, AskingStore]:
 def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
     """`Lookups` remembered what it had found before the question, which the question did not
     change: the request computed everything unless the answer came before the next step."""
-    hierarchy, store = asking_hierarchy()
+    hierarchy, store = prefetching_hierarchy()
     side = OffloadScheduler(hierarchy, 4, CopySignal(), choice=Choice.LOAD)
     asks = SimpleNamespace(request_id="a", block_hashes=[bytes([1]) * 32], num_tokens=5)
     buffer = memoryview(bytearray(store.layout.page_bytes))
@@ -161,9 +161,9 @@ def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
 
 def test_blocks_that_are_computed_while_a_store_is_asked_for_them() -> None:
     """Write-back took the open question for a store under way, and never wrote the blocks."""
-    hierarchy, store = asking_hierarchy()
+    hierarchy, store = prefetching_hierarchy()
     names = [pack_key(bytes([number]) * 32) for number in range(3)]
-    assert hierarchy.ask(names)
+    assert hierarchy.prefetch_lookup(names)
     hierarchy.end_store(hierarchy.begin_store(names), ok=True)
     hierarchy.poll()
     store.answer()

@@ -66,7 +66,7 @@ def test_a_connection_for_calls_whose_other_end_is_gone() -> None:
         opened(server.port) as store,
     ):
         proxy.vanish()
-        future = store.ask(make_keys(1))
+        future = store.prefetch_lookup(make_keys(1))
         assert future is not None
         with pytest.raises(TierError):
             future.result(WAIT_SECONDS)

@@ -24,8 +24,8 @@ from stratakv.tiers.remote.transfer_queue import RemoteLate
 from stratakv.tiers.remote.transfers import Transfers
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk import slot_file
-from stratakv.tiers.ssd.disk.io_lane import IoLane
-from stratakv.tiers.ssd.disk.linux_aio import AioContext
+from stratakv.tiers.ssd.disk.disk_queue import AioContext
+from stratakv.tiers.ssd.disk.io_pool import IoLane
 from stratakv.tiers.ssd.folder import guard, opening
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile

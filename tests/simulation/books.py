@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from stratakv.tiers.hierarchy.breaker import MAX_PROBES
+from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT, SHARES_OF_SLAB
-from stratakv.tiers.hierarchy.writes import LATE_SHARE
+from stratakv.tiers.hierarchy.write_back import BATCHES_IN_FLIGHT, LATE_SHARE, SHARES_OF_SLAB
 
 
 def check_writes(hierarchy: Hierarchy) -> None:
@@ -23,12 +22,12 @@ def check_writes(hierarchy: Hierarchy) -> None:
         # Of a slab of a few slots a batch is more than its share.
         most = max(LATE_SHARE, BATCHES_IN_FLIGHT / SHARES_OF_SLAB) * num_slots + BATCHES_IN_FLIGHT
         assert not late or pinned <= most
-        assert writes._traffic.late_write_blocks == sum(len(batch.keys) for batch in late)
+        assert writes._store.traffic.late_write_blocks == sum(len(batch.keys) for batch in late)
 
 
 def check_breakers(hierarchy: Hierarchy) -> None:
     """Soon after all is well: whoever works is asked, and written to if there is anything to
     write."""
     for store, write_back in zip(hierarchy._stores, hierarchy._write_backs._all, strict=True):
-        assert hierarchy._faults.allows(store), f"{store.name} is not asked any more"
+        assert store.allows, f"{store.name} is not asked any more"
         assert not (write_back._writes.is_broken and write_back._dirty), f"no writes: {store.name}"

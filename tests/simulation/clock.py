@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 from stratakv.tiers.alarm import Alarm
-from stratakv.tiers.hierarchy import completions
-from stratakv.tiers.hierarchy.breaker import Breaker
+from stratakv.tiers.hierarchy import mailbox
+from stratakv.tiers.hierarchy.guarded_store import Breaker
 
 PRODUCT = "stratakv."
 
@@ -97,7 +97,7 @@ class VirtualEvent:
 
 
 class _Threading:
-    """The part of `threading` that completions use."""
+    """The part of `threading` that a mailbox uses."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.Event = functools.partial(VirtualEvent, clock)
@@ -122,5 +122,5 @@ def virtual_time(
             for name, part in real.items():
                 if module_name.startswith(PRODUCT) and vars(module).get(name) is part:
                     stack.enter_context(mock.patch.object(module, name, virtual[name]))
-        stack.enter_context(mock.patch.object(completions, "threading", _Threading(clock)))
+        stack.enter_context(mock.patch.object(mailbox, "threading", _Threading(clock)))
         yield

@@ -97,7 +97,7 @@ class SimStore(StoreTier):
             return [self._rng.choice([Answer.MISS, Answer.PENDING, answer]) for answer in answers]
         return answers
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         new = [key for key in keys if key not in self._known and key not in self._asked]
         if not self.is_shared or not new:
             return None

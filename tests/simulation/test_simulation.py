@@ -30,7 +30,7 @@ from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.worker.model_runner import StepBatch
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.promotions import LoadTicket, Read, ReadUp
+from stratakv.tiers.hierarchy.promotions import LoadTicket, Promotion, Promotions
 from stratakv.tiers.tag import Proof
 
 from .store import MODES
@@ -126,17 +126,19 @@ def ignore_overtaken(self: OffloadWorker, meta: ConnectorMetadata) -> None:
     start_step(self, meta)
 
 
-def believe_every_read(self: ReadUp, read: Read, proofs: list[Proof | None], fault: str) -> None:
+def believe_every_read(
+    self: Promotions, promotion: Promotion, proofs: list[Proof | None], fault: str
+) -> None:
     """A read that found nothing, or found it damaged, counts as good."""
-    end_read(self, read, [Proof(b"", b"")] * len(read.keys))
+    end_promotion(self, promotion, [Proof(b"", b"")] * len(promotion.keys))
 
 
-def publish_torn_reads(self: ReadUp, read: Read, future: Future[Any]) -> None:
+def publish_torn_reads(self: Promotions, promotion: Promotion, future: Future[Any]) -> None:
     """A read whose answer makes no sense counts as good."""
     if future.exception(0) is None:
-        end_read(self, read, [Proof(b"", b"")] * len(read.keys))
+        end_promotion(self, promotion, [Proof(b"", b"")] * len(promotion.keys))
     else:
-        arrived(self, read, future)
+        arrived(self, promotion, future)
 
 
 def forget_to_unpin(self: Hierarchy, ticket: LoadTicket) -> None:
@@ -189,8 +191,8 @@ def report_a_failure(*fields: Any, **named: Any) -> LoadReport:
 drop = Hierarchy.drop
 follow = StepBatch.follow
 start_step = OffloadWorker.start_step
-end_read = ReadUp._end
-arrived = ReadUp._arrived
+end_promotion = Promotions._end
+arrived = Promotions._arrived
 update_from_worker = OffloadScheduler.update_from_worker
 
 
@@ -199,8 +201,8 @@ update_from_worker = OffloadScheduler.update_from_worker
     [
         (OffloadWorker, "wait_before_forward", wait_for_nothing),
         (OffloadWorker, "start_step", ignore_overtaken),
-        (ReadUp, "_end", believe_every_read),
-        (ReadUp, "_arrived", publish_torn_reads),
+        (Promotions, "_end", believe_every_read),
+        (Promotions, "_arrived", publish_torn_reads),
         (Hierarchy, "end_load", forget_to_unpin),
         (CopySignal, "wake", wake_nobody),
         (OffloadScheduler, "update_from_worker", keep_reports),

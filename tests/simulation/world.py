@@ -26,7 +26,7 @@ from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.scheduler import LOAD_FAILED, RETRY_SECONDS
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.writes import STALL_SECONDS
+from stratakv.tiers.hierarchy.write_back import STALL_SECONDS
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
 
 from ..engine.scheduler.conftest import SIZE, reference
@@ -114,7 +114,7 @@ class World:
     def _choose_filter(self) -> str:
         # Drawn in two parts, the later one apart, so that seeds still mean what they meant before
         # there was a fourth filter.
-        name = self.rng.choice(["all", "reuse", "second-sight"])
+        name = self.rng.choice(["all", "reuse", "doorkeeper"])
         if name == "all":
             name = random.Random(f"filter {self.seed}").choice(["all", "while-used"])
         return name

@@ -17,9 +17,9 @@ import pytest
 from stratakv.tiers.base import Stored
 from stratakv.tiers.block import BlockLayout, pack_key
 from stratakv.tiers.cpu import CpuSlab
+from stratakv.tiers.hierarchy.guarded_store import Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.promotions import LoadTicket
-from stratakv.tiers.hierarchy.traffic import Traffic
 from stratakv.tiers.memory import MemoryStore
 from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.tag import Proof, Proofs

@@ -7,10 +7,16 @@ import sys
 
 import pytest
 
-from stratakv.tiers.admission import DEFAULT_FILTER, FILTERS, AdmissionFilter, AdmitAll, make_filter
+from stratakv.tiers.admission import (
+    DEFAULT_FILTER,
+    FILTERS,
+    AdmissionFilter,
+    AdmitAll,
+    known_filters,
+    make_filter,
+)
+from stratakv.tiers.admission.filters import MIN_NAMES, Doorkeeper, WhileUsed
 from stratakv.tiers.admission.reuse import MIN_BLOCKS, ReuseFilter
-from stratakv.tiers.admission.second_sight import MIN_NAMES, SecondSight
-from stratakv.tiers.admission.while_used import WhileUsed
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.base import EvictionPolicy
 from stratakv.tiers.policies.choice import POLICIES
@@ -34,7 +40,9 @@ def learned(blocks_below: int = 10_000) -> ReuseFilter:
 def test_filters_have_names() -> None:
     assert isinstance(make_filter(DEFAULT_FILTER, 100), WhileUsed)
     assert isinstance(make_filter("all", 100), AdmitAll)
-    assert set(FILTERS) == {"while-used", "all", "second-sight", "reuse"}
+    assert set(FILTERS) == {"while-used", "all", "doorkeeper", "reuse"}
+    assert isinstance(make_filter("second-sight", 100), Doorkeeper), "its name until now"
+    assert "second-sight" in known_filters()
     with pytest.raises(TierConfigError, match="no admission filter 'some'; there are: while-used"):
         make_filter("some", 100)
 
@@ -77,7 +85,7 @@ def test_what_is_used_is_written() -> None:
     admission = WhileUsed(1000)
     for _ in range(200):
         assert len(offer(admission, 100)) == 100
-        admission.read_up(3)
+        admission.promoted(3)
 
 
 def test_a_sample_that_is_used_has_everything_written_again() -> None:
@@ -85,7 +93,7 @@ def test_a_sample_that_is_used_has_everything_written_again() -> None:
     offer(admission, 3000)
     offered = 0
     while admission.is_sampling:
-        admission.read_up(len(offer(admission, 100)) // 2)  # every second one comes back
+        admission.promoted(len(offer(admission, 100)) // 2)  # every second one comes back
         offered += 100
         assert offered < 500, "half a turnover is enough to find out"
     assert len(offer(admission, 100)) == 100
@@ -94,7 +102,7 @@ def test_a_sample_that_is_used_has_everything_written_again() -> None:
 def test_uses_of_long_ago_fade() -> None:
     admission = WhileUsed(1000)
     offer(admission, 1000)
-    admission.read_up(1000)
+    admission.promoted(1000)
     turnovers = 0
     while not admission.is_sampling:
         offer(admission, 1000)
@@ -102,8 +110,8 @@ def test_uses_of_long_ago_fade() -> None:
     assert 2 <= turnovers <= 5
 
 
-def test_second_sight_admits_what_two_prompts_asked_for() -> None:
-    admission = SecondSight(100)
+def test_the_doorkeeper_admits_what_two_prompts_asked_for() -> None:
+    admission = Doorkeeper(100)
     admission.observe([b"a", b"b"], 0.0)
     admission.observe([b"a", b"c"], 0.0)
     assert admission.admit([b"c", b"a", b"d", b"b"], 0.0) == [False, True, False, False]
@@ -166,7 +174,7 @@ def test_what_no_prompt_told_of_is_admitted() -> None:
     assert learned().admit([b"unknown"], 4000.0) == [True]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("reuse", MIN_BLOCKS), ("second-sight", MIN_NAMES)])
+@pytest.mark.parametrize(("name", "limit"), [("reuse", MIN_BLOCKS), ("doorkeeper", MIN_NAMES)])
 def test_memory_is_bounded(name: str, limit: int) -> None:
     admission = make_filter(name, 100)
     chains = [chain_of(str(i), 20) for i in range(2000)]

@@ -86,7 +86,7 @@ def test_while_it_is_down_it_is_empty_and_takes_nothing(
     store.observe(keys(1), 1.0)
     assert not store.learns
     assert store.drop(keys(1)) == 0
-    assert store.ask(keys(1)) is None and store.trial_read(0.0) is None
+    assert store.prefetch_lookup(keys(1)) is None and store.trial_read(0.0) is None
     assert store.stats().errors == {"down": 1}
     store.close(1.0)
 

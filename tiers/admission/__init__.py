@@ -2,18 +2,20 @@
 """Keeps what decides whether a block is worth writing; never imports torch or the engine.
 
 base    the promise of a filter, and the one that admits everything
-choice  filters by name        while_used, second_sight, reuse    the others
+choice  filters by name        filters, reuse    the others
 contract    what any filter has to pass
 """
 
 from .base import AdmissionFilter, AdmitAll
 from .choice import DEFAULT_FILTER, FILTERS, known_filters, make_filter
+from .filters import WriteBudget
 
 __all__ = [
     "DEFAULT_FILTER",
     "FILTERS",
     "AdmissionFilter",
     "AdmitAll",
+    "WriteBudget",
     "known_filters",
     "make_filter",
 ]

@@ -19,7 +19,7 @@ class AdmissionFilter(ABC):
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds."""
 
-    def read_up(self, count: int) -> None:  # noqa: B027 - a hint, not a duty
+    def promoted(self, count: int) -> None:  # noqa: B027 - a hint, not a duty
         """So many blocks were asked for, found in the tier below and read."""
 
     @abstractmethod

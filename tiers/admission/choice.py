@@ -14,9 +14,8 @@ from ..errors import TierConfigError
 from ..registry import find_entry, installed
 from .base import AdmissionFilter, AdmitAll
 from .contract import check_filter_contract
+from .filters import Doorkeeper, WhileUsed
 from .reuse import ReuseFilter
-from .second_sight import SecondSight
-from .while_used import WhileUsed
 
 ENTRY_POINTS = "stratakv.admission"
 
@@ -26,21 +25,23 @@ FilterFactory = Callable[[int], AdmissionFilter]
 FILTERS: Mapping[str, FilterFactory] = {
     "while-used": WhileUsed,
     "all": lambda _blocks: AdmitAll(),
-    "second-sight": SecondSight,
+    "doorkeeper": Doorkeeper,
     "reuse": ReuseFilter,
 }
 DEFAULT_FILTER = "while-used"
+ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
 
 
 def known_filters() -> list[str]:
-    """All names: ours, then those that other packages bring."""
-    return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS)]))
+    """All names: ours, then those that other packages bring, then those of earlier versions."""
+    return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
     """A filter by name: one of ours, or of another package. Raises TierConfigError for a name that
     nobody brings and for a filter that cannot be loaded or does not keep the promise of
     `base.py`."""
+    name = ALIASES.get(name, name)
     if name in FILTERS:
         return FILTERS[name](blocks_below)
     point = find_entry(ENTRY_POINTS, "admission filter", name, tuple(FILTERS))

@@ -32,7 +32,7 @@ def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
         if number % 3:
             admission.observe(chain, now)
         _check_verdicts(admission, [*chain[::-1], b"new %d" % number], now)
-        admission.read_up(number % 4)
+        admission.promoted(number % 4)
 
 
 def _check_verdicts(admission: AdmissionFilter, keys: list[bytes], now: float) -> None:

@@ -11,9 +11,8 @@ What was refused and is asked for again is admitted when it is lost next, whatev
 it, unless its conversation has gone on without it. What comes before an admitted block is admitted
 too, since a block behind a hole serves nobody.
 
-Knows nothing of budgets (`../write_budget.py`), disks or threads. Blocks are remembered for four
-times the tier below, at least `MIN_BLOCKS` and no more than `MAX_BLOCKS`; one takes about 400
-bytes.
+Blocks are remembered for four times the tier below, at least `MIN_BLOCKS` and no more than
+`MAX_BLOCKS`; one takes about 400 bytes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 What a drill is to show is that a broken tier costs misses and nothing else, so the wrapper stays
 within the promise of `StoreTier`: a HIT still means the exact bytes, and buffers are touched only
-until the future ends. `plan.py` has the kinds of faults. Knows nothing of the store it wraps;
-damage to what lies on a disk is not its matter.
+until the future ends. `plan.py` has the kinds of faults. Damage to what lies on a disk is not its
+matter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import heapq
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..alarm import Alarm
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
-from ..errors import InvalidBlock, TierBusy, TierClosed, TierError
+from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
 from ..tag import Proof, Proofs
-from .plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan
+from .plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan, parse_faults, parse_rule
+
+MAX_SEED = 2**63 - 1
+_SEED = "seed="
 
 REORDER_SECONDS = 0.1  # a completion that nothing passes stands back no longer than this
 
@@ -125,8 +129,8 @@ class FaultyStore(StoreTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return self._inner.ask(keys)
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
+        return self._inner.prefetch_lookup(keys)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return self._inner.trial_read(seconds)
@@ -309,3 +313,59 @@ class FaultyStore(StoreTier):
         if times:
             name = f"injected_{call}_{kind}"
             self._counts[name] = self._counts.get(name, 0) + times
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """Which faults befall which tiers of a running engine: the plan of each that is to fail.
+
+    In its text form a rule of `plan.py` may begin with the tier that it is for, and one item may be
+    the seed of the choice of faults:
+
+        load:error=0.1                       every tier below the slab
+        ssd:load:delay=0.2,net:store:hang=1  one each
+        load:error=0.1,seed=7                the same calls give the same faults again; else 0
+    """
+
+    plans: Mapping[str, FaultPlan]
+    seed: int = 0
+
+    def wrap(self, store: StoreTier) -> StoreTier:
+        """The store with its faults, if it has any."""
+        plan = self.plans.get(store.name)
+        return store if plan is None else FaultyStore(store, plan, seed=self.seed)
+
+
+def parse_drill(text: str, tiers: Sequence[str]) -> Drill:
+    """The drill of a text for the tiers below the slab of these names. Raises TierConfigError."""
+    rules: dict[str, list[str]] = {}
+    seed: int | None = None
+    for item in [part.strip() for part in text.split(",")]:
+        if item.startswith(_SEED):
+            seed = _parse_seed(item, seed)
+            continue
+        tier, _, rule = item.partition(":")
+        if ":" not in rule:
+            tier, rule = "", item
+            parse_rule(rule)
+        elif tier not in tiers:
+            known = (
+                f"those below cpu are {', '.join(tiers)}" if tiers else "there is none below cpu"
+            )
+            raise TierConfigError(f"{item!r} is for a tier {tier!r} that cannot fail; {known}")
+        for name in [tier] if tier else tiers:
+            rules.setdefault(name, []).append(rule)
+    if not tiers:
+        raise TierConfigError(
+            "faults befall tiers below cpu, and there is none; add one or drop them"
+        )
+    return Drill({name: parse_faults(",".join(rules[name])) for name in rules}, seed or 0)
+
+
+def _parse_seed(item: str, earlier: int | None) -> int:
+    digits = item.removeprefix(_SEED)
+    if earlier is not None or not (digits.isascii() and digits.isdecimal()):
+        raise TierConfigError(f"a drill takes one seed, a whole number as in seed=7, not {item!r}")
+    if len(digits) > len(str(MAX_SEED)) or int(digits) > MAX_SEED:
+        raise TierConfigError(f"a drill's seed is at most {MAX_SEED}, not {digits[:40]}")
+    return int(digits)

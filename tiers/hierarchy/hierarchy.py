@@ -8,7 +8,6 @@ Inclusive, as it is unless told otherwise, a block read up stays below. Exclusiv
 first store, which so holds other blocks than the slab, and is written down again when its turn to
 be evicted comes. Either way a block written down stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
-Knows nothing of pools, devices or requests.
 
 A caller may rely on this:
 - no method but `flush` and `close` waits for a disk or a socket;
@@ -21,26 +20,19 @@ A caller must do this:
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..admission import AdmissionFilter, AdmitAll
-from ..alarm import Alarm
 from ..base import Answer, SlabTier, StoreTier, TierStats
 from ..tag import Proof, Proofs, Tagger
-from .completions import Completions
-from .faults import Faults
-from .loads import Loads
+from .guarded_store import GuardedStore, Traffic
 from .look_up import LookUp
-from .pending_lookups import Asking
-from .probes import Probes
-from .promotions import LoadTicket, ReadUp
+from .mailbox import Mailbox
+from .promotions import LoadTicket, Promotions
 from .tickets import Prefix, StoreTicket
-from .traffic import Traffic
-from .write_backs import WriteBacks
-from .writes import WRITE_SECONDS
+from .write_back import WRITE_SECONDS, WriteBacks
 
 WATERMARK = 0.25
 READ_SECONDS = 5.0
@@ -70,60 +62,26 @@ class Hierarchy:
         tagger: Tagger | None = None,
     ) -> None:
         self._slab = slab
-        self._stores = list(stores)
-        self._inclusive = inclusive
         self._admission = AdmitAll() if admission is None else admission
         self._tagger = tagger
-        self._wakeup = wakeup
-        self._is_due = True  # something has happened since the last `poll`
-        self._poll_at = 0.0
-        self._alarm = Alarm(self._ring)
-        self._completions = Completions(self._ring)
-        self._faults = Faults(self._stores)
-        self._traffic = {store.name: Traffic() for store in self._stores}
-        self._reads = ReadUp(
-            slab,
-            read_seconds=read_seconds,
-            deliver=self._completions.deliver,
-            set_alarm=self._alarm.at,
-            promoted=self._promoted,
-            faults=self._faults,
-            traffic=self._traffic,
-            tagger=tagger,
-        )
-        self._asking = Asking(self._stores, self._faults, self._completions.deliver, self._answered)
-        self._look_up = LookUp(slab, self._stores, self._reads, self._faults, self._asking)
+        self._mailbox = Mailbox(wakeup)
+        self._stores = [
+            GuardedStore(
+                store, self._mailbox, read_seconds=read_seconds, write_seconds=write_seconds
+            )
+            for store in stores
+        ]
         self._write_backs = WriteBacks(
             slab,
             self._stores,
             watermark=watermark,
-            write_seconds=write_seconds,
-            deliver=self._completions.deliver,
-            set_alarm=self._alarm.at,
-            unpin=self._unpin,
-            forget=self._forget,
             admission=self._admission,
-            faults=self._faults,
-            traffic=self._traffic,
+            inclusive=inclusive,
         )
-        self._loads = Loads(
-            slab,
-            self._stores,
-            reads=self._reads,
-            look_up=self._look_up,
-            reserve=self._reserve,
-            unpin=self._unpin,
-            used=self._write_backs.used,
-            traffic=self._traffic,
-        )
-        self._probes = Probes(
-            self._stores,
-            self._faults,
-            deliver=self._completions.deliver,
-            set_alarm=self._alarm.at,
-        )
+        self._promotions = Promotions(slab, self._stores, self._write_backs, self._mailbox, tagger)
+        self._look_up = LookUp(slab, self._stores, self._promotions)
+        self._poll_at = 0.0
         self._epoch = 0
-        self._version = 0
         self._closed = False
 
     @property
@@ -139,7 +97,7 @@ class Hierarchy:
     @property
     def stores(self) -> Sequence[StoreTier]:
         """What lies below the slab, the fastest first."""
-        return self._stores
+        return [store.tier for store in self._stores]
 
     @property
     def is_shared(self) -> bool:
@@ -159,7 +117,7 @@ class Hierarchy:
     @property
     def version(self) -> int:
         """Changes whenever a ticket, or the answer of `find`, may have changed."""
-        return self._version + self._reads.version
+        return self._mailbox.version
 
     @property
     def learns(self) -> bool:
@@ -167,7 +125,7 @@ class Hierarchy:
         return (
             self._slab.learns
             or (self.has_stores and self._admission.learns)
-            or any(store.learns for store in self._stores)
+            or any(store.tier.learns for store in self._stores)
         )
 
     def observe(self, chain: Sequence[bytes]) -> None:
@@ -178,19 +136,21 @@ class Hierarchy:
         if self._stores:
             self._admission.observe(chain, now)
         for store in self._stores:
-            if store.learns:
-                self._faults.attempt(store, partial(store.observe, chain, now))
+            if store.tier.learns:
+                store.attempt(partial(store.tier.observe, chain, now))
 
-    def ask(self, keys: Sequence[bytes]) -> bool:
-        """A prompt was queued whose blocks are `keys`: stores that must ask elsewhere do so now.
-        True if one does; `version` changes when it has the answer."""
-        return self._asking.ask(keys)
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> bool:
+        """A prompt was queued whose blocks are `keys`, head first. A store that is far away knows
+        of a block only after it asked, so it asks now. True if one does; `version` changes when it
+        has the answer."""
+        is_open = [store.prefetch_lookup(keys) for store in self._stores]
+        return any(is_open)
 
     def find(self, keys: Sequence[bytes]) -> Prefix:
         """The longest run of leading keys that are in some tier. Changes nothing."""
         prefix = self._look_up.find(keys)
-        if not all(map(self._faults.allows, self._stores)):
-            self._is_due = True  # a store that failed to answer is to be probed
+        if not all(store.allows for store in self._stores):
+            self._mailbox.is_due = True  # a store that failed to answer is to be probed
         return prefix
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
@@ -200,13 +160,13 @@ class Hierarchy:
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """Pin what the slab has and read up the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
-        self._is_due = True
-        return self._loads.begin(keys)
+        self._mailbox.is_due = True
+        return self._promotions.begin(keys)
 
     def end_load(self, ticket: LoadTicket) -> None:
         """Give back the pins. Reads still under way go on, for whoever asks next."""
-        self._is_due = True
-        self._loads.end(ticket)
+        self._mailbox.is_due = True
+        self._promotions.end(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
         """Reserve slots for those blocks that the slab does not have. Keys come head first: short
@@ -215,12 +175,12 @@ class Hierarchy:
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
         if new:
-            for key, slot in zip(new, self._reserve(new, optional=True), strict=True):
+            for key, slot in zip(new, self._write_backs.reserve(new, optional=True), strict=True):
                 if slot is not None:
                     ticket.keys.append(key)
                     ticket.slots.append(slot)
             ticket.num_refused = len(new) - len(ticket.keys)
-            self._version += 1
+            self._mailbox.version += 1
         return ticket
 
     def end_store(
@@ -228,14 +188,14 @@ class Hierarchy:
     ) -> None:
         """The bytes are in the slots (`ok`, of all or of each), or never will be. `proofs[i]`, of
         each block of the ticket, came with it or was made when it was copied."""
-        self._is_due = True
+        self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
             verdicts = [False] * len(verdicts)
         kept = self._slab.commit(ticket.keys, verdicts, proofs)
         if kept:
             self._write_backs.added(kept)
-        self._version += 1
+        self._mailbox.version += 1
 
     def prove(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof] | None:
         """The proofs of blocks that an engine stores, whose bytes have these digests. None without
@@ -249,7 +209,7 @@ class Hierarchy:
     def withhold(self, ticket: StoreTicket) -> list[int]:
         """The ticket's end, as for blocks that will never come, where somebody may still write to
         the slots: they stay out of use until `restore` is given them."""
-        self._version += 1
+        self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
     def restore(self, slots: Sequence[int]) -> None:
@@ -260,16 +220,17 @@ class Hierarchy:
         """Take in completions, give up what is late, write back and probe what is due. True if
         anything that a ticket or `find` could show has changed."""
         now = time.monotonic()
-        if not self._is_due and now < self._poll_at:
+        if not self._mailbox.is_due and now < self._poll_at:
             return False
-        self._is_due, self._poll_at = False, now + POLL_SECONDS
+        self._mailbox.is_due, self._poll_at = False, now + POLL_SECONDS
         before = self.version
-        self._completions.take()
-        if self._reads:
-            self._reads.give_up_late()
-        if not self._write_backs.pump(reading=bool(self._reads)):
-            self._is_due = True
-        self._probes.run()
+        self._mailbox.take()
+        if self._promotions:
+            self._promotions.give_up_late()
+        if not self._write_backs.pump(reading=bool(self._promotions)):
+            self._mailbox.is_due = True
+        for store in self._stores:
+            store.probe_when_due()
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
@@ -277,33 +238,35 @@ class Hierarchy:
         could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
 
         def wait(seconds: float) -> None:
-            self._completions.wait(seconds)
-            self._completions.take()
-            self._probes.run()
+            self._mailbox.wait(seconds)
+            self._mailbox.take()
+            for store in self._stores:
+                store.probe_when_due()
 
         return self._write_backs.flush(timeout_seconds, wait)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed
         when it is given back, what is on its way is forgotten when it arrives."""
-        self._is_due = True
-        self._forget(list(keys))
-        self._reads.drop(keys)
+        self._mailbox.is_due = True
+        self._slab.forget(keys)
+        self._mailbox.version += 1
+        self._promotions.drop(keys)
         self._write_backs.drop(keys)
         for store in self._stores:
-            self._faults.attempt(store, partial(store.drop, keys), writing=True)
+            store.drop(keys)
 
     def clear(self, *, sweep: bool = True) -> None:
         """Forget every block in every tier. What is pinned now is forgotten at once and its slot
         freed when it is given back; what is on its way is forgotten when it arrives. With `sweep`
         false the slots are left for `sweep` to free, which takes far longer than forgetting."""
         self._epoch += 1
-        self._version += 1
+        self._mailbox.version += 1
         self._slab.clear()
-        self._reads.clear()
+        self._promotions.clear()
         self._write_backs.clear()
         for store in self._stores:
-            self._faults.attempt(store, store.clear)
+            store.attempt(store.tier.clear)
         if sweep:
             self.sweep(self._slab.num_slots)
 
@@ -314,16 +277,12 @@ class Hierarchy:
     def stats(self) -> dict[str, TierStats]:
         """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
         slab = self._slab.stats()
-        slab.dropped_stores += sum(traffic.lost_blocks for traffic in self._traffic.values())
-        result = {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
-        self._faults.add_to(result)
-        return result
+        slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
+        return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
 
     def traffic(self) -> dict[str, Traffic]:
         """A copy of what moved between the slab and each store, the fastest first."""
-        for name, traffic in self._traffic.items():
-            self._faults.show(name, traffic)
-        return copy.deepcopy(self._traffic)
+        return {store.name: store.copy_traffic() for store in self._stores}
 
     def close(self, timeout_seconds: float) -> bool:
         """Close the stores, then the slab. False if a store still uses slots after that time: the
@@ -331,52 +290,19 @@ class Hierarchy:
         if self._closed:
             return not self._is_used()
         self._closed = True
-        self._alarm.close()
+        self._mailbox.close()
         deadline = time.monotonic() + timeout_seconds
         for place, store in enumerate(self._stores):
             # Its share of the time, so that one that hangs leaves something for the next.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
-            self._faults.attempt(store, partial(store.close, left))
-        self._completions.take()
+            store.attempt(partial(store.tier.close, left))
+        self._mailbox.take()
         while self._is_used() and (left := deadline - time.monotonic()) > 0:
-            self._completions.wait(left)
-            self._completions.take()
+            self._mailbox.wait(left)
+            self._mailbox.take()
         if not self._is_used():
             self._slab.close()
         return not self._is_used()
 
-    def _reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots, counting the blocks that are lost by it."""
-        threatened = self._write_backs.threatened(len(keys))
-        slots = self._slab.reserve(keys, optional=optional)
-        self._write_backs.evicted(threatened)
-        return slots
-
-    def _promoted(self, store: StoreTier, keys: list[bytes]) -> None:
-        """Blocks came up from a store. Exclusive, the first store need not keep them."""
-        if not store.is_shared:
-            self._admission.read_up(len(keys))
-        if self._inclusive or store is not self._stores[0] or not keys:
-            return
-        # Where that fails, it is kept twice.
-        self._faults.attempt(store, partial(store.drop, keys), writing=True)
-        self._write_backs.added(keys, store)
-
-    def _ring(self) -> None:
-        """From any thread: `poll` has something to do."""
-        self._is_due = True
-        self._wakeup()
-
-    def _answered(self) -> None:
-        self._version += 1
-
-    def _unpin(self, keys: list[bytes]) -> None:
-        self._slab.unpin(keys)
-
-    def _forget(self, keys: list[bytes]) -> None:
-        """Take blocks out of the slab; nobody finds them from now on."""
-        self._slab.forget(keys)
-        self._version += 1
-
     def _is_used(self) -> bool:
-        return bool(self._reads or self._write_backs.in_flight)
+        return bool(self._promotions or self._write_backs.in_flight)

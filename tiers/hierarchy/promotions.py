@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading up: batches on their way from a store into reserved slots, and who waits for them.
+"""Promotions: loads, and the batches on their way from a store into reserved slots of the slab.
 
-A block is read once however many loads wait for it. A read that misses its deadline fails for
-those who wait, but its slots stay reserved until it has really ended, because the store may still
-write to them; what it then brings is published for whoever asks next. Knows nothing of how slots
-and stores are chosen; `Hierarchy` does that.
+A load is of leading blocks: where one of them is in no tier, or the slab has no room for it, those
+behind it are of no use and are left alone. A block is read once however many loads wait for it. A
+promotion that misses its deadline fails for those who wait, but its slots stay reserved until it
+has really ended, because the store may still write to them; what it then brings is published for
+whoever asks next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
-from ..base import SlabTier, StoreTier
+from ..base import SlabTier
 from ..tag import Proof, Proofs, Tagger
-from .completions import Deliver
-from .faults import LATE, WRONG_TAG, Faults, check_answers, name_of
-from .traffic import Traffic
+from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
+from .mailbox import Mailbox
+from .write_back import WriteBacks
 
 MISSED = "missed"  # the store had not what it had said, or it was damaged
 
@@ -44,10 +44,10 @@ class LoadTicket:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class Promotion:
     """One batch on its way up."""
 
-    store: StoreTier
+    store: GuardedStore
     keys: list[bytes]
     began: float
     deadline: float
@@ -61,7 +61,7 @@ class Read:
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
-        """Have the ticket's block at `index` come from this read."""
+        """Have the ticket's block at `index` come with this promotion."""
         self.waiting.append((ticket, index))
         ticket.tiers[index] = self.store.name
         ticket.waiting += 1
@@ -75,111 +75,162 @@ class Read:
         self.waiting.clear()
 
 
-class ReadUp:
-    """The reads under way. `set_alarm` is asked to have `give_up_late` called at a moment
-    (seconds, monotonic clock); `promoted` is told which blocks a store has brought. With a `tagger`
-    only blocks that have its tag are published. Called by one thread."""
+class Promotions:
+    """The loads of a hierarchy and the promotions under way for them. With a `tagger` only blocks
+    that have its tag are published. Called by one thread."""
 
     def __init__(
         self,
         slab: SlabTier,
-        *,
-        read_seconds: float,
-        deliver: Deliver,
-        set_alarm: Callable[[float], None],
-        promoted: Callable[[StoreTier, list[bytes]], None],
-        faults: Faults,
-        traffic: Mapping[str, Traffic],
+        stores: Sequence[GuardedStore],
+        write_backs: WriteBacks,
+        mailbox: Mailbox,
         tagger: Tagger | None,
     ) -> None:
         self._slab = slab
+        self._stores = stores
+        self._write_backs = write_backs
+        self._mailbox = mailbox
         self._tagger = tagger
-        self._read_seconds = read_seconds
-        self._deliver = deliver
-        self._set_alarm = set_alarm
-        self._promoted = promoted
-        self._faults = faults
-        self._traffic = traffic  # by the name of a store
-        self._reads: list[Read] = []
-        self._by_key: dict[bytes, Read] = {}
-        self.version = 0  # changes with everything a ticket or a look-up could show
+        self._promotions: list[Promotion] = []
+        self._by_key: dict[bytes, Promotion] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._reads)
+        return bool(self._promotions)
 
-    def of(self, key: bytes) -> Read | None:
-        """The read that brings this block."""
+    def find(self, key: bytes) -> Promotion | None:
+        """The promotion that brings this block."""
         return self._by_key.get(key)
 
-    def start(
-        self, store: StoreTier, ticket: LoadTicket, indices: Sequence[int], slots: Sequence[int]
-    ) -> None:
-        """Read the ticket's blocks at `indices` into the reserved `slots`."""
-        keys = [ticket.keys[i] for i in indices]
-        now = time.monotonic()
-        read = Read(store, keys, now, now + self._read_seconds)
-        traffic = self._traffic[store.name]
-        traffic.active_promotions += 1
-        self._reads.append(read)
-        self._by_key.update(dict.fromkeys(keys, read))
-        for i in indices:
-            read.join(ticket, i)
-        self.version += 1
-        try:
-            future = store.load(keys, [self._slab.buffer(slot) for slot in slots])
-            when_done = future.add_done_callback
-        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
-            self._faults.count(store, error)
-            traffic.promotion_failures += 1
-            self._end(read, [None] * len(keys), name_of(error))
-            return
-        self._set_alarm(read.deadline)
-        when_done(lambda done: self._deliver(lambda: self._arrived(read, done)))
+    def begin(self, keys: Sequence[bytes]) -> LoadTicket:
+        """See `Hierarchy.begin_load`."""
+        pinned = self._slab.pin(keys)
+        ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys), begun=len(keys))
+        self._write_backs.used(
+            [key for key, slot in zip(keys, pinned, strict=True) if slot is not None]
+        )
+        missing = [i for i, slot in enumerate(pinned) if slot is None]
+        if missing:
+            self._promote(ticket, missing)
+        return ticket
+
+    def end(self, ticket: LoadTicket) -> None:
+        """See `Hierarchy.end_load`."""
+        if not ticket.ended:
+            ticket.ended = True
+            pairs = zip(ticket.keys, ticket.slots, strict=True)
+            self._slab.unpin([key for key, slot in pairs if slot is not None])
 
     def give_up_late(self) -> None:
-        """Fail the reads whose deadline has passed."""
+        """Fail the promotions whose deadline has passed."""
         now = time.monotonic()
-        for read in self._reads:
-            if not read.late and read.deadline <= now:
-                read.give_up()
-                self._faults.count(read.store, LATE)
-                self._traffic[read.store.name].promotion_failures += 1
-                self.version += 1
+        for promotion in self._promotions:
+            if not promotion.late and promotion.deadline <= now:
+                promotion.give_up()
+                promotion.store.count_fault(LATE)
+                promotion.store.traffic.promotion_failures += 1
+                self._mailbox.version += 1
 
     def clear(self) -> None:
         """Publish nothing of what is under way."""
-        for read in self._reads:
-            read.wanted = False
+        for promotion in self._promotions:
+            promotion.wanted = False
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Nobody is to hope for these blocks any more. The slab does not publish them."""
         for key in keys:
-            read = self._by_key.get(key)
-            if read is not None:
-                read.dropped.add(key)
+            promotion = self._by_key.get(key)
+            if promotion is not None:
+                promotion.dropped.add(key)
 
-    def _arrived(self, read: Read, future: Future[list[Proof | None]]) -> None:
-        traffic = self._traffic[read.store.name]
-        breaker = self._faults.breakers[read.store.name]
+    def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
+        """Fill the gaps of a ticket: join promotions under way, reserve slots for the others."""
+        keys = ticket.keys
+        joined = {i: found for i in missing if (found := self.find(keys[i])) is not None}
+        fresh = [i for i in missing if i not in joined]
+        places = dict(zip(fresh, find_stores(self._stores, [keys[i] for i in fresh]), strict=True))
+        lost = (
+            i
+            for i in missing
+            if (not joined[i].brings(keys[i]) if i in joined else places[i] is None)
+        )
+        end = next(lost, len(keys))
+        fresh = [i for i in fresh if i < end]
+        slots = dict(zip(fresh, self._write_backs.reserve([keys[i] for i in fresh]), strict=True))
+        for i in fresh:
+            place = places[i]
+            if slots[i] is None and place is not None:
+                place.traffic.promotion_allocation_failures += 1
+                end = i
+                break
+        self._cut(ticket, end, slots)
+        for i, promotion in joined.items():
+            if i < end:
+                promotion.join(ticket, i)
+        for store in self._stores:
+            chosen = {
+                i: slot
+                for i, slot in slots.items()
+                if slot is not None and i < end and places[i] is store
+            }
+            if chosen:
+                self._start(store, ticket, list(chosen), list(chosen.values()))
+
+    def _cut(self, ticket: LoadTicket, end: int, reserved: dict[int, int | None]) -> None:
+        """Give back pins and reservations from `end` on."""
+        spare = [ticket.keys[i] for i, slot in reserved.items() if i >= end and slot is not None]
+        self._slab.commit(spare, [False] * len(spare))
+        beyond = range(end, len(ticket.keys))
+        self._slab.unpin([ticket.keys[i] for i in beyond if ticket.slots[i] is not None])
+        ticket.slots[end:] = [None] * len(beyond)
+        ticket.begun = end
+
+    def _start(
+        self, store: GuardedStore, ticket: LoadTicket, indices: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Read the ticket's blocks at `indices` into the reserved `slots`."""
+        keys = [ticket.keys[i] for i in indices]
+        now = time.monotonic()
+        promotion = Promotion(store, keys, now, now + store.read_seconds)
+        store.traffic.active_promotions += 1
+        self._promotions.append(promotion)
+        self._by_key.update(dict.fromkeys(keys, promotion))
+        for i in indices:
+            promotion.join(ticket, i)
+        self._mailbox.version += 1
+        try:
+            future = store.tier.load(keys, [self._slab.buffer(slot) for slot in slots])
+            when_done = future.add_done_callback
+        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
+            store.count_fault(error)
+            store.traffic.promotion_failures += 1
+            self._end(promotion, [None] * len(keys), name_of(error))
+            return
+        self._mailbox.wake_at(promotion.deadline)
+        deliver = self._mailbox.deliver
+        when_done(lambda done: deliver(lambda: self._arrived(promotion, done)))
+
+    def _arrived(self, promotion: Promotion, future: Future[list[Proof | None]]) -> None:
+        store = promotion.store
         fault = MISSED
-        if read.late:
-            breaker.answered_late()
+        if promotion.late:
+            store.breaker.answered_late()
         try:
             proofs = future.result(timeout=0)
-            check_answers(proofs, read.keys)
-            proofs = self._tagged(read, proofs)
+            check_answers(proofs, promotion.keys)
+            proofs = self._tagged(promotion, proofs)
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
-            self._faults.count(read.store, error)
-            proofs = [None] * len(read.keys)
-            traffic.promotion_failures += not read.late  # a late one has been counted
+            store.count_fault(error)
+            proofs = [None] * len(promotion.keys)
+            store.traffic.promotion_failures += not promotion.late  # a late one has been counted
             fault = name_of(error)
         else:
-            if not read.late:
-                breaker.succeeded()
-            traffic.promotion_seconds.observe(time.monotonic() - read.began)
-        self._end(read, proofs, fault)
+            if not promotion.late:
+                store.breaker.succeeded()
+            store.traffic.promotion_seconds.observe(time.monotonic() - promotion.began)
+        self._end(promotion, proofs, fault)
 
-    def _tagged(self, read: Read, proofs: list[Proof | None]) -> list[Proof | None]:
+    def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
         """`proofs`, but None for a block whose tag is not of that name and those bytes. The store
         forgets it, so that it can be stored anew."""
         tagger = self._tagger
@@ -187,25 +238,26 @@ class ReadUp:
             return proofs
         wrong = {
             key
-            for key, proof in zip(read.keys, proofs, strict=True)
+            for key, proof in zip(promotion.keys, proofs, strict=True)
             if proof is not None and proof.tag != tagger.tag(key, proof.digest)
         }
         if not wrong:
             return proofs
-        self._faults.count(read.store, WRONG_TAG, len(wrong))
-        self._faults.attempt(read.store, partial(read.store.drop, sorted(wrong)), writing=True)
-        return [None if k in wrong else p for k, p in zip(read.keys, proofs, strict=True)]
+        promotion.store.count_fault(WRONG_TAG, len(wrong))
+        promotion.store.drop(sorted(wrong))
+        return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
-    def _end(self, read: Read, proofs: Proofs, fault: str = MISSED) -> None:
+    def _end(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
         """Publish what has come and pin it for those who wait. `fault`: why the rest did not."""
-        ok = [read.wanted and proof is not None for proof in proofs]
-        self._promoted(read.store, self._slab.commit(read.keys, ok, proofs))
-        self._reads.remove(read)
-        self._traffic[read.store.name].active_promotions -= 1
-        for key in read.keys:
+        ok = [promotion.wanted and proof is not None for proof in proofs]
+        store = promotion.store
+        self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
+        self._promotions.remove(promotion)
+        store.traffic.active_promotions -= 1
+        for key in promotion.keys:
             del self._by_key[key]
-        self.version += 1
-        waiting = [(ticket, i) for ticket, i in read.waiting if not ticket.ended]
+        self._mailbox.version += 1
+        waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
         # Not pinned anew for statistics or order: the commit has just made them the newest.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
         for (ticket, i), slot in zip(waiting, slots, strict=True):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-back: takes blocks that only the slab has down to the store below, ahead of their eviction.
+"""Write-back: takes blocks that only the slab has down to the stores, ahead of their eviction.
 
 While the slab has room nothing is written. Once it fills up, the blocks that came in from the pool
 are written, the longest unused first, in batches whose slots stay pinned until the store is done
 with them. A batch that is not full waits for more blocks, a moment at most and only while none of
 its own is about to be evicted: each costs a sync and a commit, however small. A store that cannot
 keep up delays nobody: the slab evicts what it must, and the blocks lost are counted. An admission
-filter may find a block not worth writing; it is asked again once the block was used again. Knows
-nothing of loads or requests, nor of what becomes of a batch (`writes.py` does), and has no thread:
-`Hierarchy` drives it from its own calls and from completions.
+filter may find a block not worth writing; it is asked again once the block was used again.
+
+A shared store is written to at once and without the filter, because others wait for what it gets.
+There is no thread: `Hierarchy` drives all this from its own calls and from completions.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from ..admission import AdmissionFilter
-from ..base import Answer, SlabTier, StoreTier
+from ..admission import AdmissionFilter, AdmitAll
+from ..base import Answer, SlabTier, Stored
 from ..block import ALIGNMENT
-from .completions import Deliver
-from .faults import Faults
-from .traffic import Traffic
-from .writes import Writes
+from ..errors import TierBusy
+from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.
@@ -34,38 +35,202 @@ BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
 SHARES_OF_SLAB = 8  # a batch is at most one of so many
 FILL_SECONDS = 1.0  # how long a batch waits to be full
+# While flushing: how often a store is looked at that does not end what it was given, and how soon
+# one is asked again that is busy with nothing of ours.
+LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
+# What a write may take. All that is in flight before it is at most three batches, which the slowest
+# disk worth having writes in that time.
+WRITE_SECONDS = 15.0
+# With something late in flight no more than this share of the slab is pinned by writes.
+LATE_SHARE = 0.5
+# In a flush a store is given up that has taken nothing for so long; the second is for one whose
+# breaker is open, and leaves time for a probe.
+STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Blocks being written."""
+
+    keys: list[bytes]
+    deadline: float
+    is_probe: bool
+    is_late: bool = False
+    is_wanted: bool = True  # False once everything was forgotten
+    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
+
+
+class Writes:
+    """The batches that one store is being given, from their pins to their end.
+
+        start ──► in flight ──(the future ends)──► unpinned
+                     └─(past its deadline)──► late ──(it ends after all)──► unpinned
+
+    A batch that is late has its breaker opened and keeps its slots, since the store may still read
+    them. Behind an open breaker one block at a time is written, to find out whether the store works
+    again. Called by one thread."""
+
+    def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
+        self._slab = slab
+        self._store = store
+        self._breaker = store.write_breaker
+        self._alarm_at = 0.0  # the last one that was set for a deadline
+        self._batches: list[Batch] = []
+        self._taken_at = 0.0  # since a flush began, when something was taken last
+        self._has_failed = False  # since a flush began
+
+    def __len__(self) -> int:
+        """Batches in flight."""
+        return len(self._batches)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the store is only probed."""
+        return not self._breaker.allows
+
+    def room(self, most_blocks: int, most_batches: int) -> int:
+        """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
+        now."""
+        if not self._store.allows:
+            return 0
+        if self.is_broken:
+            size = int(self._breaker.probe_due)
+        else:
+            usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
+            size = most_blocks if usual < most_batches else 0
+        if size and any(batch.is_late or batch.is_probe for batch in self._batches):
+            pinned = sum(len(batch.keys) for batch in self._batches)
+            size = min(size, int(LATE_SHARE * self._slab.num_slots) - pinned)
+        return max(0, size)
+
+    def start(self, keys: list[bytes], slots: list[int]) -> bool:
+        """Write pinned blocks. False, and they are given back, where the store is busy."""
+        deadline = time.monotonic() + self._store.write_seconds
+        batch = Batch(keys, deadline, is_probe=self.is_broken)
+        if batch.is_probe:
+            self._breaker.probe_began()
+        try:
+            buffers = [self._slab.buffer(slot) for slot in slots]
+            future = self._store.tier.store(keys, buffers, self._slab.proofs(keys))
+            when_done = future.add_done_callback
+        except TierBusy as error:
+            self._slab.unpin(keys)
+            self._store.count_fault(error)
+            self._end_probe(batch, answered=False)
+            return False
+        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
+            self._slab.unpin(keys)
+            self._fail(batch, error)
+            return True
+        self._batches.append(batch)
+        self._store.traffic.active_cascades += 1
+        self._watch()
+        deliver = self._store.mailbox.deliver
+        when_done(lambda done: deliver(lambda: self._ended(batch, done)))
+        return True
+
+    def give_up_late(self) -> None:
+        """Count the batches whose deadline has passed. Their slots stay pinned."""
+        if not self._batches:
+            return
+        now = time.monotonic()
+        for batch in self._batches:
+            if not batch.is_late and batch.deadline <= now:
+                batch.is_late = True
+                self._store.traffic.cascade_failures += 1
+                self._store.traffic.late_write_blocks += len(batch.keys)
+                self._store.count_fault(LATE_WRITE, writing=True)
+        self._watch()
+
+    def announce_probe(self) -> None:
+        """There is something to write: have `give_up_late` called when a probe is due."""
+        self._breaker.announce_probe(self._store.mailbox)
+
+    def forget(self) -> None:
+        """What is being written is to be dropped from the store when it has arrived."""
+        for batch in self._batches:
+            batch.is_wanted = False
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Those of these blocks that are being written are to be dropped when they have arrived."""
+        for batch in self._batches:
+            batch.dropped.update(set(keys).intersection(batch.keys))
+
+    def begin_flush(self) -> None:
+        """From now on look whether the store takes anything."""
+        self._taken_at, self._has_failed = time.monotonic(), False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a batch has failed since the flush began."""
+        return self._has_failed
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether the store has taken nothing for so long that it is to be given up."""
+        most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
+        return time.monotonic() - self._taken_at >= most
+
+    def _watch(self) -> None:
+        """Have an alarm set for the next deadline, unless one comes before: most batches end long
+        before theirs, and each alarm wakes two threads."""
+        if self._alarm_at <= time.monotonic():
+            waiting = [batch.deadline for batch in self._batches if not batch.is_late]
+            if waiting:
+                self._alarm_at = min(waiting)
+                self._store.mailbox.wake_at(self._alarm_at)
+
+    def _ended(self, batch: Batch, future: Future[list[Stored]]) -> None:
+        self._batches.remove(batch)
+        self._store.traffic.active_cascades -= 1
+        self._slab.unpin(batch.keys)
+        if batch.is_late:
+            self._store.traffic.late_write_blocks -= len(batch.keys)
+            self._breaker.answered_late()
+        try:
+            outcomes = future.result(timeout=0)
+            check_answers(outcomes, batch.keys)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(batch, error)
+            return
+        self._end_probe(batch, answered=True)
+        self._taken_at = time.monotonic()
+        if refused := outcomes.count(Stored.REFUSED):
+            self._store.count_fault(REFUSED, refused)
+        if Stored.DAMAGED in outcomes:
+            pairs = zip(batch.keys, outcomes, strict=True)
+            damaged = [key for key, outcome in pairs if outcome is Stored.DAMAGED]
+            self._store.count_fault(DAMAGED, len(damaged))
+            self._slab.forget(damaged)
+            self._store.mailbox.version += 1
+        unwanted = list(batch.dropped) if batch.is_wanted else batch.keys
+        if unwanted:
+            self._store.drop(unwanted)
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        self._store.traffic.cascade_failures += not batch.is_late  # a late one has been counted
+        self._store.count_fault(error, len(batch.keys), writing=True)
+        self._end_probe(batch, answered=False)
+        self._has_failed = True
+
+    def _end_probe(self, batch: Batch, *, answered: bool) -> None:
+        if batch.is_probe:
+            self._breaker.probe_ended(answered)
 
 
 class WriteBack:
-    """Moves blocks from `slab` to `store`. `watermark` is the fraction of slots below which free
-    slots start the writing; `fill_seconds` bounds the wait for a full batch; `unpin` gives slots
-    back; `forget` takes damaged blocks out of the slab; `set_alarm` is asked to have `pump` called
-    at a moment. Called by one thread."""
+    """Moves blocks from `slab` to one store. `watermark` is the fraction of slots below which free
+    slots start the writing. Called by one thread."""
 
     def __init__(
-        self,
-        slab: SlabTier,
-        store: StoreTier,
-        *,
-        watermark: float,
-        fill_seconds: float,
-        write_seconds: float,
-        deliver: Deliver,
-        set_alarm: Callable[[float], None],
-        unpin: Callable[[list[bytes]], None],
-        forget: Callable[[list[bytes]], None],
-        admission: AdmissionFilter,
-        faults: Faults,
-        traffic: Traffic,
+        self, slab: SlabTier, store: GuardedStore, watermark: float, admission: AdmissionFilter
     ) -> None:
         self._slab = slab
         self._store = store
-        self._fill_seconds = fill_seconds
-        self._set_alarm = set_alarm
-        self._admission = admission
-        self._faults = faults
-        self._traffic = traffic
-        self._low_slots = max(1, int(slab.num_slots * watermark))
+        self._admission = AdmitAll() if store.is_shared else admission
+        self._fill_seconds = 0.0 if store.is_shared else FILL_SECONDS
+        low_slots = max(1, int(slab.num_slots * watermark))
+        self._low_slots = slab.num_slots + 1 if store.is_shared else low_slots
         # Pinned slots cannot be evicted: all batches in flight hold at most three eighths.
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // SHARES_OF_SLAB))
@@ -74,17 +239,7 @@ class WriteBack:
         self._alarm_at = 0.0  # the last one that was set for it
         self._is_urgent = False  # some of `_dirty` will be evicted next
         self._refused: set[bytes] = set()  # by the filter; in the slab, or evicted meanwhile
-        self._writes = Writes(
-            slab,
-            store,
-            write_seconds=write_seconds,
-            deliver=deliver,
-            set_alarm=set_alarm,
-            unpin=unpin,
-            forget=forget,
-            faults=faults,
-            traffic=traffic,
-        )
+        self._writes = Writes(slab, store)
 
     @property
     def in_flight(self) -> int:
@@ -112,25 +267,27 @@ class WriteBack:
                 self._refused.discard(key)
                 self._dirty[key] = None
 
-    def threatened(self, coldest: Sequence[bytes], next_coldest: Sequence[bytes]) -> list[bytes]:
-        """Those of the blocks the slab is about to evict that are not written yet. The store is
-        told of the others, of which it has the last copy then. `next_coldest` go after them: what
-        is not written of those has to be now."""
-        lacking = [key for key in coldest if key in self._dirty] if self._dirty else []
-        self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_coldest)
-        if len(lacking) < len(coldest) and self._faults.allows(self._store):
-            clean = [key for key in reversed(coldest) if key not in self._dirty]
-            self._faults.attempt(self._store, partial(self._store.touch, clean))
+    def before_eviction(
+        self, candidates: Sequence[bytes], next_candidates: Sequence[bytes]
+    ) -> list[bytes]:
+        """Those of the eviction candidates that are not written yet. The store is told of the
+        others, of which it will have the last copy. What is not written of `next_candidates`,
+        which go after them, has to be now."""
+        lacking = [key for key in candidates if key in self._dirty] if self._dirty else []
+        self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_candidates)
+        if len(lacking) < len(candidates) and self._store.allows:
+            clean = [key for key in reversed(candidates) if key not in self._dirty]
+            self._store.attempt(partial(self._store.tier.touch, clean))
         return lacking
 
-    def evicted(self, threatened: Sequence[bytes]) -> None:
-        """The slab has made room: count those of `threatened` that are gone."""
-        answers = self._slab.lookup(threatened)
-        lost = [k for k, a in zip(threatened, answers, strict=True) if a is not Answer.HIT]
+    def after_eviction(self, lacking: Sequence[bytes]) -> None:
+        """The slab has made room: count those of the blocks not written that are gone."""
+        answers = self._slab.lookup(lacking)
+        lost = [k for k, a in zip(lacking, answers, strict=True) if a is not Answer.HIT]
         for key in lost:
             del self._dirty[key]
-        self._traffic.lost_blocks += len(lost)
-        self._traffic.lost_stores += bool(lost)
+        self._store.traffic.lost_blocks += len(lost)
+        self._store.traffic.lost_stores += bool(lost)
 
     def pump(self, *, reading: bool) -> bool:
         """Give up late batches, and start new ones if the slab is filling up: fewer while somebody
@@ -174,10 +331,10 @@ class WriteBack:
         self._dirty.clear()
         self._refused.clear()
         # A store may spend up to one unit of alignment on a header.
-        unit = self._store.layout.slot_bytes + ALIGNMENT
-        room = self._store.stats().capacity_bytes // unit
+        unit = self._store.tier.layout.slot_bytes + ALIGNMENT
+        room = self._store.tier.stats().capacity_bytes // unit
         newest_first = self._slab.keys()[::-1][:room]
-        answers = self._faults.lookup(self._store, newest_first)
+        answers = self._store.lookup(newest_first)
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -209,12 +366,12 @@ class WriteBack:
             self._full_at = now + self._fill_seconds
         if self._alarm_at <= now < self._full_at:
             self._alarm_at = self._full_at
-            self._set_alarm(self._full_at)
+            self._store.mailbox.wake_at(self._full_at)
         return now < self._full_at
 
     def _write(self, keys: list[bytes], *, filtered: bool = True) -> bool:
         """Start one batch. False where the store is busy; the blocks stay marked then."""
-        answers = self._faults.lookup(self._store, keys)
+        answers = self._store.lookup(keys)
         lacking = [k for k, a in zip(keys, answers, strict=True) if self._may_lack(a)]
         if filtered and lacking:
             lacking = self._admitted(lacking)
@@ -238,7 +395,7 @@ class WriteBack:
         for key in refused:
             del self._dirty[key]
         self._refused.update(refused)
-        self._traffic.unadmitted_blocks += len(refused)
+        self._store.traffic.unadmitted_blocks += len(refused)
         if len(self._refused) > 2 * self._slab.num_slots:
             self._forget_evicted()
         return [key for key, admitted in zip(keys, verdicts, strict=True) if admitted]
@@ -248,3 +405,91 @@ class WriteBack:
         refused = list(self._refused)
         answers = self._slab.lookup(refused)
         self._refused = {k for k, a in zip(refused, answers, strict=True) if a is Answer.HIT}
+
+
+class WriteBacks:
+    """The write-back of each store, and what follows for all of them from what happens in the slab.
+    With `inclusive` false the first store gives up what is promoted. Called by one thread."""
+
+    def __init__(
+        self,
+        slab: SlabTier,
+        stores: Sequence[GuardedStore],
+        *,
+        watermark: float,
+        admission: AdmissionFilter,
+        inclusive: bool,
+    ) -> None:
+        self._slab = slab
+        self._admission = admission
+        self._exclusive_store = stores[0] if stores and not inclusive else None
+        self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
+
+    @property
+    def in_flight(self) -> int:
+        """Batches being written."""
+        return sum(write_back.in_flight for write_back in self._all)
+
+    def added(self, keys: Sequence[bytes]) -> None:
+        """The slab has these blocks, head first; the stores may lack them."""
+        for write_back in self._all:
+            write_back.added(keys)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These blocks, head first, were used."""
+        for write_back in self._all:
+            write_back.used(keys)
+
+    def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
+        """These blocks came from a store."""
+        if not store.is_shared:
+            self._admission.promoted(len(keys))
+        if keys and store is self._exclusive_store:
+            store.drop(keys)  # where that fails, they are kept twice
+            self._all[0].added(keys)
+
+    def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
+        """Slots of the slab for these blocks; counts what is evicted for them unwritten."""
+        lacking: list[list[bytes]] = []
+        excess = len(keys) - self._slab.free_slots()
+        if excess > 0 and self._all:
+            coldest = self._slab.coldest(2 * excess)
+            now, later = coldest[:excess], coldest[excess:]
+            lacking = [write_back.before_eviction(now, later) for write_back in self._all]
+        slots = self._slab.reserve(keys, optional=optional)
+        for write_back, unwritten in zip(self._all, lacking, strict=False):
+            if unwritten:
+                write_back.after_eviction(unwritten)
+        return slots
+
+    def pump(self, *, reading: bool) -> bool:
+        """Start batches where they are due; False where a store was busy."""
+        taken = [write_back.pump(reading=reading) for write_back in self._all]
+        return all(taken)
+
+    def flush(self, timeout_seconds: float, wait: Callable[[float], None]) -> bool:
+        """See `Hierarchy.flush`. `wait` waits for completions, at most so long, and takes them
+        in."""
+        deadline = time.monotonic() + timeout_seconds
+        for write_back in self._all:
+            write_back.recheck()
+        while self._flush_some():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+        return all(write_back.is_flushed for write_back in self._all)
+
+    def _flush_some(self) -> bool:
+        going_on = [write_back.flush_some() for write_back in self._all]
+        return any(going_on)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Write none of these blocks."""
+        for write_back in self._all:
+            write_back.drop(keys)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for write_back in self._all:
+            write_back.clear()

@@ -5,7 +5,7 @@
                   cold   │   cold                     t2: used again    evicted from t1, t2
 
 A key that comes back while b1 knows it says that t1 should have been larger, one that b2 knows the
-opposite; `target` is the share of t1 that follows. Knows nothing of what a key names.
+opposite; `target` is the share of t1 that follows.
 
 Two things are not as in the paper, because an owner makes room before it says what came: a key that
 comes back moves the target after that eviction instead of before it, and a tie between t1 and the

@@ -3,7 +3,7 @@
 
 For whoever writes a policy, also outside this project: call it with what makes one. It plays an
 owner that prompts, evicts, drops and asks in every way it may, the same in every run, and takes
-some tens of milliseconds. Knows nothing of which order is a good one.
+some tens of milliseconds. Which order is a good one it does not judge.
 """
 
 from __future__ import annotations

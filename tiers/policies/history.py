@@ -2,8 +2,8 @@
 """The history: which blocks prompts used and when, whether their owner holds them or not.
 
 What was evicted teaches as much as what was kept, so blocks are remembered beyond their eviction:
-up to a limit; one takes about 400 bytes. Tells the
-model when runs are used again, and the queues which runs there are. Knows nothing of who goes next.
+up to a limit; one takes about 400 bytes. Tells the model when runs are used again, and the queues
+which runs there are.
 """
 
 from __future__ import annotations

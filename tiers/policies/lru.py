@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least recently used: the key that was used longest ago goes first.
 
-Knows nothing of what a key names. An OrderedDict rather than a plain dict: taking from the cold
-end of a dict walks over the holes that earlier evictions left there.
+An OrderedDict rather than a plain dict: taking from the cold end of a dict walks over the holes
+that earlier evictions left there.
 """
 
 from __future__ import annotations

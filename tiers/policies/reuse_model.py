@@ -5,7 +5,7 @@ For each class, time since the last use is cut into bins that grow with age; a b
 fell into it and the seconds that were waited in it. What waits still, or was given up, counts as
 waiting, so a class that is never used again is known for it. A class is a tuple, and its parent the
 tuple without its last part: a class with few uses is believed to be its parent times one factor,
-until its own bins have something to say. Knows nothing of blocks, prompts or tiers.
+until its own bins have something to say.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Runs of one class and one bin of ages are worth the same, and the oldest goes first. A run moves on
 to the next queue when its age leaves the bin, which happens a few dozen times in its life at most,
-so that nothing is done for each block or at each moment. Knows nothing of prompts or owners.
+so that nothing is done for each block or at each moment.
 """
 
 from __future__ import annotations

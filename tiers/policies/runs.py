@@ -5,8 +5,6 @@ A prompt uses a chain from its head on. So of what earlier prompts used it takes
 and each block is in one run, that of the last prompt which used it:
 
     prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
-
-Knows nothing of eviction, or of who holds which blocks.
 """
 
 from __future__ import annotations

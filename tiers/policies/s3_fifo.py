@@ -9,7 +9,7 @@ move when the owner removes the victims that it was told: until then the moves a
 `victims` changes nothing. A plan is forgotten when a key comes in or is used; a key that is removed
 without one only leaves its queue, and becomes a ghost if that was the small one. Where moving keys
 to main fills it, the paper evicts from it as well as from the small queue; here that eviction is
-the one that was asked for. Knows nothing of what a key names.
+the one that was asked for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tier that other engines share: blocks on one cache server or several.
 
-`lookup` goes by what is believed; `ask` has the servers asked about a whole prompt when its request
-is queued. Blocks are divided among the servers by rendezvous. Whatever goes wrong with a server is
-a miss, and counted.
+`lookup` goes by what is believed; `prefetch_lookup` has the servers asked about a whole prompt when
+its request is queued. Blocks are divided among the servers by rendezvous. Whatever goes wrong with
+a server is a miss, and counted.
 """
 
 from __future__ import annotations
@@ -191,12 +191,12 @@ class RemoteStore(StoreTier):
                 answers[i] = answer
         return answers
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         self._check_open()
         futures: list[Future[None]] = []
         for server, places in self._divided(keys):
             if not server.clearing:
-                futures += server.link.ask([keys[i] for i in places])
+                futures += server.link.prefetch_lookup([keys[i] for i in places])
         if not futures:
             return None
         return all_of(futures, lambda: None)

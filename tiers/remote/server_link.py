@@ -119,7 +119,7 @@ class ServerLink:
                 self._is_up = False
                 self._changed.notify_all()
 
-    def ask(self, keys: Sequence[bytes]) -> list[Future[None]]:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
         """Ask which of these blocks the server has, in as few calls as can be. The futures end
         when `presence` knows, with a RemoteError where the server did not say."""
         asked = self.presence.to_ask(keys) if self._is_up else []

@@ -3,7 +3,7 @@
 
 A record that is not exactly the expected one is a miss: it is counted by its defect and its entry
 forgotten. One that cannot be read is a miss and forgotten too, unless the machine was only short of
-something, such as memory. Knows nothing of how blocks get to the disk.
+something, such as memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ..errors import TierClosed
 from ..record import Defect, verify_record
 from ..tag import Proof
 from .disk.disk_queue import DiskQueue, Result
-from .disk.io_lane import Done
-from .disk.io_pool import GRACE_SECONDS, IoPool
+from .disk.io_pool import GRACE_SECONDS, Done, IoPool
 from .disk.slot_file import Scratch
 from .encoded_io import DecodingReader
 from .index.slot_index import Entry

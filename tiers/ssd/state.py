@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the store, its writer and its readers share: one lock and what it guards.
 
-Knows nothing of threads. Futures are completed outside the lock, because their callbacks are not
-ours.
+Futures are completed outside the lock, because their callbacks are not ours.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The SSD tier: blocks in a slot file, their index in LMDB, everything bounded and verified.
 
 Look-ups are answered from memory. Reads and writes go to a few threads each; see `reader.py` and
-`writer.py` for what they promise. Knows nothing of the slab above it but its buffers.
+`writer.py` for what they promise.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ..mac_key import MacKey
 from ..policies.choice import DEFAULT_SSD_POLICY
 from ..tag import Proof, Proofs
 from .disk.disk_queue import DiskQueue
-from .disk.io_lane import Done
-from .disk.io_pool import GRACE_SECONDS, IoPool
+from .disk.io_pool import GRACE_SECONDS, Done, IoPool
 from .disk.slot_file import Scratch, SlotFile
 from .folder.opening import open_store
 from .index.slot_index import LAST_GENERATION

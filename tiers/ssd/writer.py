@@ -34,8 +34,6 @@ acknowledged in the last `SYNC_SECONDS` (`offered.py`), but leaves no row withou
 
 What is forgotten is out of sight at once and durable later. Who waits for that (`wait_forgotten`)
 is answered when rows and records of what was dropped are gone and a clear is noted.
-
-Knows nothing of how blocks are read.
 """
 
 from __future__ import annotations
@@ -55,9 +53,8 @@ from .disk.io_pool import GRACE_SECONDS
 from .index.index_file import EPOCH_SHIFT, IndexFile
 from .index.row_writer import OfferedBlocks, RowWriter
 from .index.slot_index import Entry
-from .record_writer import Batch, Placed, RecordWriter
+from .record_writer import Batch, Placed, RecordWriter, Write, WriteQueue
 from .state import Job, StoreState
-from .write_queue import Write, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +200,7 @@ class Writer:
     def _next_writes(self) -> tuple[list[Write], bool]:
         """Wait until there is something to do; what to write, and whether that was all."""
         with self._state.lock:
-            self._work.wait_for(self._has_work, self._patience())
+            self._work.wait_for(self._has_work, self._max_wait_seconds())
             writes = self.queue.take(self._batch_blocks) if self._may_begin() else []
             if not writes and not self._flying:
                 self._woken = False
@@ -218,7 +215,7 @@ class Writer:
         is_late = self._stop_at is not None and time.monotonic() >= self._stop_at
         return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not is_late
 
-    def _patience(self) -> float:
+    def _max_wait_seconds(self) -> float:
         """Seconds until something is to be done though nobody asks for it."""
         return self._offered.seconds_left() if self._offered else IDLE_SECONDS
 

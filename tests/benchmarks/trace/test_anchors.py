@@ -22,7 +22,7 @@ from stratakv.benchmarks.trace.trace import Trace
 from stratakv.benchmarks.trace.two_tiers import Arrangement, replay_two_tiers
 from stratakv.tiers.policies.lru import LruPolicy
 
-from .test_two_tiers import SecondSight
+from .test_two_tiers import Doorkeeper
 
 FOLDER = os.environ.get("STRATAKV_TRACES")
 pytestmark = pytest.mark.skipif(
@@ -144,7 +144,7 @@ def test_two_tiers(name: str) -> None:
     for (arrangement, is_filtered), cells in TWO_TIERS[name].items():
         for (upper, lower), (hits, written) in zip(PAIRS, cells, strict=True):
             tiers = [ReplayTier(LruPolicy(), trace.capacity_blocks(p)) for p in (upper, lower)]
-            admission = SecondSight() if is_filtered else None
+            admission = Doorkeeper() if is_filtered else None
             found = replay_two_tiers(trace, arrangement, tiers[0], tiers[1], admission)
             assert found.hit_percent == pytest.approx(hits, abs=ROUNDING), (arrangement, upper)
             assert found.written_per_block == pytest.approx(written, abs=0.000501), arrangement

@@ -20,7 +20,7 @@ from .tiny_traces import random_trace, trace_of
 IN_TURN = trace_of([0], [1], [0], [1])
 
 
-class SecondSight(AdmissionFilter):
+class Doorkeeper(AdmissionFilter):
     """Admits what was asked for twice; notes what it was asked about."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def test_blocks_that_take_turns(
 
 def test_a_filter_decides_what_is_written() -> None:
     """0 and 1 are put out unknown, then 0 once more when it was seen twice."""
-    admission = SecondSight()
+    admission = Doorkeeper()
     assert run(IN_TURN, Arrangement.WRITE_BACK, 1, 2, admission) == TwoTierOutcome(0.0, 0.0, 1 / 4)
     assert admission.times == [1.0, 2.0, 3.0]
 

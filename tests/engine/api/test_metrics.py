@@ -22,7 +22,7 @@ from stratakv.engine.core.core_stats import Figures
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
-from stratakv.tiers.hierarchy.traffic import Traffic
+from stratakv.tiers.hierarchy.guarded_store import Traffic
 from stratakv.tiers.settings.values import MIB
 
 EXPECTED = {

@@ -162,7 +162,11 @@ class _Loop:
         while not stopped.is_set():
             began = time.monotonic()
             keys = self.rng.sample(self.keys, _BATCH)
-            self.timed("ask", self.settings.lookup_seconds, lambda keys=keys: self.store.ask(keys))
+            self.timed(
+                "ask",
+                self.settings.lookup_seconds,
+                lambda keys=keys: self.store.prefetch_lookup(keys),
+            )
             self.timed("lookup", 0.0, lambda keys=keys: self.store.lookup(keys))
             self.timed("store", self.settings.store_seconds, lambda keys=keys: self.put(keys))
             wanted = self.rng.sample(keys, 4) + self.rng.sample(self.keys, 4)

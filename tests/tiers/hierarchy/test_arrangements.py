@@ -25,13 +25,13 @@ class Refusing(AdmissionFilter):
     def __init__(self) -> None:
         self.seen: list[bytes] = []
         self.chains: list[list[bytes]] = []
-        self.num_read_up = 0
+        self.num_promoted = 0
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:
         self.chains.append(list(chain))
 
-    def read_up(self, count: int) -> None:
-        self.num_read_up += count
+    def promoted(self, count: int) -> None:
+        self.num_promoted += count
 
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:
         verdicts = [key in self.seen for key in keys]
@@ -53,14 +53,14 @@ class Watching(LruPolicy):
 
 
 @with_rig(num_slots=16)
-def test_inclusive_a_block_read_up_stays_below(rig: Rig) -> None:
+def test_inclusive_a_block_promoted_stays_below(rig: Rig) -> None:
     rig.put_below(1, 2)
     assert rig.get(1, 2) == [0, 1]
     assert rig.store.stats().blocks == 2
 
 
 @with_rig(num_slots=16, inclusive=False)
-def test_exclusive_a_block_read_up_leaves_the_store_and_comes_back(rig: Rig) -> None:
+def test_exclusive_a_block_promoted_leaves_the_store_and_comes_back(rig: Rig) -> None:
     rig.put_below(1, 2)
     assert rig.get(1, 2) == [0, 1]
     assert rig.store.stats().blocks == 0
@@ -104,7 +104,7 @@ def test_what_the_filter_refuses_is_not_written_until_it_was_used_again(rig: Rig
 def test_refused_blocks_that_were_evicted_are_forgotten(rig: Rig) -> None:
     for number in range(200):
         rig.put(number)
-    assert len(rig.hierarchy._write_backs._of["ssd"]._refused) <= 2 * rig.slab.num_slots + 1
+    assert len(rig.hierarchy._write_backs._all[0]._refused) <= 2 * rig.slab.num_slots + 1
 
 
 @pytest.mark.parametrize("rig", [{"num_slots": 16, "admission": Refusing()}], indirect=True)
@@ -156,14 +156,14 @@ def test_a_store_that_learns_is_told_of_prompts_and_its_faults_are_counted() -> 
     assert hierarchy.close(1.0)
 
 
-def test_the_filter_is_told_how_many_blocks_were_read_up() -> None:
+def test_the_filter_is_told_how_many_blocks_were_promoted() -> None:
     admission = Refusing()
     rig = Rig(16, admission=admission)
     rig.put_below(1, 2, 3)
     assert rig.get(1, 2)[:2] == [0, 1]
-    assert admission.num_read_up == 2
+    assert admission.num_promoted == 2
     assert rig.get(1, 2) == [0, 1]
-    assert admission.num_read_up == 2, "the slab has them"
+    assert admission.num_promoted == 2, "the slab has them"
     assert rig.hierarchy.close(1.0)
 
 
@@ -185,7 +185,7 @@ def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> 
     hierarchy.end_load(hierarchy.begin_load(keys(1, 2)))
     hierarchy.poll()
     assert slab.lookup(keys(1, 2)) == [Answer.HIT] * 2
-    assert admission.num_read_up == 0, "it has no filter"
+    assert admission.num_promoted == 0, "it has no filter"
     assert hierarchy.flush(1.0)
     assert hierarchy.close(1.0)
 

@@ -12,11 +12,10 @@ import pytest
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.hierarchy.breaker import MAX_PROBES
-from stratakv.tiers.hierarchy.faults import Faults
+from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES, GuardedStore, Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.traffic import Traffic
-from stratakv.tiers.hierarchy.writes import LATE_SHARE, STALL_SECONDS, Writes
+from stratakv.tiers.hierarchy.mailbox import Mailbox
+from stratakv.tiers.hierarchy.write_back import LATE_SHARE, STALL_SECONDS, Writes
 from stratakv.tiers.memory import MemoryStore
 
 from ..rig import LAYOUT, WAIT_SECONDS, HeldStore, Rig, keys, with_rig
@@ -60,6 +59,20 @@ class Drill:
                 self.hierarchy.poll()
 
 
+class NoisyMailbox(Mailbox):
+    """Takes in what is delivered at once, and notes the alarms that are set."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.alarms: list[float] = []
+
+    def deliver(self, completion: Callable[[], None]) -> None:
+        completion()
+
+    def wake_at(self, moment: float) -> None:
+        self.alarms.append(moment)
+
+
 @pytest.fixture
 def drill() -> Iterator[Drill]:
     drill = Drill("store:hang=1")
@@ -79,13 +92,10 @@ def test_the_breaker_opens_soon_after_the_deadline_and_wakes_whoever_sleeps(dril
 
 def test_one_alarm_stands_for_all_that_is_being_written() -> None:
     slab = CpuSlab(LAYOUT, 4 * LAYOUT.slot_bytes, populate_threads=1)
-    store, traffic, alarms = HeldStore(), Traffic(), list[float]()
+    store, mailbox = HeldStore(), NoisyMailbox()
     store.hold_stores = True
-    writes = Writes(
-        slab, store, write_seconds=WRITE_SECONDS, deliver=lambda take: take(),
-        set_alarm=alarms.append, unpin=slab.unpin, forget=slab.forget,
-        faults=Faults([store]), traffic=traffic,
-    )  # fmt: skip
+    guarded = GuardedStore(store, mailbox, read_seconds=1.0, write_seconds=WRITE_SECONDS)
+    writes, alarms, traffic = Writes(slab, guarded), mailbox.alarms, guarded.traffic
     for number in range(3):
         slots = slab.reserve(keys(number))
         slab.commit(keys(number), [True])

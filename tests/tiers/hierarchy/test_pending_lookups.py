@@ -41,7 +41,7 @@ class FarStore(MemoryStore):
             for key in keys
         ]
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         if self.fails is not None:
             raise self.fails
         new = [key for key in keys if key not in self.known]
@@ -89,7 +89,7 @@ def test_a_look_up_says_that_an_answer_is_coming(
     wanted = keys(1, 2, 3)
     far.there.update(wanted[:2])
     assert not hierarchy.find(wanted).asked, "nobody has asked"
-    assert hierarchy.ask(wanted)
+    assert hierarchy.prefetch_lookup(wanted)
     prefix = hierarchy.find(wanted)
     assert (prefix.tiers, prefix.asked, prefix.pending) == ([], True, False)
     version = hierarchy.version
@@ -99,13 +99,13 @@ def test_a_look_up_says_that_an_answer_is_coming(
     assert hierarchy.version != version
     prefix = hierarchy.find(wanted)
     assert (prefix.tiers, prefix.asked) == (["remote"] * 2, False)
-    assert not hierarchy.ask(wanted), "it is known by now"
+    assert not hierarchy.prefetch_lookup(wanted), "it is known by now"
 
 
 def test_only_the_first_unknown_block_counts(far: FarStore, make: Callable[..., Hierarchy]) -> None:
     hierarchy = make(far)
     far.asked.append((keys(3), Future()))
-    hierarchy.ask(keys(9))
+    hierarchy.prefetch_lookup(keys(9))
     assert not hierarchy.find(keys(1, 2, 3)).asked, "the first is a miss, whatever comes later"
     far.answer()
     far.answer()
@@ -118,7 +118,7 @@ def test_what_a_nearer_tier_has_is_not_waited_for(
     buffers = [memoryview(bytearray(content(key))) for key in keys(1)]
     near.store(keys(1), buffers).result(0)
     hierarchy = make(near, far)
-    assert hierarchy.ask(keys(1, 2))
+    assert hierarchy.prefetch_lookup(keys(1, 2))
     prefix = hierarchy.find(keys(1, 2))
     assert (prefix.tiers, prefix.asked) == (["ssd"], True)
     far.answer()
@@ -141,7 +141,7 @@ def test_a_question_that_fails_is_a_miss_and_counted(
 ) -> None:
     woken: list[None] = []
     hierarchy = make(far, woken=woken)
-    assert hierarchy.ask(keys(1))
+    assert hierarchy.prefetch_lookup(keys(1))
     far.answer(TierError("no answer in time"))
     assert woken
     hierarchy.poll()
@@ -154,7 +154,7 @@ def test_a_question_that_was_given_up_ends_too(
     far: FarStore, make: Callable[..., Hierarchy]
 ) -> None:
     hierarchy = make(far)
-    assert hierarchy.ask(keys(1))
+    assert hierarchy.prefetch_lookup(keys(1))
     far.asked[0][1].cancel()
     hierarchy.poll()
     assert not hierarchy.find(keys(1)).asked
@@ -169,7 +169,7 @@ def test_a_store_that_cannot_ask_costs_nothing(
     far.fails = error
     other = FarStore("other")
     hierarchy = make(far, other)
-    assert hierarchy.ask(keys(1)), "the other is asked all the same"
+    assert hierarchy.prefetch_lookup(keys(1)), "the other is asked all the same"
     assert sum(hierarchy.stats()["remote"].errors.values()) == 1
     other.answer()
 
@@ -177,7 +177,7 @@ def test_a_store_that_cannot_ask_costs_nothing(
 def test_several_questions_at_a_time(far: FarStore, make: Callable[..., Hierarchy]) -> None:
     hierarchy = make(far)
     far.there.update(keys(1, 2))
-    assert hierarchy.ask(keys(1)) and hierarchy.ask(keys(2))
+    assert hierarchy.prefetch_lookup(keys(1)) and hierarchy.prefetch_lookup(keys(2))
     far.answer()
     hierarchy.poll()
     assert hierarchy.find(keys(1)).tiers == ["remote"]
@@ -190,12 +190,12 @@ def test_several_questions_at_a_time(far: FarStore, make: Callable[..., Hierarch
 def test_an_answer_that_comes_when_all_is_closed(far: FarStore) -> None:
     slab = CpuSlab(LAYOUT, 8 * LAYOUT.slot_bytes)
     hierarchy = Hierarchy(slab, [far], wakeup=lambda: None)
-    assert hierarchy.ask(keys(1))
+    assert hierarchy.prefetch_lookup(keys(1))
     assert hierarchy.close(1.0)
     far.answer()
 
 
 def test_stores_that_know_all_are_asked_nothing(make: Callable[..., Hierarchy]) -> None:
     hierarchy = make(MemoryStore(LAYOUT, 100 * LAYOUT.page_bytes, name="ssd"))
-    assert not hierarchy.ask(keys(1, 2))
-    assert not make().ask(keys(1))
+    assert not hierarchy.prefetch_lookup(keys(1, 2))
+    assert not make().prefetch_lookup(keys(1))

@@ -156,7 +156,7 @@ def test_a_batch_waits_to_be_full() -> None:
 
 
 def test_a_batch_that_nothing_fills_goes_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratakv.tiers.hierarchy.write_backs.FILL_SECONDS", 0.05)
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_back.FILL_SECONDS", 0.05)
     rig = _full_rig()
     rig.woken.clear()
     rig.put(64)
@@ -169,7 +169,7 @@ def test_a_batch_that_nothing_fills_goes_after_a_moment(monkeypatch: pytest.Monk
 
 def test_a_later_batch_goes_after_its_own_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The alarm that is set was for an earlier batch, which filled up before."""
-    monkeypatch.setattr("stratakv.tiers.hierarchy.write_backs.FILL_SECONDS", 0.2)
+    monkeypatch.setattr("stratakv.tiers.hierarchy.write_back.FILL_SECONDS", 0.2)
     rig = _full_rig()
     rig.put(64)
     for number in range(65, 72):

@@ -8,9 +8,13 @@ import random
 import pytest
 
 from stratakv.tiers.admission import AdmissionFilter, AdmitAll
-from stratakv.tiers.admission.while_used import WhileUsed
+from stratakv.tiers.admission.filters import (
+    BURST_SECONDS,
+    SECONDS_PER_DAY,
+    WhileUsed,
+    WriteBudget,
+)
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.hierarchy.write_budget import BURST_SECONDS, SECONDS_PER_DAY, WriteBudget
 
 from ..blocks import make_keys
 
@@ -38,12 +42,12 @@ def test_what_the_filter_refuses_takes_nothing_from_the_budget() -> None:
     assert budget.admit(make_keys(120), 0.0).count(True) == 40
 
 
-def test_the_filter_hears_what_was_read_up() -> None:
+def test_the_filter_hears_what_was_promoted() -> None:
     inner = WhileUsed(100)
     budget = WriteBudget(inner, 1e6)
     budget.admit(make_keys(100), 0.0)
     assert inner.is_sampling
-    budget.read_up(2)
+    budget.promoted(2)
     assert not inner.is_sampling
 
 

@@ -64,7 +64,7 @@ def opened(
 
 def ask(store: RemoteStore, keys: Sequence[bytes]) -> list[Answer]:
     """What the store knows after it has asked."""
-    future = store.ask(keys)
+    future = store.prefetch_lookup(keys)
     if future is not None:
         future.result(WAIT_SECONDS)
     return store.lookup(keys)
@@ -126,12 +126,12 @@ def test_a_look_up_answers_from_memory_and_asking_is_one_call() -> None:
         keys = make_keys(8)
         put(one, keys[:5])
         assert other.lookup(keys) == [MISS] * 8
-        future = other.ask(keys)
+        future = other.prefetch_lookup(keys)
         assert future is not None
         assert set(other.lookup(keys)) <= {PENDING, HIT, MISS}
         future.result(WAIT_SECONDS)
         assert other.lookup(keys) == [HIT] * 5 + [MISS] * 3
-        assert other.ask(keys) is None  # it has just been answered
+        assert other.prefetch_lookup(keys) is None  # it has just been answered
 
 
 def test_a_block_that_was_evicted_is_a_miss_and_is_believed_no_more() -> None:
@@ -148,7 +148,7 @@ def test_a_server_that_is_down_at_the_start_is_used_when_it_comes() -> None:
     with server_process(start=False) as server, opened(server.port, wait=False) as store:
         keys = make_keys(2)
         assert store.lookup(keys) == [MISS] * 2
-        assert store.ask(keys) is None
+        assert store.prefetch_lookup(keys) is None
         with pytest.raises(TierError, match="cannot be reached"):
             fetch(store, keys)
         server.start()
@@ -214,7 +214,7 @@ def test_a_server_that_hangs_costs_the_deadline_and_no_more(path: str) -> None:
             for call, most in (
                 (lambda: store.load(keys, make_buffers(8, LAYOUT)), 0.2),
                 (lambda: store.store(keys, filled_buffers(keys, LAYOUT)), 0.2),
-                (lambda: store.ask(make_keys(4, "unknown")), 0.1),
+                (lambda: store.prefetch_lookup(make_keys(4, "unknown")), 0.1),
             ):
                 began = time.monotonic()
                 future: Future[Any] | None = call()

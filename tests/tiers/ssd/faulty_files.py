@@ -21,8 +21,7 @@ import lmdb
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk import slot_file
-from stratakv.tiers.ssd.disk.disk_queue import BlockingQueue
-from stratakv.tiers.ssd.disk.linux_aio import AioContext
+from stratakv.tiers.ssd.disk.disk_queue import AioContext, BlockingQueue
 
 # (name, the real call, its arguments) -> what the caller gets
 Around = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]

@@ -17,7 +17,7 @@ from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.record import HEADER_BYTES, RecordHeader, encode_header
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.folder.record_walk import RecordFile
+from stratakv.tiers.ssd.folder.reconcile import RecordFile
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 
@@ -281,7 +281,7 @@ def test_more_on_the_disk_than_planned(path: Path) -> None:
 
 
 def test_reads_are_in_flight_and_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratakv.tiers.ssd.folder.record_walk._CHUNK_BYTES", 3 * RECORD)
+    monkeypatch.setattr("stratakv.tiers.ssd.folder.reconcile._CHUNK_BYTES", 3 * RECORD)
     file = RecordFile(path / "blocks")
     found = list(file.records(SMALL.page_bytes))
     file.close()

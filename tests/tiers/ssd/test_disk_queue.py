@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from stratakv.tiers.block import ALIGNMENT
-from stratakv.tiers.ssd.disk import disk_queue, linux_aio
+from stratakv.tiers.ssd.disk import disk_queue
 from stratakv.tiers.ssd.disk.disk_queue import (
     DEPTH,
+    AioContext,
     AioQueue,
     BlockingQueue,
     DiskQueue,
     Result,
     open_queue,
 )
-from stratakv.tiers.ssd.disk.linux_aio import AioContext
 
 PAGES = 64
 SIZE = PAGES * ALIGNMENT
@@ -159,7 +159,7 @@ def test_without_direct_io_the_threads_wait(descriptors: tuple[int, int]) -> Non
 
 
 def test_a_machine_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux_aio.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(disk_queue.platform, "machine", lambda: "riscv64")
     with pytest.raises(OSError, match="riscv64"):
         AioContext(DEPTH)
 

@@ -15,8 +15,7 @@ import pytest
 
 from stratakv.tiers.block import ALIGNMENT
 from stratakv.tiers.ssd.disk.disk_queue import DEPTH, BlockingQueue, DiskQueue, Result
-from stratakv.tiers.ssd.disk.io_lane import Done
-from stratakv.tiers.ssd.disk.io_pool import IoPool, shares
+from stratakv.tiers.ssd.disk.io_pool import Done, IoPool, shares
 from stratakv.tiers.ssd.disk.slot_file import Scratch, SlotFile, runs
 
 from ..blocks import SMALL

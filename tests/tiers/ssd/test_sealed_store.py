@@ -22,8 +22,7 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.record import HEADER_BYTES, Defect, RecordHeader, decode_header, encode_header
 from stratakv.tiers.ssd import SsdStore
-from stratakv.tiers.ssd.folder.identity_file import read_note
-from stratakv.tiers.ssd.folder.made_for import FullNamespace, unpack
+from stratakv.tiers.ssd.folder.identity import FullNamespace, read_note, unpack
 from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 
 from .. import store_contract

@@ -22,7 +22,7 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder.directory import LEFT_BEHIND_SECONDS, StoreDirectory
-from stratakv.tiers.ssd.folder.identity_file import read_note, write_note
+from stratakv.tiers.ssd.folder.identity import read_note, write_note
 from stratakv.tiers.ssd.index.index_file import FORMAT_VERSION
 
 from ...open_files import open_paths

@@ -9,7 +9,6 @@ An encoded payload is shorter: what lies behind its last page is of an earlier r
 Bytes go directly between the disk and the caller's buffers (O_DIRECT), past the page cache, which
 would only hold them a third time. Only header pages and the last, partly filled page of a payload
 pass through a `Scratch`, so what lies in a buffer behind the payload is never read or written.
-Knows nothing of keys, of what a header means, or of who uses a slot.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
     PATH/index.bad-n/  an index that was damaged, kept for inspection
 
 Files are 0600 and folders 0700, also where they were something else before; PATH itself is left as
-it is where somebody else made it. No symbolic link below PATH is followed. Knows nothing of what is
-in these files.
+it is where somebody else made it. No symbolic link below PATH is followed.
 """
 
 from __future__ import annotations

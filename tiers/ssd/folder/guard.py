@@ -2,8 +2,8 @@
 """Stands between the store and a damaged index: looks first, and moves aside what is not sound.
 
 A damaged LMDB file ends the process that opens it, by SIGBUS or SIGABRT, so `scan.py` looks at it
-and reads it in a child process with a time limit. Knows nothing of what the rows mean; losing an
-index costs a cold cache, serving from a damaged one could cost the engine.
+and reads it in a child process with a time limit. Losing an index costs a cold cache, serving from
+a damaged one could cost the engine.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
             child.kill()
     if watch.is_late:
         raise OSError(
-            f"the scan of its index stood still for {watch.patience_seconds():g} seconds; give it "
+            f"the scan of its index stood still for {watch.max_wait_seconds():g} seconds; give it "
             "a quicker disk, or remove the index to begin empty"
         )
     if status < 0:
@@ -93,14 +93,14 @@ class _Watch:
         self._rows += num_rows
         self._seen_at = time.monotonic()
 
-    def patience_seconds(self) -> float:
+    def max_wait_seconds(self) -> float:
         """How long nothing may come."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
         """Until `over`, or until the child has stood still for too long."""
         while True:
-            left = self._seen_at + self.patience_seconds() - time.monotonic()
+            left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:
                 self.is_late = True
                 child.kill()

@@ -21,8 +21,8 @@ from pathlib import Path
 from ...errors import TierConfigError
 from ..index.index_file import DATA_FILE
 from . import scan
-from .identity_file import NAME as IDENTITY
-from .identity_file import read_note
+from .identity import NAME as IDENTITY
+from .identity import read_note
 
 _MOST_DEPTH = 3  # of a store below the folder that is searched
 _FILES = (IDENTITY, f"{IDENTITY}.new", "blocks")

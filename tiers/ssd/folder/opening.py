@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a store: checks what lies in the directory, fits it to the capacity, reads the index.
 
-Reads no payload, so opening takes as long for large blocks as for small ones. Knows nothing of
-threads; what it returns is used under the lock of the state it makes.
+Reads no payload, so opening takes as long for large blocks as for small ones. What it returns is
+used under the lock of the state it makes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from ..index.slot_index import SlotIndex
 from ..state import StoreState
 from . import guard
 from .directory import StoreDirectory
-from .identity_file import Note, make_note, read_note, write_note
-from .made_for import full_namespace, identity_of, refuse
+from .identity import Note, full_namespace, identity_of, make_note, read_note, refuse, write_note
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings the rows of the index to the disk: new blocks, removals, last uses, in few commits.
 
-A commit is dear, so a full store removes in it what later batches will displace: a steady stream
-of batches then takes one commit each instead of two. Knows nothing of records; who calls it has
-seen to it that those of new rows are on the disk. Called by one thread.
+A commit is dear, so a full store removes in it what later batches will displace: a steady stream of
+batches then takes one commit each instead of two. Its caller has seen to it that the records of new
+rows are on the disk. Called by one thread.
 """
 
 from __future__ import annotations

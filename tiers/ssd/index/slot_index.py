@@ -16,7 +16,7 @@ The order of last use is always kept, since the disk repeats it. It is the order
 unless a policy chooses the victims (`choose_by`), which is told of every block that is used, comes
 in or goes.
 
-Knows nothing of files or threads: its owner calls it under one lock.
+In memory only; its owner calls it under one lock.
 """
 
 from __future__ import annotations

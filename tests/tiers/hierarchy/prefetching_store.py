@@ -2,7 +2,7 @@
 """A store that has to ask elsewhere: it knows of a block only after it was told of the prompt.
 
 The test gives the answers: `answer()` with what is there, `fail()` without. Kept in memory
-otherwise. Knows nothing of who asks.
+otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stratakv.tiers.errors import TierError
 from stratakv.tiers.memory import MemoryStore
 
 
-class AskingStore(MemoryStore):
+class PrefetchingStore(MemoryStore):
     """`questions` are those without an answer, in their order."""
 
     is_shared = True
@@ -25,7 +25,7 @@ class AskingStore(MemoryStore):
         self.questions: list[tuple[list[bytes], Future[None]]] = []
         self._known: set[bytes] = set()
 
-    def ask(self, keys: Sequence[bytes]) -> Future[None] | None:
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         open_now = {key for asked, _ in self.questions for key in asked}
         unknown = [key for key in keys if key not in self._known and key not in open_now]
         if not unknown:

@@ -7,8 +7,7 @@ import pytest
 
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.fault_injection.plan import parse_faults
-from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.fault_injection.targets import MAX_SEED, parse_drill
+from stratakv.tiers.fault_injection.store import MAX_SEED, FaultyStore, parse_drill
 from stratakv.tiers.memory import MemoryStore
 
 from ..rig import LAYOUT

@@ -18,7 +18,7 @@ from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.memory import MemoryStore
 
-from ..tiers.hierarchy.asking_store import AskingStore
+from ..tiers.hierarchy.prefetching_store import PrefetchingStore
 from .test_offload_scheduler import LAYOUT, WAIT_SECONDS, digest, evicted, request
 
 NONE, LOAD, RETRY = MatchKind.NONE, MatchKind.LOAD, MatchKind.RETRY
@@ -29,7 +29,7 @@ class Rig:
 
     def __init__(self, *between: MemoryStore) -> None:
         self.slab = CpuSlab(LAYOUT, 16 * LAYOUT.slot_bytes, populate_threads=1)
-        self.store = AskingStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="remote")
+        self.store = PrefetchingStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="remote")
         self.signal = CopySignal()
         self.hierarchy = Hierarchy(self.slab, [*between, self.store], wakeup=self.signal.wake)
         self.side = OffloadScheduler(
@@ -187,7 +187,7 @@ def test_a_store_that_breaks_when_it_is_asked_is_passed_by(rig: Rig) -> None:
     def broken(_keys: object) -> None:
         raise RuntimeError("broken")
 
-    rig.store.ask = broken  # type: ignore[assignment, method-assign]
+    rig.store.prefetch_lookup = broken  # type: ignore[assignment, method-assign]
     asks = request("a", 1, 2)
     rig.side.request_queued(asks)
     assert rig.ask(asks) == (0, NONE)
@@ -203,7 +203,7 @@ def test_who_is_shared() -> None:
     store = MemoryStore(LAYOUT, 100 * LAYOUT.page_bytes, name="ssd")
     alone = Hierarchy(slab, [store], wakeup=lambda: None)
     assert not alone.is_shared
-    assert not alone.ask([pack_key(digest(1))]), "it knows without asking"
+    assert not alone.prefetch_lookup([pack_key(digest(1))]), "it knows without asking"
     assert alone.close(WAIT_SECONDS)
 
 

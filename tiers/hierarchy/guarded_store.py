@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store as the hierarchy sees it: guarded by breakers, with its faults counted.
+
+Every fault of a store becomes a miss somewhere. Here it is counted, and one of the store's two
+breakers is told: reads may go on where writes hang. While a breaker is open the store is asked for
+one block now and then, for nobody; that probe reads into memory of its own, which a store that
+hangs may keep, since slots of the slab would be missing.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..base import Answer, StoreTier, TierStats
+from ..block import KEY_BYTES
+from ..errors import TierBusy
+from ..histogram import IO_SECONDS, Histogram
+from ..tag import Proof
+from .mailbox import Mailbox
+
+FAILURES, LATE_ANSWERS = 5, 3
+WINDOW_SECONDS = 1.0
+# A pause and a probe that is lost together stay below the two seconds after which a store that
+# works again is to be asked again.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
+PROBE_SECONDS = 1.0
+# Probes that have not ended. A store that answers none of so many is waited for.
+MAX_PROBES = 8
+
+LATE = "late"
+LATE_WRITE = "late_write"
+# Faults of single blocks, which say nothing about the store: it would not keep them; the slab's
+# bytes were not what came with them; what was read was stored as another block.
+REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
+
+
+class BreakerState(Enum):
+    """The value is the label in metrics."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Breaker:
+    """Stops asking a store that fails, and finds out when it works again.
+
+        closed ──(5 failures, or 3 late answers, within 1 s)───► open
+        closed ──(3 late answers in a row, or a call that hangs)──► open
+        open   ──(after a pause with jitter)──► probing: a probe is under way, and nothing else
+        probing ──(it was answered)──► closed      probing ──(it failed)──► open, a longer pause
+
+    A store that hangs costs every request its deadline; behind a breaker only the first few pay,
+    and none pays for finding out that it works again. A probe that does not end soon is followed
+    by another, up to a bound, since an answer may be lost. The breaker has no thread: it is told
+    what happened and asked whether to go on, by one thread. Time is monotonic."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._clock = clock
+        self._jitter = jitter  # from 0 to 1, so that many engines do not probe at once
+        self._failures: deque[float] = deque(maxlen=FAILURES)
+        self._late: deque[float] = deque(maxlen=LATE_ANSWERS)
+        self._late_in_row = 0
+        self._pause = FIRST_PAUSE_SECONDS
+        self._is_open = False
+        self._probe_at = 0.0
+        self._announced_at: float | None = None
+        self._probes = 0  # under way
+        self.times_opened = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """Now."""
+        if not self._is_open:
+            return BreakerState.CLOSED
+        return BreakerState.PROBING if self._probes else BreakerState.OPEN
+
+    @property
+    def allows(self) -> bool:
+        """Whether to ask the store."""
+        return not self._is_open
+
+    @property
+    def probes_at(self) -> float | None:
+        """When the next probe is due, on the monotonic clock; None where none is to be made."""
+        return self._probe_at if self._is_open and self._probes < MAX_PROBES else None
+
+    @property
+    def probe_due(self) -> bool:
+        """Whether to probe now."""
+        return self.probes_at is not None and self._clock() >= self._probe_at
+
+    def announce_probe(self, mailbox: Mailbox) -> None:
+        """Have the owner of `mailbox` woken for the next probe, once for each."""
+        moment = self.probes_at
+        if moment is not None and moment != self._announced_at:
+            self._announced_at = moment
+            mailbox.wake_at(moment)
+
+    def probe_began(self) -> None:
+        """A probe is under way; `probe_ended` must follow."""
+        self._probes += 1
+        self._probe_at = self._clock() + PROBE_SECONDS
+
+    def probe_ended(self, answered: bool) -> None:
+        """The store has answered a probe, however late, or has failed it."""
+        self._probes -= 1
+        if not self._is_open:
+            return
+        if answered:
+            self._is_open = False
+            self._pause = FIRST_PAUSE_SECONDS
+            self._late_in_row = 0
+        else:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._wait(self._clock())
+
+    def succeeded(self) -> None:
+        """The store did what it was asked, in time."""
+        self._late_in_row = 0
+
+    def failed(self) -> None:
+        """The store raised, or what it answered made no sense."""
+        self._count(self._failures)
+
+    def was_late(self) -> None:
+        """The store missed a deadline."""
+        self._late_in_row += 1
+        self._count(self._late)
+        if self._late_in_row >= LATE_ANSWERS:
+            self.hung()
+
+    def hung(self) -> None:
+        """The store missed a deadline that only a store that hangs can miss."""
+        if not self._is_open:
+            self._open(self._clock())
+
+    def answered_late(self) -> None:
+        """What was late has ended at last: the store may be back, so probe at once."""
+        if self._is_open:
+            self._probe_at = self._clock()
+
+    def _count(self, times: deque[float]) -> None:
+        if self._is_open:
+            return  # it was asked before
+        now = self._clock()
+        times.append(now)
+        if len(times) == times.maxlen and now - times[0] <= WINDOW_SECONDS:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self.times_opened += 1
+        self._is_open = True
+        self._wait(now)
+        self._failures.clear()
+        self._late.clear()
+
+    def _wait(self, now: float) -> None:
+        self._probe_at = now + self._pause * (0.75 + 0.5 * self._jitter())
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The traffic between the slab and one store, in plain numbers since start. A *promotion* is a
+    batch of blocks read from the store, a *cascade* one written down to it. Written by the
+    hierarchy's thread."""
+
+    active_promotions: int = 0  # now
+    active_cascades: int = 0  # now
+    # From asking the store to its answer, of batches that were answered.
+    promotion_seconds: Histogram = field(default_factory=lambda: Histogram(IO_SECONDS))
+    promotion_failures: int = 0  # batches that broke or were late
+    promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
+    cascade_failures: int = 0  # batches that broke or were late
+    late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
+    # What the slab evicted before the store could take it, and in how many rounds of eviction.
+    lost_blocks: int = 0
+    lost_stores: int = 0
+    unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
+    breaker: str = "closed"  # now: "closed", "open" or "probing"
+    breaker_opened: int = 0  # times
+    # The same of writes alone; the one above is of all else.
+    write_breaker: str = "closed"
+    write_breaker_opened: int = 0
+
+
+class GuardedStore:
+    """One store below the slab, with the deadlines of its calls, its breakers, its faults and its
+    traffic. Used by the thread that owns `mailbox`."""
+
+    def __init__(
+        self, tier: StoreTier, mailbox: Mailbox, *, read_seconds: float, write_seconds: float
+    ) -> None:
+        self.tier = tier
+        self.mailbox = mailbox
+        self.read_seconds = read_seconds
+        self.write_seconds = write_seconds
+        self.name = tier.name
+        self.is_shared = tier.is_shared
+        self.breaker = Breaker()
+        self.write_breaker = Breaker()
+        self.traffic = Traffic()
+        self._faults: dict[str, int] = {}
+        self._open_lookups = 0  # prefetched, and not answered yet
+        # The last keys that the store said it had, or else the first it was asked for: for probes.
+        self._known: Sequence[bytes] | None = None
+
+    @property
+    def allows(self) -> bool:
+        """Whether to ask the store for something."""
+        return self.breaker.allows
+
+    @property
+    def awaits_lookup(self) -> bool:
+        """Whether a look-up was prefetched that the store has not answered."""
+        return self._open_lookups > 0
+
+    def count_fault(
+        self, reason: str | Exception, times: int = 1, *, writing: bool = False
+    ) -> None:
+        """Note a fault; an exception counts under the name of its class. A store that is busy or
+        refuses a block is not broken."""
+        name = name_of(reason)
+        self._faults[name] = self._faults.get(name, 0) + times
+        breaker = self.write_breaker if writing else self.breaker
+        if reason == LATE:
+            breaker.was_late()
+        elif reason == LATE_WRITE:
+            breaker.hung()
+        elif reason not in (REFUSED, DAMAGED, WRONG_TAG) and not isinstance(reason, TierBusy):
+            breaker.failed()
+
+    def attempt(self, call: Callable[[], object], *, writing: bool = False) -> None:
+        """Have the store do something. A failure is counted and has no other consequence."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
+            self.count_fault(error, writing=writing)
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Have the store forget these blocks."""
+        self.attempt(lambda: self.tier.drop(keys), writing=True)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
+        """The store's answers; all misses where it fails, which is a fault, or is not asked."""
+        if not self.allows:
+            return [Answer.MISS] * len(keys)
+        try:
+            answers = self.tier.lookup(keys)
+            check_answers(answers, keys)
+        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
+            if self._known is None:
+                self._known = keys
+            self.count_fault(error)
+            return [Answer.MISS] * len(keys)
+        if Answer.HIT in answers:
+            self._known = keys
+        return answers
+
+    def prefetch_lookup(self, keys: Sequence[bytes]) -> bool:
+        """A prompt with these blocks, head first, was queued; a store that is far away asks for
+        them now. Whether it does: the mailbox's version changes when it has the answer."""
+        if not self.allows:
+            return False
+        try:
+            future = self.tier.prefetch_lookup(keys)
+            when_done = None if future is None else future.add_done_callback
+        except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
+            self.count_fault(error)
+            return False
+        if when_done is None:
+            return False
+        self._open_lookups += 1
+        when_done(lambda done: self.mailbox.deliver(lambda: self._lookup_ended(done)))
+        return True
+
+    def probe_when_due(self) -> None:
+        """Begin a probe where one is due, and have the owner woken for the next."""
+        if self.allows:
+            return
+        if self.breaker.probe_due:
+            self._begin_probe()
+        self.breaker.announce_probe(self.mailbox)
+
+    def stats(self) -> TierStats:
+        """The store's counters, with the faults counted here among its errors."""
+        stats = self.tier.stats()
+        for reason, times in self._faults.items():
+            stats.errors[reason] = stats.errors.get(reason, 0) + times
+        return stats
+
+    def copy_traffic(self) -> Traffic:
+        """A copy of the traffic, with the breakers as they are now."""
+        traffic = copy.deepcopy(self.traffic)
+        traffic.breaker = self.breaker.state.value
+        traffic.breaker_opened = self.breaker.times_opened
+        traffic.write_breaker = self.write_breaker.state.value
+        traffic.write_breaker_opened = self.write_breaker.times_opened
+        return traffic
+
+    def _lookup_ended(self, future: Future[None]) -> None:
+        self._open_lookups -= 1
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, Exception):
+            self.count_fault(error)
+        self.mailbox.version += 1
+
+    def _begin_probe(self) -> None:
+        self.breaker.probe_began()
+        try:
+            key = self._key_to_probe()
+            buffer = memoryview(mmap.mmap(-1, self.tier.layout.slot_bytes))
+            future = self.tier.load([key], [buffer])
+        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
+            self._fail_probe(error)
+            return
+        future.add_done_callback(lambda done: self.mailbox.deliver(lambda: self._probe_ended(done)))
+
+    def _key_to_probe(self) -> bytes:
+        """A block that the store should have, if there is one. Raises what the store raises."""
+        keys = self._known or ()
+        answers = self.tier.lookup(keys)
+        check_answers(answers, keys)
+        # The last one: those before it were asked for first, and may have been lost in the fault.
+        found = (key for key, a in zip(keys[::-1], answers[::-1], strict=True) if a is Answer.HIT)
+        return next(found, keys[-1] if keys else bytes(KEY_BYTES))
+
+    def _probe_ended(self, future: Future[list[Proof | None]]) -> None:
+        try:
+            check_answers(future.result(timeout=0), [b""])
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail_probe(error)
+        else:
+            self.breaker.probe_ended(answered=True)
+
+    def _fail_probe(self, error: Exception) -> None:
+        self.count_fault(error)
+        self.breaker.probe_ended(answered=False)
+
+
+def check_answers(answers: Sequence[object], keys: Sequence[bytes]) -> None:
+    """Raise ValueError unless there is one for each key."""
+    if len(answers) != len(keys):
+        raise ValueError(f"{len(answers)} answers to {len(keys)} keys")
+
+
+def name_of(reason: str | Exception) -> str:
+    """A reason in one word."""
+    return type(reason).__name__ if isinstance(reason, Exception) else reason
+
+
+def find_stores(
+    stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
+) -> list[GuardedStore | None]:
+    """The first store that has each key. `awaited` gains those keys that none has and for which a
+    prefetched look-up is open. Any other PENDING of a store counts as a miss: nothing would wake
+    whoever waited for it."""
+    places: list[GuardedStore | None] = [None] * len(keys)
+    for store in stores:
+        unplaced = [i for i, place in enumerate(places) if place is None]
+        answers = store.lookup([keys[i] for i in unplaced])
+        for i, answer in zip(unplaced, answers, strict=True):
+            if answer is Answer.HIT:
+                places[i] = store
+            elif awaited is not None and answer is Answer.PENDING and store.awaits_lookup:
+                awaited.add(keys[i])
+    return places
