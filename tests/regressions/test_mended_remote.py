@@ -89,7 +89,7 @@ def test_strangers_who_began_calls_and_sent_nothing() -> None:
 def test_a_firewall_in_front_of_the_data_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """What drops connections took the whole time of every transfer, so that none ever went through;
     and whoever had fallen back to gRPC stayed there."""
-    monkeypatch.setattr("stratakv.tiers.remote.transfers._MAKESHIFT_SECONDS", 0.2)
+    monkeypatch.setattr("stratakv.tiers.remote.transfers._FALLBACK_SECONDS", 0.2)
     with running_server() as server:
         data_port = server.server.data_plane.port
         with (
