@@ -7,7 +7,7 @@
 Only a copy writes to the request's blocks, so only blocks being copied stop the front; what is
 still being read when the front comes by is computed, and its piece forgotten. The loaded part has
 no gaps and reaches to the end: a piece that fails is the last one, and the front goes on to what
-was loaded behind it. Knows nothing of how a load was decided on.
+was loaded behind it.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class KVConnectorScheduler(ABC):
         """Blocks for the external tokens exist: `block_ids` are exactly those blocks, in order.
         From here on the request counts as parked until a LoadReport names it."""
 
-    def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         """Before the first request, as often as anything is returned: a load by which the
         connector learns what loads take, to `block_ids`, which are nobody's. Run it like the
         metadata of a step, without a forward pass. The only call that waits, `seconds` at most.

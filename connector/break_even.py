@@ -4,8 +4,7 @@
     stores   each reads a little of what it holds and throws it away
     slab     slots that hold nothing yet are copied to blocks of the pool that are nobody's
 
-So the first request is decided on as well as later ones. Knows nothing of what computing takes or
-of how that is measured.
+So the first request is decided on as well as later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LEAST_READ_BYTES = 2 * 1024**2
 _TYPICAL_PROMPT = 1024  # tokens
 
 
-class StartTrial:
+class Calibration:
     """Of one connector, before its first request."""
 
     def __init__(
@@ -45,7 +44,7 @@ class StartTrial:
         self._quickest = math.inf  # seconds a byte
 
     def build_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """See `KVConnectorScheduler.build_trial_meta`."""
+        """See `KVConnectorScheduler.build_calibration_meta`."""
         if self._job is not None or self._num_copies == COPIES or not block_ids:
             return ConnectorMetadata()
         if not self._num_copies:

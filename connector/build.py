@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the parts of offloading together: slab, stores, hierarchy, device, and the two sides.
 
-Takes plain settings and knows nothing of the engine's configuration.
+Takes plain settings.
 """
 
 from __future__ import annotations

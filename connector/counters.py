@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector has moved and what went wrong, in plain numbers since start.
-
-Knows nothing of where the numbers are shown.
-"""
+"""What the connector has moved and what went wrong, in plain numbers since start."""
 
 from __future__ import annotations
 

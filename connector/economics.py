@@ -141,7 +141,7 @@ class Economics:
             self.declined_tokens[tier] = declined + self._block_size
         return plan
 
-    def patience(self, first_token: int, num_blocks: int) -> float | None:
+    def max_wait_seconds(self, first_token: int, num_blocks: int) -> float | None:
         """How long to wait for blocks at most, in seconds: as long as computing them takes. None:
         until they come."""
         if self.choice is not Choice.AUTO:

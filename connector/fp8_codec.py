@@ -15,7 +15,7 @@ e4m3 has three bits behind the point, so half a step is 1/16 of a number at most
 steps are 2 ** -9. Rounding up could end in infinity within a sixteenth of the dtype's largest, so
 blocks with such numbers, with an infinity or a NaN have no encoding and are stored as they are.
 
-Lives here because `tiers/` imports no torch. Knows nothing of files or of when a block moves.
+Lives here because `tiers/` imports no torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks on their way from the tiers to the pool, and the requests that are parked for them.
 
-    begin ──► reading (a store answers) ──► ready ──► copying ──► report
-                 ├─ nothing of it came ────────────────────────────┤
-                 └─ given up, since computing is quicker by now ───┘ (with what had come)
-
-Knows nothing of how a load was decided on.
+begin ──► reading (a store answers) ──► ready ──► copying ──► report
+             ├─ nothing of it came ────────────────────────────┤
+             └─ given up, since computing is quicker by now ───┘ (with what had come)
 """
 
 from __future__ import annotations
@@ -95,11 +93,11 @@ class Incoming:
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         origins: Mapping[bytes, str],
-        patience: Callable[[int], float | None],
+        max_wait_seconds: Callable[[int], float | None],
     ) -> float | None:
         """Park a request until its blocks are there. `origins`: where blocks came from that were
-        read ahead for it and now are in the slab. `patience`: how many seconds to wait at most,
-        given the first block that is not there yet. When the load is given up, if ever."""
+        read ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at
+        most, given the first block that is not there yet. When the load is given up, if ever."""
         ticket = self._hierarchy.begin_load(keys)
         self._read_times.watch(ticket)
         if origins:
@@ -112,7 +110,7 @@ class Incoming:
             self._ready.append(load)
         else:
             self._reading.append(load)
-            seconds = patience(ticket.slots.index(None))
+            seconds = max_wait_seconds(ticket.slots.index(None))
             load.give_up_at = None if seconds is None else load.started + seconds
         return load.give_up_at
 

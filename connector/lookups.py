@@ -3,7 +3,7 @@
 
 The scheduler asks for waiting requests again in every step, and an answer walks over thousands of
 keys. Also reads ahead: what only a store has is brought to the slab while its request waits for its
-turn. Knows nothing of pools or of copies.
+turn.
 """
 
 from __future__ import annotations

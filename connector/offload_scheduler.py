@@ -35,7 +35,7 @@ from .base import (
     MatchKind,
     RequestView,
 )
-from .break_even import StartTrial, in_words
+from .break_even import Calibration, in_words
 from .counters import OffloadCounters
 from .economics import NOTHING, Choice, Economics
 from .incoming import Incoming
@@ -97,7 +97,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._back_loads = BackLoads(
             hierarchy, block_size, self._counters, job_ids, self._read_times
         )
-        self._trial = StartTrial(self._economics, hierarchy, signal, job_ids)
+        self._calibration = Calibration(self._economics, hierarchy, signal, job_ids)
         self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
@@ -158,12 +158,12 @@ class OffloadScheduler(KVConnectorScheduler):
         lookup = self._lookups.taken(request_id)
         keys = lookup.keys[: num_external_tokens // self._block_size]
 
-        def patience(index: int) -> float | None:
+        def max_wait_seconds(index: int) -> float | None:
             first_token = (lookup.first + index) * self._block_size
-            return self._economics.patience(first_token, len(keys) - index)
+            return self._economics.max_wait_seconds(first_token, len(keys) - index)
 
         origins = self._lookups.origins(request_id)
-        give_up_at = self._incoming.begin(request_id, keys, block_ids, origins, patience)
+        give_up_at = self._incoming.begin(request_id, keys, block_ids, origins, max_wait_seconds)
         if give_up_at is not None:
             self._alarm.at(give_up_at)
         self._lookups.forget(request_id)
@@ -209,8 +209,8 @@ class OffloadScheduler(KVConnectorScheduler):
         self._incoming.spoil(set(named))
         self._back_loads.spoil(set(named))
 
-    def build_trial_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        return self._trial.build_meta(block_ids, seconds)
+    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+        return self._calibration.build_meta(block_ids, seconds)
 
     def describe_estimates(self) -> str:
         return in_words(self._economics, self.tiers_down())
@@ -323,7 +323,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def _take(self, output: ConnectorWorkerOutput) -> None:
         """Take in what the worker has finished."""
-        self._jobs_reported += self._trial.take(output)
+        self._jobs_reported += self._calibration.take(output)
         self._counters.count_costs(output)
         if output.finished_loads or output.failed_loads:
             self._note_copies(output)

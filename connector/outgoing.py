@@ -4,7 +4,7 @@
 An evicted block is overwritten by the step that evicts it, so the forward pass waits for its copy.
 Blocks near the eviction end are therefore copied ahead, a bounded amount at a time, beside forward
 passes that leave them alone; when one is evicted at last, there is nothing left to wait for, or
-what is left of a copy. Few of them go in one job with what is evicted. Knows nothing of loads.
+what is left of a copy. Few of them go in one job with what is evicted.
 """
 
 from __future__ import annotations

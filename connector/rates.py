@@ -2,7 +2,7 @@
 """Moving estimates of what computing a prompt and moving its blocks takes.
 
 Both learn from what they are told and forget it again: a rate is that of the last steps or loads,
-not that of the whole life. Knows nothing of requests, tiers, or of what is decided with it.
+not that of the whole life.
 """
 
 from __future__ import annotations

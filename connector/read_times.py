@@ -2,7 +2,7 @@
 """How long stores take to bring blocks: loads under way are watched, and the links' rates learn.
 
 What nobody waits for any more is watched too, until it has ended: a load given up for being late
-says most about its store. Knows nothing of requests or of what becomes of the blocks.
+says most about its store.
 """
 
 from __future__ import annotations

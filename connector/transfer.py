@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of the connector share about copies: how pairs merge, and when jobs end.
-
-Knows nothing of keys, tiers or devices.
-"""
+"""What the two sides of the connector share about copies: how pairs merge, and when jobs end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an engine: a few frozen value objects with units in their names.
 
-Knows nothing of command lines or HTTP; `cli/` builds these. Each object checks itself and raises
-ConfigError with what was expected, what came and what to do.
+`cli/` builds these. Each object checks itself and raises ConfigError with what was expected, what
+came and what to do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The Python API: `LLM(model).generate(prompts)`.
 
 Plain calls over an engine client, whose event loop runs in a thread of its own, so that this works
-from scripts, threads and notebooks alike. Knows nothing of HTTP or command lines.
+from scripts, threads and notebooks alike.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 
 Natural logarithms of the model's own distribution, before temperature, penalties and truncation.
 Anything below -9999.0, and what has no number, is given as -9999.0, because JSON has no infinity.
-Knows nothing of tensors, of text or of the form in which clients get them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     {"time":"2026-11-21T12:15:02.123456Z","level":"info","logger":"cli.serve","message":"..."}
 
 Either way one record cannot pass for two: what follows a line break is indented, or escaped. Every
-process of the program calls `set_up` once. Knows nothing of what is logged.
+process of the program calls `set_up` once.
 """
 
 from __future__ import annotations

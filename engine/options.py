@@ -2,8 +2,7 @@
 """The engine's options by name, as flags and keyword arguments give them, and the EngineConfig.
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The value objects of
-`config.py` check values; here unknown names and contradictions are refused. Knows nothing of argv,
-environments or files; `settings/` does.
+`config.py` check values; here unknown names and contradictions are refused. `settings/` does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What this machine does in a second: memory copied, a disk read, numbers multiplied.
 
 Each probe takes some tenths of a second and gives the best of a few tries, since a limit is what
-the hardware reaches when nothing is in its way. Knows nothing of blocks, models or benchmarks.
+the hardware reaches when nothing is in its way.
 """
 
 from __future__ import annotations

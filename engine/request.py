@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request noun: its inputs, its progress counters, its place in life.
 
-Knows nothing of queues, blocks or models. Token ids are kept as int32 in one growing buffer, so
-that hashing and the worker take views of it instead of rebuilding lists.
+Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
+instead of rebuilding lists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client may ask of the sampler, checked once at the border.
 
-Knows nothing of tensors. The names are those of OpenAI's and vLLM's APIs. Token ids are checked
-against a vocabulary by whoever knows it.
+The names are those of OpenAI's and vLLM's APIs. Token ids are checked against a vocabulary by
+whoever knows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token ids as bytes: little-endian int32, as they travel to the core and are hashed.
 
-Knows nothing of vocabularies; whether an id is in range is for the core to say.
+whether an id is in range is for the core to say.
 """
 
 from __future__ import annotations

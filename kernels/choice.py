@@ -3,7 +3,7 @@
 
 Triton's runs on CUDA devices that can; the plain one runs everywhere and is what the other is
 compared with. A caller may name one; under `strict` a kernel that cannot run is refused instead of
-replaced. Knows nothing of any kernel's arguments.
+replaced.
 """
 
 from __future__ import annotations

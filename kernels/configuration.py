@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shipped configuration: one Triton kernel with everything its compiler has to know.
 
-Every module that launches a kernel lists its own in `shipped_configurations()`. They are compiled
-ahead of time, for devices that are not there, and what the compiler says of them is kept in
-`resources.json`. Knows nothing of any kernel and imports no triton, so that a list can be read
-anywhere; the function in it is whatever `triton.jit` made.
+`shipped.py` lists them all. They are compiled ahead of time, for devices that are not there, and
+what the compiler says of them is kept in `resources.json`. No triton is imported here, so that a
+list can be read anywhere; the function in a configuration is whatever `triton.jit` made.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What every kernel asks of the pool of a layer and of the scales beside it, reading or writing.
 
 Looks at shapes, types, strides and devices, never at what is in a tensor, so that nothing waits for
-a device. Knows nothing of queries, requests and slots.
+a device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All log-probabilities that a request got, compared with one pass of transformers in float64.
-
-Knows nothing of how the request was run.
-"""
+"""All log-probabilities that a request got, compared with one pass of transformers in float64."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 """Parts of an engine that go wrong at random: a store, a copy device, a model and a file.
 
 Each fault is one that the part may show in the field and that its user has promised to survive.
-Knows nothing of what a test then expects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks into an engine core for what must not be there: references, pins, requests, wrong bytes.
 
-Reads private fields of every part, so that the parts need no methods for tests. Knows nothing of
-how the core came to be as it is.
+Reads private fields of every part, so that the parts need no methods for tests.
 """
 
 from __future__ import annotations

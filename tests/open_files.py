@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has open, as the kernel tells it. Knows nothing of who opened it."""
+"""What this process has open, as the kernel tells it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that share beginnings like the branches of a tree, and an engine core that answers them.
 
-A tree says when each of its requests comes, so two engines can be asked the same. Knows nothing of
-which tiers an engine has; what must not be left inside it is looked for by `leftovers.py`.
+A tree says when each of its requests comes, so two engines can be asked the same. what must not be
+left inside it is looked for by `leftovers.py`.
 """
 
 from __future__ import annotations

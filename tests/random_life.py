@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One random life of a whole engine core: drawn from a seed, lived, and looked through at its end.
 
-A life has ages: between two of them the engine is shut down and started again on the same SSD.
-Knows nothing of how many lives are lived; what must not be left inside the engine is looked for by
-`leftovers.py`.
+A life has ages: between two of them the engine is shut down and started again on the same SSD. what
+must not be left inside the engine is looked for by `leftovers.py`.
 """
 
 from __future__ import annotations

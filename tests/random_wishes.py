@@ -2,7 +2,7 @@
 """What a request of a random life asks of the sampler, and what it must get for it.
 
 Greedy all of them, so that transformers can say which tokens must come: plain, with a repetition
-penalty, or forced by a bias. Knows nothing of engines or of how a life goes on.
+penalty, or forced by a bias.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Steps an engine core by hand, as the loop around it does, for as long as a test may wait.
 
 Time is what ends it, not a count of steps: an engine that waits for a transfer makes thousands of
-them where the machine is busy. Knows nothing of what the outputs are wanted for.
+them where the machine is busy.
 """
 
 from __future__ import annotations

@@ -63,7 +63,20 @@ NEVER_IMPORTS: dict[str, set[str]] = {
     "proto": {"torch", "numpy", "triton", "cupy"},
     "tiers": {"torch", "triton", "cupy"},
     "engine/scheduler": {"torch", "stratakv.engine.api", "stratakv.engine.cli"},
-    "engine/sampling": {"stratakv.engine.scheduler", "stratakv.engine.api", "stratakv.engine.cli"},
+    "engine/sampling": {
+        "stratakv.engine.worker",
+        "stratakv.engine.scheduler",
+        "stratakv.engine.api",
+        "stratakv.engine.cli",
+    },
+    "tiers/cache_server": {"torch", "triton", "cupy", "stratakv.tiers.remote"},
+    "tiers/wire": {
+        "torch",
+        "triton",
+        "cupy",
+        "stratakv.tiers.remote",
+        "stratakv.tiers.cache_server",
+    },
     "engine/models": {"stratakv.engine.api", "stratakv.engine.cli"},
     "engine/worker": {"stratakv.engine.api", "stratakv.engine.cli"},
     "engine/api": {"stratakv.engine.worker"},
@@ -298,6 +311,25 @@ def test_folders_keep_what_they_promise_not_to_import() -> None:
                 if any(_starts_with(module, name) for name in banned):
                     wrong.append(f"{path}:{node.lineno}: imports {module}")
     assert wrong == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not in a circle of any length, and not inside functions either."""
+    modules = {
+        ".".join(("stratakv", *path.with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in _sources()
+        if path.parts[0] in PACKAGE_FOLDERS
+    }
+    assert len(modules) > 300
+    left = {
+        name: {module for module, _ in _imports(path) if module in modules and module != name}
+        for name, path in modules.items()
+        if path.name != "__init__.py"  # a folder's doors name what lies in it
+    }
+    while ends := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert not left, f"import each other, or what does: {sorted(left)}"
 
 
 def test_folders_call_each_other_relatively() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which threads of the product a test has left behind. Knows nothing of what they do."""
+"""Which threads of the product a test has left behind."""
 
 from __future__ import annotations
 

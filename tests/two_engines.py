@@ -6,7 +6,7 @@
         wait_shared(one, 10)                    ten blocks have come to the server
         ask(two, prompt + answer.token_ids)     finds them there
 
-Every engine computes in float64 on one thread. Knows nothing of what goes wrong.
+Every engine computes in float64 on one thread.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ MNEMONIC = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
 
 
 def declared() -> Iterator[Any]:
-    """The shipped configurations of every `kernels/*/*_launch.py`."""
-    for path in sorted((ROOT / "kernels").glob("*/*_launch.py")):
-        name = f"stratakv.kernels.{path.parent.name}.{path.stem}"
-        yield from importlib.import_module(name).shipped_configurations()
+    """The shipped configurations, which `kernels/shipped.py` lists."""
+    from stratakv.kernels.shipped import shipped_configurations
+
+    yield from shipped_configurations()
 
 
 def read_from(path: Path) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`.
 
-Nothing of CUDA is imported for the CPU. Knows nothing of the engine's settings.
+Nothing of CUDA is imported for the CPU.
 """
 
 from __future__ import annotations

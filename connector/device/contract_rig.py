@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checks of `contract.py` are made on: a device with a pool, a slab and its surroundings.
 
-A device that is to be tried describes its surroundings here. Knows nothing of what is checked.
+A device that is to be tried describes its surroundings here.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 Sources are always read in the order of the stream. For stores nothing else is right: the block may
 still be written by a kernel queued before. For loads CUDA would also allow reading during the call,
-or at any time, where nothing queued writes the source; but a slot may be the target of a store
-that is queued in the other stream, so a load waits like any other copy. Knows nothing of CUDA.
+or at any time, where nothing queued writes the source; but a slot may be the target of a store that
+is queued in the other stream, so a load waits like any other copy.
 """
 
 from __future__ import annotations

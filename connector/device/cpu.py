@@ -4,7 +4,7 @@
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
 a block has always finished when a copy is queued. A small store for which computing is held is made
 by the caller: a thread would be woken only to be waited for, which costs as much as copying half a
-megabyte. Everything else is as on CUDA. Knows nothing of keys or requests.
+megabyte. Everything else is as on CUDA.
 """
 
 from __future__ import annotations

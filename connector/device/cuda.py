@@ -8,7 +8,7 @@
 
 What a machine cannot do, or does slowly, is replaced by what was measured to be best there: plain
 copies, a buffer in between, a capped kernel. After an error that leaves CUDA useless the device is
-closed and says so. Knows nothing of keys or requests.
+closed and says so.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of the CUDA device: what streams wait for, and what threads wait for.
 
-A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment
-in which it is queued; before that moment CUDA would take it for reached, so whoever depends on it
-must wait as a thread does. Knows nothing of copies.
+A `Point` is an event of CUDA, recorded once. An event of the copy device has one from the moment in
+which it is queued; before that moment CUDA would take it for reached, so whoever depends on it must
+wait as a thread does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The second sleeps in `cudaEventSynchronize` with an event made for that, which c
 time and holds no lock. A host function in the stream would come at the same moment, but must not
 call CUDA, holds the stream up until it returns, and would wait for the interpreter's lock while it
 does. Two threads, so that a copy is never queued only when the one before has ended: the link would
-stand still in between. Knows nothing of pools, slabs or ways to copy.
+stand still in between.
 """
 
 from __future__ import annotations

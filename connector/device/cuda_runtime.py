@@ -3,8 +3,7 @@
 
 The protocol is as thin as it can be, so that a test can put streams made of queues under the whole
 device. Streams and events are handles of the CUDA runtime; addresses are numbers. Every method may
-be called from any thread that has called `enter_thread`, and raises CudaError. Knows nothing of
-jobs, slabs or tiers.
+be called from any thread that has called `enter_thread`, and raises CudaError.
 """
 
 from __future__ import annotations

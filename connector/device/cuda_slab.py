@@ -4,7 +4,7 @@
 Locking takes a second for some gigabytes, and the copy engine reaches only what is locked. So a
 thread locks one piece after the other while the engine serves already, and copies of slots that
 come later go the slower way until it gets there. Where the system locks no more, the rest stays
-ordinary memory. Knows nothing of copies.
+ordinary memory.
 """
 
 from __future__ import annotations

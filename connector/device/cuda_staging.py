@@ -2,7 +2,7 @@
 """Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
 
 While the copy engine fills or empties one half, the CPU empties or fills the other. It is the
-calling thread that does the CPU's part, so it must be one that may wait. Knows nothing of jobs.
+calling thread that does the CPU's part, so it must be one that may wait.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP application: every route, what guards it, and how its errors are answered.
 
-Knows nothing of sockets; server.py runs it. Handlers are plain ASGI underneath FastAPI, because
-its validation and its response classes cost more per request than decoding a prompt does.
+server.py runs it. Handlers are plain ASGI underneath FastAPI, because its validation and its
+response classes cost more per request than decoding a prompt does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error a client can see, in OpenAI's form, and the one table that maps exceptions to it.
 
-Knows nothing of routes. `ApiError` is raised anywhere below a route; everything else that can
-reach the border is turned into one by `to_api_error`, so that no traceback leaves the process.
+`ApiError` is raised anywhere below a route; everything else that can reach the border is turned
+into one by `to_api_error`, so that no traceback leaves the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every route shares: the engine client, the model's name, tokenizer, template and settings.
 
-Also turns prompts into checked token ids. Knows nothing of HTTP messages or of sampling; every
-refusal is an ApiError.
+Also turns prompts into checked token ids. every refusal is an ApiError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP front: switches and the limits on what comes from outside.
-
-Knows nothing of engines, sockets or command lines.
-"""
+"""The settings of the HTTP front: switches and the limits on what comes from outside."""
 
 from __future__ import annotations
 

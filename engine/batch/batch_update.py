@@ -2,7 +2,7 @@
 """What one step changed in the persistent batch, for those who keep state by row.
 
 Readers apply the three lists in this order: rows removed, rows added (an added row replaces what
-its index held), rows moved. Knows nothing of the batch itself or of what readers keep.
+its index held), rows moved.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ..request import TokenArray
 from ..sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
 
 
 class MoveKind(enum.Enum):

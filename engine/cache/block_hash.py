@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block hasher: names the full blocks of a request as its tokens arrive.
 
-Knows nothing of pools, tables or tiers. How a digest is made stands in `tiers/block.py`; here it is
-only decided which bytes and which extras of a request go into which block.
+How a digest is made stands in `tiers/block.py`; here it is only decided which bytes and which
+extras of a request go into which block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block pool: which block is free, which is shared, and under which names blocks are found.
 
-Knows nothing of requests or tokens, and never touches the bytes. One pool serves all cache groups;
-the group stands in the key: digest (32 bytes) | group u16, little-endian.
+One pool serves all cache groups; the group stands in the key: digest (32 bytes) | group u16,
+little-endian.
 
 A block is in one of these states:
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block tables of one cache group whose layers attend to everything before a token.
 
-Knows nothing of capacity, of other groups or of steps. A table only ever grows at its end: token
-`i` of a request lies in block `i // block_size` of its table, for as long as it holds one.
+A table only ever grows at its end: token `i` of a request lies in block `i // block_size` of its
+table, for as long as it holds one.
 """
 
 from __future__ import annotations

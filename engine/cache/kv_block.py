@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool's block noun and the queue of free ones.
 
-Knows nothing of requests, of what a key means, or of where the bytes lie. The queue is linked
-through the blocks themselves, between two sentinels that are never handed out:
+The queue is linked through the blocks themselves, between two sentinels that are never handed out:
 
     head <-> block <-> block <-> ... <-> tail
              least recently freed        most recently freed

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator: the cache groups of a model, treated as one.
 
-Knows nothing of capacity or of steps. Today all groups attend to everything, so a prefix is a hit
-if every group has its blocks; other kinds of group will bring managers of their own.
+Today all groups attend to everything, so a prefix is a hit if every group has its blocks; other
+kinds of group will bring managers of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache manager: blocks for requests, or a "no" that has changed nothing.
 
-Knows nothing of queues, budgets or tiers. The tokens of one request, as `allocate_slots` sees them:
+The tokens of one request, as `allocate_slots` sees them:
 
     | computed | newly computed | external | new | look-ahead |
     |  held    |  hits, to be   |      to be allocated        |

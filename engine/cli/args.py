@@ -2,7 +2,7 @@
 """The flags that commands share, and a parser that says in one sentence what is wrong.
 
 A parser with the engine's flags also reads the environment and a file, so that what it gives is
-what holds; `settings/` does the reading. Knows nothing of what a command does.
+what holds; `settings/` does the reading.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """What commands that ask a cache server have in common: address, credentials, calls, and one line
 that says what is wrong.
 
-Runs with the base installation and imports neither torch nor the engine's parts. Knows nothing of
-what is asked.
+Runs with the base installation and imports neither torch nor the engine's parts.
 """
 
 from __future__ import annotations

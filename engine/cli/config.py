@@ -19,7 +19,7 @@ from ..options import engine_config
 from ..settings import readers
 from ..settings.layers import hides, with_origins
 from ..settings.resolve import Settings, read_config_settings
-from ..settings.schema import MASK, MODEL, SCHEMA, default_text, shown, value_in
+from ..settings.schema import MASK, MODEL, SCHEMA, default_text, masked, value_in
 from ..settings.server import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
@@ -94,7 +94,7 @@ def effective(settings: Settings) -> dict[str, Any]:
     what has no value or no effect."""
     engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
-    values = {name: shown(name, value_in(name, engine, server)) for name in SCHEMA}
+    values = {name: masked(name, value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:
         values[MODEL] = None  # where the embedded model lies is nobody's concern
     pool = () if engine.cache.num_blocks is None else hides("num_blocks", engine.cache.num_blocks)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates that a plan reckons with: given, measured here in a second, or reference figures.
 
-Knows nothing of models or blocks. Every rate keeps its origin, so that the output can say it.
+Every rate keeps its origin, so that the output can say it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of an engine core in this process: a thread steps it, the same messages go unencoded.
 
-For the Python API and for tests. Knows nothing of what the core does.
+For the Python API and for tests.
 """
 
 from __future__ import annotations

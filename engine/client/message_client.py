@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every engine client has in common: outputs find their requests, answers their calls.
 
-A subclass carries messages to the core and hands `_receive` what comes back. All of it lives in
-one event loop. Knows nothing of processes, threads or sockets.
+A subclass carries messages to the core and hands `_receive` what comes back. All of it lives in one
+event loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The client of an engine core in a process of its own: msgpack over ZMQ on private Unix sockets.
 
 A Python thread of HTTP never competes with the step loop for the interpreter, and a core that dies
-is noticed at once. Knows nothing of what the core does.
+is noticed at once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial at start: what computing a prompt and loading its blocks take, before anybody asks.
+"""The calibration at start: what computing a prompt and loading its blocks take, before anybody
+asks.
 
     one prompt, twice as long each time, while the time for it lasts     how much a token costs
     as many tokens far into a prompt, whose context nobody computed      how much context costs
     a few loads, as the connector asks for them                          how much loading costs
 
 It runs through the worker as steps do and leaves nothing behind: what it writes lies in blocks
-without a name, and every estimate it seeds goes on moving with what follows. Knows nothing of
-tiers or of what is decided by the estimates.
+without a name, and every estimate it seeds goes on moving with what follows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
 from ..sampling_params import SamplingParams
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from .prefill_savings import MIN_PROMPT_TOKENS, Ledger, PromptCost
+from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CalibrationBudget:
     """What a request and a step may take."""
 
     block_size: int
@@ -55,22 +55,24 @@ class Room:
     max_num_batched_tokens: int
 
 
-class Trial:
+class Calibration:
     """Of one engine, before its first request."""
 
-    def __init__(self, runner: Runner, room: Room, note: Callable[[PromptCost], None]) -> None:
+    def __init__(
+        self, runner: Runner, budget: CalibrationBudget, note: Callable[[PromptCost], None]
+    ) -> None:
         """`note` hears what each prompt took that says something."""
         self._runner = runner
-        self._room = room
+        self._budget = budget
         self._note = note
         self._num_steps = 0
         self._spent = 0.0
 
     def prefill(self) -> None:
         """Measure prompts. Does nothing where no step may hold enough of one."""
-        room = self._room
+        budget = self._budget
         # The token that is sampled takes a place too.
-        most = min(_MOST_TOKENS, room.max_num_batched_tokens, room.max_model_len - 1)
+        most = min(_MOST_TOKENS, budget.max_num_batched_tokens, budget.max_model_len - 1)
         if most < MIN_PROMPT_TOKENS:
             return
         count = MIN_PROMPT_TOKENS
@@ -82,10 +84,10 @@ class Trial:
                 count *= 2
                 seconds = self._run(count)
             self._measure(count, 0, seconds)
-            far = min(4 * count, room.max_model_len - 1 - count) // room.block_size
+            far = min(4 * count, budget.max_model_len - 1 - count) // budget.block_size
             # Context may make it several times as dear.
-            if far * room.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
-                start = far * room.block_size
+            if far * budget.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
+                start = far * budget.block_size
                 self._measure(count, start, self._run(count, start))
         finally:
             self._step([], {})
@@ -98,8 +100,8 @@ class Trial:
 
     def _run(self, count: int, start: int = 0) -> float:
         """Seconds of a step that computes so many tokens of a prompt, after `start` others."""
-        name = f"trial-{self._num_steps + 1}"
-        num_blocks = -(-(start + count) // self._room.block_size)
+        name = f"calibration-{self._num_steps + 1}"
+        num_blocks = -(-(start + count) // self._budget.block_size)
         prompt = np.zeros(start + count, np.int32)
         blocks = (list(range(1, 1 + num_blocks)),)  # 0 is the null block
         began = time.monotonic()
@@ -110,7 +112,7 @@ class Trial:
 
     def _step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
         """And end the request of the step before."""
-        ended = {f"trial-{self._num_steps}"} if self._num_steps else set()
+        ended = {f"calibration-{self._num_steps}"} if self._num_steps else set()
         self._num_steps += 1
         total = sum(counts.values())
         self._runner.execute(SchedulerOutput(new, CachedRequestData(), counts, total, ended, set()))
@@ -119,10 +121,10 @@ class Trial:
 def try_loads(
     connector: KVConnectorScheduler, worker: KVConnectorWorker, block_ids: Sequence[int]
 ) -> None:
-    """Have the connector's trial loads made, to blocks that are nobody's. All have ended when this
-    returns; raises RuntimeError where one does not."""
+    """Have the connector's calibration loads made, to blocks that are nobody's. All have ended when
+    this returns; raises RuntimeError where one does not."""
     deadline = time.monotonic() + STUCK_SECONDS
-    while meta := connector.build_trial_meta(block_ids, READ_SECONDS):
+    while meta := connector.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_step(meta)
         while not (output := worker.poll()):
             if time.monotonic() > deadline:
@@ -134,24 +136,24 @@ def try_loads(
         connector.update_from_worker(output)
 
 
-def run_trial(
+def calibrate(
     runner: Runner,
-    room: Room,
+    budget: CalibrationBudget,
     connector: KVConnectorScheduler,
     worker: KVConnectorWorker,
-    ledger: Ledger,
+    savings: PrefillSavings,
 ) -> str:
     """Seed the estimates; what they are, in words. Where prompts cannot be measured the engine
     learns from its requests instead; RuntimeError as from `try_loads`."""
 
     def note(cost: PromptCost) -> None:
-        ledger.note(cost)
+        savings.note(cost)
         connector.note_step(*cost)
 
     began = time.monotonic()
     try:
-        Trial(runner, room, note).prefill()
+        Calibration(runner, budget, note).prefill()
     except Exception:
         logger.exception("no prompt could be measured; the first requests will teach instead")
-    try_loads(connector, worker, range(1, room.num_blocks))
+    try_loads(connector, worker, range(1, budget.num_blocks))
     return f"offload: {connector.describe_estimates()}; tried in {time.monotonic() - began:.2f} s"

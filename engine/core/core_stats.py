@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the core measures of its steps, and what of its settings is shown beside it.
 
-Plain values, as they travel in the answer to `stats`. Knows nothing of where they are shown.
+Plain values, as they travel in the answer to `stats`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from ...tiers.block import BlockLayout
 from ...tiers.histogram import Histogram
 from ..config import EngineConfig
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
-from .prefill_savings import Ledger, PromptCost
+from .prefill_savings import PrefillSavings, PromptCost
 
 _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
 
-class Figures:
+class CoreStats:
     """Told of every step that was computed; a few additions each."""
 
     def __init__(self, config: EngineConfig, layout: BlockLayout, num_blocks: int) -> None:
-        self.ledger = Ledger()
+        self.savings = PrefillSavings()
         self._step_tokens = Histogram(_TOKENS)
         self._max_tokens = Histogram(_TOKENS)
         self._cache_config = _cache_config(config, layout, num_blocks)
@@ -40,13 +40,13 @@ class Figures:
         if result.connector_output is not None:
             # Blocks on their way out held the step up; that is no part of computing.
             seconds -= result.connector_output.store_wait_seconds
-        return self.ledger.measure(step, seconds)
+        return self.savings.measure(step, seconds)
 
     def stats(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {
-            "seconds_per_token": self.ledger.seconds_per_token,
-            "saved_seconds": dict(self.ledger.saved_seconds),
+            "seconds_per_token": self.savings.seconds_per_token,
+            "saved_seconds": dict(self.savings.saved_seconds),
             "iteration_tokens": asdict(self._step_tokens),
             "request_max_tokens": asdict(self._max_tokens),
             "cache_config": self._cache_config,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's settings in the worker's words: where to compute, checked against the machine.
 
-A GPU is looked for only where one is asked for. Knows nothing of how anything is computed.
+A GPU is looked for only where one is asked for.
 """
 
 from __future__ import annotations

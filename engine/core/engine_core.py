@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core: model, pool, tiers, scheduler and worker put together, and stepped.
 
-One thread calls it. It takes and gives the messages of `wire.py` and knows nothing of how they
-travel, of text, or of HTTP.
+One thread calls it. It takes and gives the messages of `wire.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
-from .calibration import Room, run_trial
-from .core_stats import Figures
+from .calibration import CalibrationBudget, calibrate
+from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .offload import open_tiers
-from .request_builder import Intake
+from .request_builder import RequestBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class EngineCore:
                     device=config.model.device,
                 )
             self._build_engine(layout, num_blocks)
-            self._intake = Intake(
+            self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.max_model_len,
                 self._make_hasher(identity.root()),
@@ -126,7 +125,7 @@ class EngineCore:
         code = None
         try:
             self.scheduler.check_queue()
-            self.scheduler.add_request(self._intake.make_request(request))
+            self.scheduler.add_request(self._request_builder.make_request(request))
             return []
         except QueueFull as error:
             text, code = str(error), OVERLOADED
@@ -154,7 +153,7 @@ class EngineCore:
                 "scheduler": self.scheduler.stats(),
                 "connector": connector,
                 "pool": self.scheduler.manager.pool.residency.stats(),
-                "core": self._figures.stats(),
+                "core": self._stats.stats(),
             }
         if name == "reset_prefix_cache":
             return self._reset_prefix_cache(argument or "pool")
@@ -180,11 +179,11 @@ class EngineCore:
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0
-        cost = self._figures.note_step(output, result, time.monotonic() - began)
+        cost = self._stats.note_step(output, result, time.monotonic() - began)
         if cost is not None and self._connector is not None:
             self._connector.note_step(*cost)
         outputs = self.scheduler.update_from_output(output, result)
-        self._figures.ledger.credit(self.scheduler.counts)
+        self._stats.savings.record(self.scheduler.counts)
         return outputs
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -218,7 +217,7 @@ class EngineCore:
             num_blocks = runner.pool.num_blocks
             self.max_model_len = runner.max_model_len
         self.num_blocks = num_blocks
-        self._figures = Figures(config, layout, num_blocks)
+        self._stats = CoreStats(config, layout, num_blocks)
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
@@ -260,14 +259,14 @@ class EngineCore:
         """Seed what loading and computing are taken to cost, and say it."""
         if self._connector is None or self._connector_worker is None:
             return
-        room = Room(
+        budget = CalibrationBudget(
             self.config.cache.block_size,
             self.num_blocks,
             self.max_model_len,
             self.config.scheduler.max_num_batched_tokens,
         )
         sides = self._connector, self._connector_worker
-        self._progress(run_trial(self._runner, room, *sides, self._figures.ledger))
+        self._progress(calibrate(self._runner, budget, *sides, self._stats.savings))
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache

@@ -2,7 +2,7 @@
 """The loop around an engine core: take messages, step while there is work, give outputs out.
 
 One thread runs it and is the only one to touch the core; any thread may submit, wake and stop. It
-is the same in a process of its own and in a thread of the caller's. Knows nothing of sockets.
+is the same in a process of its own and in a thread of the caller's.
 """
 
 from __future__ import annotations

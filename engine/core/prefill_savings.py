@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: what the cache has saved, in seconds of prefill, so that it can be held against what
+"""The savings: what the cache has saved, in seconds of prefill, so that it can be held against what
 its loads have cost.
 
     saved += tokens that were not computed  x  seconds that computing a prompt token takes there now
@@ -8,8 +8,8 @@ The price of a token is measured, from steps that computed at least `MIN_PROMPT_
 and depends on where in its prompt a token stands. A step may also have advanced requests by one
 token each. What a step of as many such rows takes alone is known from steps that did nothing else
 (by powers of two of their number) and is taken off; where no such step was seen yet, the mixed step
-is not used. Until there is a price nothing is credited, and what was found until then never will
-be. Knows nothing of how tokens are found or computed.
+is not used. Until there is a price nothing is recorded, and what was found until then never will
+be.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class PromptCost(NamedTuple):
     seconds: float
 
 
-class Ledger:
+class PrefillSavings:
     """Told of every step. All figures are in seconds."""
 
     def __init__(self) -> None:
         self._rate = PrefillRate()
         self._row_seconds: dict[int, float] = {}  # of a step without prompts, by log2 of its rows
-        self._credited: dict[str, float] = {}  # by the scheduler's count
+        self._recorded: dict[str, float] = {}  # by the scheduler's count
         self.saved_seconds: dict[str, float] = {}  # by source
 
     @property
@@ -73,7 +73,7 @@ class Ledger:
         """Prompts took this; of steps `measure` notes it."""
         self._rate.note(*cost)
 
-    def credit(self, counts: Mapping[str, float]) -> None:
+    def record(self, counts: Mapping[str, float]) -> None:
         """Enter what the scheduler has counted since the last call."""
         for name in counts:
             if name.startswith(REUSED):
@@ -87,8 +87,8 @@ class Ledger:
 
     def _gained(self, counts: Mapping[str, float], name: str) -> float:
         count = counts.get(name, 0.0)
-        gained = count - self._credited.get(name, 0.0)
-        self._credited[name] = count
+        gained = count - self._recorded.get(name, 0.0)
+        self._recorded[name] = count
         return gained
 
     def _measure_rows(self, num_rows: int, seconds: float) -> None:

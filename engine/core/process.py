@@ -5,8 +5,8 @@
     watch thread   blocks on standard input and signals: the end of either ends the loop
     main thread    steps the core; sends one message of outputs a step
 
-Knows nothing of HTTP. Heavy packages are imported after the first word to the launcher is possible,
-so that a missing one is reported like any other cause.
+Heavy packages are imported after the first word to the launcher is possible, so that a missing one
+is reported like any other cause.
 """
 
 from __future__ import annotations

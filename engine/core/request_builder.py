@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intake: from what a client's message asks for to a request that the scheduler can take.
+"""RequestBuilder: from what a client's message asks for to a request that the scheduler can take.
 
-Checks what only the model knows: its vocabulary and its context. Knows nothing of queues or of
-what runs.
+Checks what only the model knows: its vocabulary and its context.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..token_ids import BYTES_PER_TOKEN
 from ..wire import AddRequest
 
 
-class Intake:
+class RequestBuilder:
     """Of one model. Without a `hasher` no request is found in a cache."""
 
     def __init__(

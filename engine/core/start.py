@@ -2,7 +2,7 @@
 """What the launcher tells a new core process, once, over its standard input.
 
 A length (u32, little-endian) and msgpack. The pipe stays open afterwards and carries nothing: its
-end tells the core that the launcher is gone. Knows nothing of sockets or processes.
+end tells the core that the launcher is gone.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ for the attention then reads them from there.
 Positions beyond a request's length never reach a result, whatever its blocks still hold: chunks are
 cut at the length, and decode batches have those slots zeroed in the gathered copy (a mask alone
 would let NaN through, since 0 * NaN is NaN). Padding is the null block, which holds zeros.
-
-Knows nothing of requests, schedulers or weights.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 """The network of every family as plain functions over weights, for one flat batch of tokens.
 
 Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
-rounding them would make results depend on the order of additions again (`elementwise.py`).
-What tells the families apart is in the weights: a bias or a norm that is None is not computed.
-Knows nothing of requests, blocks or sampling: positions and the attention plan come from outside.
+rounding them would make results depend on the order of additions again (`elementwise.py`). What
+tells the families apart is in the weights: a bias or a norm that is None is not computed. Knows
+nothing of requests, blocks or sampling: positions and the attention plan come from outside.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Decoder:
         elementwise: Elementwise = PLAIN,
     ) -> None:
         self.spec = spec
-        self._do = elementwise
+        self._ops = elementwise
         self._embedding = weights.embedding
         self._layers: list[_Layer] = []
         while weights.layers:
@@ -154,14 +154,14 @@ class Decoder:
         turned = heads[:, :turning]
         if layer.head_norms is not None:
             turned = self._norm(turned, layer.head_norms)
-        rotated = self._do.rotate(turned, cos, sin)
+        rotated = self._ops.rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
 
     def _mlp(self, x: Tensor, layer: _Layer) -> Tensor:
         x = self._norm(x, layer.mlp_norm)
-        return layer.down(self._do.gated(layer.gate(x), layer.up(x)))
+        return layer.down(self._ops.gated(layer.gate(x), layer.up(x)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""
-        return self._do.norm(x, weight, self.spec.rms_norm_eps)
+        return self._ops.norm(x, weight, self.spec.rms_norm_eps)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number types models are computed in, by the names of the command line.
 
-Knows nothing of models. `auto` is the type that the checkpoint's config.json names, where the
-device is quick in it. A CPU without units for a 16-bit type computes in float32: it would be many
-times slower otherwise. On a GPU float32 and float64 become bfloat16, which halves what a step reads
-and is what its matrix units compute in.
+`auto` is the type that the checkpoint's config.json names, where the device is quick in it. A CPU
+without units for a 16-bit type computes in float32: it would be many times slower otherwise. On a
+GPU float32 and float64 become bfloat16, which halves what a step reads and is what its matrix units
+compute in.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 
 Between matrix products they are several passes over the same numbers; torch.compile makes one of
 each. It is asked for by name (`--compilation elementwise`), for it takes seconds at the start.
-Knows nothing of weights' names or of attention.
 """
 
 from __future__ import annotations

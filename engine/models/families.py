@@ -3,7 +3,7 @@
 
 All are one decoder: RMS norms, rotary positions, grouped attention, a gated MLP with SiLU. A row
 holds what the code of a family fixes, and what its configuration class takes where config.json is
-silent. Knows nothing of files or tensors.
+silent.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ On the CPU a float32 matrix is reordered once into the blocks that oneDNN multip
 against `F.linear` on an AMD EPYC with one thread, matrices of 256 to 5632: 2.3 times as fast for 64
 rows and more, 1.2 to 3 times for 16, slower only for one row of a matrix below a megabyte. A number
 of rows that was not seen before costs a fraction of a millisecond once. Other types are left to
-torch, float64 because oneDNN has none. Knows nothing of models.
+torch, float64 because oneDNN has none.
 """
 
 from __future__ import annotations

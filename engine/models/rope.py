@@ -3,7 +3,6 @@
 
 Frequencies and angles are computed in float32 with the order of operations of transformers, because
 their rounding is part of what a model was trained with; only the finished tables are cast.
-Knows nothing of attention or caches.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What a model's configuration says about rotary positions, in both of Hugging Face's spellings.
 
 The newer one is `rope_parameters` with `rope_theta` inside, the older `rope_scaling` beside a
-`rope_theta` of its own. Knows nothing of tensors; `rope.py` computes the tables.
+`rope_theta` of its own. `rope.py` computes the tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Hugging Face directory says about its model: a frozen value object read from config.json.
 
-Knows nothing of weights or tensors, and imports no torch. What this project cannot compute the
-way the model was trained is refused here, by the name of the key.
+What this project cannot compute the way the model was trained is refused here, by the name of the
+key.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Arrays go without anybody waiting. Results come back together, behind one wait: whoever reads
 anything of a tensor elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all that is
-queued. On the CPU both are the same memory and cost nothing. Knows nothing of what is moved.
+queued. On the CPU both are the same memory and cost nothing.
 """
 
 from __future__ import annotations

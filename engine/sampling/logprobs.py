@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities out of raw logits: of the tokens that stand there and of the likeliest ones.
-
-Knows nothing of rows, requests or of what was done to the logits afterwards.
-"""
+"""Log-probabilities out of raw logits: of the tokens that stand there and of the likeliest ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a batch of logits into parts small enough that what is made of them stays in caches.
 
-Each row is worked on by itself, so the cuts change no result. Knows nothing of that work.
+Each row is worked on by itself, so the cuts change no result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 # take hundreds, fresh from the system every time: a draw from 256 rows took five times as long.
 LOGITS_AT_ONCE = 2**20
 # Elsewhere there are no such caches, and each part is some thirty launches: 64 MiB.
-LOGITS_AT_ONCE_THERE = 2**23
+LOGITS_CHUNK_GPU = 2**23
 
 
 def row_parts(num_rows: int, vocab_size: int, device_type: str = "cpu") -> Iterator[slice]:
     """Consecutive slices that cover all rows."""
-    at_once = LOGITS_AT_ONCE if device_type == "cpu" else LOGITS_AT_ONCE_THERE
+    at_once = LOGITS_AT_ONCE if device_type == "cpu" else LOGITS_CHUNK_GPU
     size = max(1, at_once // max(1, vocab_size))
     for start in range(0, num_rows, size):
         yield slice(start, min(num_rows, start + size))

@@ -2,8 +2,7 @@
 """What is kept for each row of the persistent batch, following requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
-rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty. Knows
-nothing of logits or of what is kept.
+rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..batch.batch_update import AddedRow, BatchUpdate, MoveKind
-from ..worker.block_table import IntArray
+from ..batch.batch_update import AddedRow, BatchUpdate, IntArray, MoveKind
 
 # What the sampler itself keeps for each row of the batch, kept in step by BatchUpdates alone.
 

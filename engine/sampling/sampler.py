@@ -8,8 +8,6 @@ Random rows are drawn by inverting the cumulative distribution in the order of t
 one uniform number each. A seeded row's number is a hash of its seed and of how many tokens it has,
 so it needs no generator state: it is the same whatever else is in the batch, and after preemption.
 The logits stay on the device that computed them; parameters go there and one answer comes back.
-
-Knows nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..batch.batch_update import BatchUpdate
+from ..batch.batch_update import BatchUpdate, IntArray
 from ..logprobs import PositionLogprobs
-from ..worker.block_table import IntArray
 from .copies import to_device, to_host
 from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import LogitsProcessor, ProcessorContext

@@ -2,7 +2,7 @@
 """Top-k and top-p: which logits of a row are left out of a draw.
 
 Every token is kept whose logit equals the last one kept, so the order in which equal logits happen
-to be sorted changes nothing. Knows nothing of temperatures, random numbers or requests.
+to be sorted changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..worker.block_table import IntArray
+from ..batch.batch_update import IntArray
 from .copies import to_device
 
 # Top-p rarely needs more candidates; where it does, the whole vocabulary is sorted.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: which waiting requests join the running ones in this step.
 
-Knows nothing of the requests that run already, except that there are some. First come, first
-served: the first request for which there is no room ends the round, because one behind it must not
-take what it waits for. A request that only waits for something else (a load, an answer of the
-tiers) stands aside and holds up nobody.
+First come, first served: the first request for which there is no room ends the round, because one
+behind it must not take what it waits for. A request that only waits for something else (a load, an
+answer of the tiers) stands aside and holds up nobody.
 """
 
 from __future__ import annotations

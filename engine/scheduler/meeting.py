@@ -6,7 +6,7 @@
 
 Every token attends to all before it, so what was loaded is of use only once the front has come to
 it; then `num_computed_tokens` jumps to the end of it, and its blocks get their names. Until then
-such a request is a running one that gets fewer tokens than it could. Knows nothing of budgets.
+such a request is a running one that gets fewer tokens than it could.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The car park: requests whose blocks are being loaded from a tier, until they are reported.
 
-Knows nothing of budgets or of the order in which requests run. A parked request holds its blocks,
-is in no queue and computes nothing. It leaves when the connector reports it, in one of these ways:
+A parked request holds its blocks, is in no queue and computes nothing. It leaves when the connector
+reports it, in one of these ways:
 
     some or all tokens came   its computed part grows and is named; it goes on with its blocks
     nothing came              it gives its blocks back and will compute, never asking again

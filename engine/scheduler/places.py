@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where every unfinished request is, and the moves between those places that give blocks back.
 
-Knows nothing of budgets or of the worker's answers. The places:
+The places:
 
     waiting   arrived or preempted; holds no blocks
     skipped   as waiting, but was passed over once, or its load has ended; asked before `waiting`

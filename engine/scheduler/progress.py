@@ -2,7 +2,7 @@
 """The scheduler's notes on one request: what ends it, the moments its latency is made of, and what
 it had computed or loaded before.
 
-Knows nothing of queues or blocks. Moments are seconds on the monotonic clock.
+Moments are seconds on the monotonic clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The running requests' part of a step: tokens for each, and room for them.
 
-Knows nothing of who waits. In the order they were let in each gets what it lacks, as far as the
-budget goes. Who comes first takes room from who came last; `scheduler.py` says why nobody can
-block everybody that way.
+In the order they were let in each gets what it lacks, as far as the budget goes. Who comes first
+takes room from who came last; `scheduler.py` says why nobody can block everybody that way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: decides, step by step, which requests compute how many tokens.
 
-Knows nothing of models, devices, text, or of how a tier works. There is no prefill and no decode:
-a request has `num_tokens` and `num_computed_tokens`, and every step closes part of the gap, out of
-one budget for all. Running requests come first, in the order they were let in; then, only if no
-room had to be made for them, waiting ones, first come first served (`admission.py`). The places a
-request can be in stand in `places.py`.
+There is no prefill and no decode: a request has `num_tokens` and `num_computed_tokens`, and every
+step closes part of the gap, out of one budget for all. Running requests come first, in the order
+they were let in; then, only if no room had to be made for them, waiting ones, first come first
+served (`admission.py`). The places a request can be in stand in `places.py`.
 
 Nobody can block everybody:
 

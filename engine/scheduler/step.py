@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step being put together: who runs, with how many tokens, and what the worker must be told.
 
-Knows nothing of why a request was chosen. A request the worker sees first is described in full, one
-it knows by the difference; one that was preempted and comes back replaces its table.
+A request the worker sees first is described in full, one it knows by the difference; one that was
+preempted and comes back replaces its table.
 """
 
 from __future__ import annotations

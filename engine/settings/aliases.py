@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's names for options, taken as flags and in files so that its command lines work here.
 
-Each is another name of an option, or accepted with the values that ask for nothing, or refused
-with the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
-Knows nothing of layers.
+Each is another name of an option, or accepted with the values that ask for nothing, or refused with
+the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The layer of a file: flat YAML or TOML, by the ending of its name.
 
 Keys are options with `-` or `_`, each once, and values are plain: nothing is nested, no type is
-made by a tag. Raises ConfigError with the file and the key. Knows nothing of what options mean.
+made by a tag. Raises ConfigError with the file and the key.
 """
 
 from __future__ import annotations

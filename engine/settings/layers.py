@@ -3,9 +3,9 @@
 
     flags  >  environment  >  file  >  what aliases imply  >  defaults
 
-The highest layer that gives an option decides it. Where two options exclude each other, the one
-of the higher layer also hides the other of a lower layer; within one layer that is a contradiction
-and left for `options.py` to refuse. Knows nothing of how a layer is read.
+The highest layer that gives an option decides it. Where two options exclude each other, the one of
+the higher layer also hides the other of a lower layer; within one layer that is a contradiction and
+left for `options.py` to refuse.
 """
 
 from __future__ import annotations

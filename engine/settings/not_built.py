@@ -2,7 +2,7 @@
 """Options of vLLM for what is not built here, and what to do without it.
 
 Whoever brings a command line from there is told so, instead of being sent to an option with a name
-that looks alike. Knows nothing of where an option was given.
+that looks alike.
 """
 
 from __future__ import annotations

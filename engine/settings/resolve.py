@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags, environment and file put together: what was given, by option, with its origin.
 
-The same for every command, so that one file serves them all. Knows nothing of argparse.
+The same for every command, so that one file serves them all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every option there is, of the engine and of the server, in one table.
 
-`SCHEMA` is what environment and files may name. Also says what holds where nothing is given. Knows
-nothing of where values come from.
+`SCHEMA` is what environment and files may name. Also says what holds where nothing is given.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
     return getattr(section, option.field)
 
 
-def shown(name: str, value: Any) -> Any:
+def masked(name: str, value: Any) -> Any:
     """A value as a file takes it: a text, a number or a truth value; None where there is none."""
     option = SCHEMA[name]
     if option.read is readers.tiers:
@@ -73,7 +72,7 @@ def default_text(name: str) -> str:
     """What holds where nothing is given, in words or as a flag takes it."""
     if name in (MODEL, "served_model_name"):
         return SCHEMA[name].unset
-    value = shown(name, value_in(name, _DEFAULT_ENGINE, _DEFAULT_SERVER))
+    value = masked(name, value_in(name, _DEFAULT_ENGINE, _DEFAULT_SERVER))
     if isinstance(value, bool):
         return "on" if value else "off"
     return SCHEMA[name].unset if value is None else str(value)

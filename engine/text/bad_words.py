@@ -6,8 +6,7 @@ A word has one spelling at the start of a text and often another one after a spa
     byte-level    "word" → word       "a word" → a Ġword
     SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
 
-Spaces around a word mean nothing, for both spellings are looked for anyway. Knows nothing of
-sampling or of other ways to cut a word into tokens.
+Spaces around a word mean nothing, for both spellings are looked for anyway.
 """
 
 from __future__ import annotations

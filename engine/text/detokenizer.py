@@ -8,7 +8,6 @@ space before a word), so tokens are decoded in a short window with those before 
                  ^ start ^ read           text(a b c) was given out, now text(a b c d e) minus it
 
 A tail that ends in U+FFFD may be half a character and is held back until more tokens come.
-Knows nothing of stop strings or requests.
 """
 
 from __future__ import annotations

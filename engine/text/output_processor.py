@@ -3,7 +3,6 @@
 
 The front's half of a request, shared by HTTP and the Python API. The core knows ids only; stop
 strings are found here, and the core is then told that nobody wants more.
-Knows nothing of HTTP, processes or schedules.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ..wire import AddRequest, TokenOutput
 from .detokenizer import IncrementalDetokenizer
 from .tokenizer import Tokenizer
 
-# The stop strings of one request, looked for in text that arrives in pieces.
-# Text that may be the beginning of a stop string is held back, and nothing else is; so a match
-# never begins in text that was given out.
+# The stop strings of one request, looked for in text that arrives in pieces. Text that may be the
+# beginning of a stop string is held back, and nothing else is; so a match never begins in text that
+# was given out.
 
 
 class StopStrings:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a model: text to token ids and back, by the `tokenizers` package.
 
-Reads `tokenizer.json`, and from `tokenizer_config.json` what the first does not say. Knows nothing
-of requests, chat messages or the engine; `detokenizer.py` turns a growing output into text.
+Reads `tokenizer.json`, and from `tokenizer_config.json` what the first does not say.
+`detokenizer.py` turns a growing output into text.
 """
 
 from __future__ import annotations

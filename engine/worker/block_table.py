@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's block tables: which block holds which tokens of which row of the batch.
 
-Knows nothing of requests or tensors, and imports no torch. The table lives in host memory; on a CPU
-that is where the attention reads it too.
+The table lives in host memory; on a CPU that is where the attention reads it too.
 
 Context parallelism spreads a request over several ranks: every block of the table then stands for
 as many blocks' worth of positions, dealt out to the ranks in runs, and the slot of a position that
@@ -17,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..batch.batch_update import IntArray
 from ..cache.kv_block import BlockIds
 
-IntArray = npt.NDArray[np.int64]
 BlockArray = npt.NDArray[np.int32]
 
 NO_SLOT = -1

@@ -2,8 +2,7 @@
 """The persistent batch: running requests in dense rows, changed by differences from step to step.
 
 A step removes first, then adds, then calls `finish`, which closes the holes by moving the last rows
-and returns the BatchUpdate. Knows nothing of models, tensors or scheduling; sampling state follows
-through the BatchUpdate.
+and returns the BatchUpdate. sampling state follows through the BatchUpdate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV pool: one tensor, allocated once, in which every block is one contiguous chunk.
 
-Knows nothing of which block belongs to whom. Block 0 is the null block: it stands for "nothing
-here" in tables and paddings, is never written, and so holds zeros for ever.
+Block 0 is the null block: it stands for "nothing here" in tables and paddings, is never written,
+and so holds zeros for ever.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ entries; the prompt's last position belongs to the sampler:
     its entries                 c     d         entries[0] stays None
 
 They are kept by position, so a prompt that is computed again after a preemption writes them again.
-Knows nothing of the model beyond hidden states and what makes logits of them.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ..batch.batch_update import IntArray
 from ..logprobs import PromptLogprobs
 from ..sampling.copies import to_device
 from ..sampling.logprobs import prompt_logprobs
 from ..scheduler.output import ModelRunnerOutput
-from .block_table import IntArray
 from .input_batch import InputBatch, WorkerRequest
 
 # Logits of a whole prompt would take gigabytes: 4,096 tokens with 128,000 words, 2 GB in float32.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one new token of each request over the paged pool of one layer.
 
-Checks its arguments and runs Triton's kernel or the plain twin. Knows nothing of how either works.
+Checks its arguments and runs Triton's kernel or the plain twin.
 """
 
 from __future__ import annotations

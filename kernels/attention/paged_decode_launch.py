@@ -2,8 +2,7 @@
 """How paged decode is launched: tile, warps, stages, and into how many splits a context is cut.
 
 The table is checked in and nothing is tuned while running, for a kernel that measured itself first
-would stall the requests that meet it. `shipped_configurations` lists what the table leads to, for
-the compiler. Knows nothing of what tensors hold.
+would stall the requests that meet it. `kernels/shipped.py` lists what the table leads to.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from ..configuration import Configuration
 
 MIN_SPLIT_TOKENS = 256  # a shorter split costs more to combine than it saves
 PROGRAMS_PER_MULTIPROCESSOR = 4  # as many 16-bit DOT programs fit side by side
@@ -110,107 +107,3 @@ def choose_splits(pairs: int, max_tokens: int, multiprocessors: int) -> int:
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
-
-
-class _Variant(NamedTuple):
-    """One way the attention kernel is compiled."""
-
-    pool: str
-    q: str
-    group: int
-    head_dim: int
-    splits: bool = True
-    softcap: bool = False
-    scales: str = ""  # "head" or "token"
-
-
-POOLS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8e4nv": torch.float8_e4m3fn,
-}
-# Of each pool type the group of Llama, and the largest that is taken at the largest head size.
-VARIANTS = (
-    *(_Variant("bf16", "bf16", group, size) for group in (1, 4, 8) for size in HEAD_SIZES),
-    _Variant("bf16", "bf16", 8, 80),
-    _Variant("bf16", "bf16", 32, 256),
-    _Variant("bf16", "bf16", 8, 128, splits=False),
-    _Variant("bf16", "bf16", 2, 256, softcap=True),
-    _Variant("fp16", "fp16", 8, 128),
-    *(_Variant("fp32", "fp32", group, size) for group in (1, 16) for size in HEAD_SIZES),
-    *(
-        _Variant("fp8e4nv", "bf16", group, size, scales=scales)
-        for group, size in ((1, 64), (1, 128), (8, 64), (8, 128), (32, 256))
-        for scales in ("head", "token")
-    ),
-)
-
-
-def shipped_configurations() -> list[Configuration]:
-    """What the compiler is asked about. Imports triton."""
-    from .paged_decode_triton import COMBINE_ROWS, combine_splits
-
-    combine = Configuration(
-        name="paged_decode.combine.bf16.d128",
-        function=combine_splits,
-        signature={
-            "out": "*bf16",
-            **dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32"),
-            "seq_lens": "*i32",
-            **dict.fromkeys(("window", "num_splits", "min_tiles"), "i32"),
-            **dict.fromkeys(("out_stride_request", "out_stride_head"), "i32"),
-        },
-        constexprs={"HEAD_DIM": 128, "HEAD_PAD": 128, "TILE": 64, "ROWS": COMBINE_ROWS},
-        multiples_of_16=frozenset(("out_stride_request", "out_stride_head")),
-    )
-    return [*map(_configuration, VARIANTS), combine]
-
-
-def _configuration(variant: _Variant) -> Configuration:
-    from .paged_decode_triton import attend_split
-
-    fp8 = bool(variant.scales)
-    dtype, per_token = POOLS[variant.pool], variant.scales == "token"
-    launch = choose_launch(NEWEST, variant.group, variant.head_dim, dtype, per_token)
-    constexprs: dict[str, object] = {
-        "GROUP": variant.group,
-        "GROUP_PAD": launch.group_pad,
-        "HEAD_DIM": variant.head_dim,
-        "HEAD_PAD": launch.head_pad,
-        "BLOCK_SIZE": 16,
-        "TILE": launch.tile,
-        "STAGES": launch.num_stages,
-        "ONE_SPLIT": not variant.splits,
-        "SOFTCAP": variant.softcap,
-        "HEAD_SCALES": variant.scales == "head",
-        "TOKEN_SCALES": per_token,
-    }
-    if not variant.splits:
-        constexprs |= {"partial_max": None, "partial_sum": None}
-    if not fp8:
-        constexprs["kv_scales"] = None
-    types = {
-        "out": "*fp32" if variant.splits else f"*{variant.q}",
-        "q": f"*{variant.q}",
-        "kv": f"*{variant.pool}",
-        **dict.fromkeys(("block_tables", "seq_lens"), "*i32"),
-        **dict.fromkeys(("partial_max", "partial_sum", "kv_scales"), "*fp32"),
-        **dict.fromkeys(("score_scale", "cap"), "fp32"),
-        "kv_stride_block": "i64",
-    }
-    passed = [name for name in attend_split.arg_names if name not in constexprs]
-    strides = [name for name in passed if name.startswith(("kv_stride", "q_stride", "out_stride"))]
-    name = f"paged_decode.{variant.pool}.d{variant.head_dim}.g{variant.group}"
-    name += ".one-split" * (not variant.splits) + ".softcap" * variant.softcap
-    return Configuration(
-        name=name + f".{variant.scales}-scales" * fp8,
-        function=attend_split,
-        signature={name: types.get(name, "i32") for name in passed},
-        constexprs=constexprs,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        multiples_of_16=frozenset(strides),
-        needs=frozenset({"LDGSTS"}),
-        min_capability=(8, 9) if fp8 else (8, 0),
-    )

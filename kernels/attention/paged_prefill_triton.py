@@ -10,7 +10,7 @@ that share the KV head share its loads:
 
 Which tokens a program has is found on the device by bisecting `query_starts`, so the grid follows
 from the number of tokens and requests alone and nothing is read back. Sums are in float32, scores
-in powers of two. Knows nothing of how its arguments were checked.
+in powers of two.
 """
 
 from __future__ import annotations

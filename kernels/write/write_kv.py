@@ -3,8 +3,8 @@
 
 The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, with any strides but
 the last, which is 1: it may be a view of a pool that holds a block's layers together. A slot is
-`block_id * block_size + offset`. Knows nothing of requests; whoever makes the slots gives no slot
-twice in a call, because which of the two writes stays is not defined.
+`block_id * block_size + offset`. whoever makes the slots gives no slot twice in a call, because
+which of the two writes stays is not defined.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ NUM_BLOCKS = 12
 SECONDS = 0.1
 
 
-class TrialRig(Rig):
+class CalibrationRig(Rig):
     """A rig whose worker side is real. `block_ids` are those of its pool."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class TrialRig(Rig):
 
     def begin(self) -> bool:
         """Whether the connector wanted another copy."""
-        meta = self.side.build_trial_meta(self.block_ids, SECONDS)
+        meta = self.side.build_calibration_meta(self.block_ids, SECONDS)
         self.worker.start_step(meta)
         return bool(meta)
 
@@ -47,14 +47,14 @@ class TrialRig(Rig):
 
 
 @pytest.fixture
-def rig() -> Iterator[TrialRig]:
-    rig = TrialRig()
+def rig() -> Iterator[CalibrationRig]:
+    rig = CalibrationRig()
     yield rig
     rig.worker.shutdown()
     rig.side.shutdown(WAIT_SECONDS)
 
 
-def test_a_few_copies_teach_what_the_slab_gives(rig: TrialRig) -> None:
+def test_a_few_copies_teach_what_the_slab_gives(rig: CalibrationRig) -> None:
     link = rig.side._links["cpu"]
     before = link.seconds_per_byte
     copies = 0
@@ -67,7 +67,7 @@ def test_a_few_copies_teach_what_the_slab_gives(rig: TrialRig) -> None:
     assert torch.equal(rig.pool[0], torch.ones_like(rig.pool[0])), "only what was given is written"
 
 
-def test_nothing_stays_behind(rig: TrialRig) -> None:
+def test_nothing_stays_behind(rig: CalibrationRig) -> None:
     while rig.begin():
         rig.end()
     assert not rig.side.has_pending_work()
@@ -77,7 +77,9 @@ def test_nothing_stays_behind(rig: TrialRig) -> None:
     assert rig.slab.stats().hits == rig.store.stats().hits == 0
 
 
-def test_a_copy_that_ends_among_others_teaches_nothing_and_is_counted_once(rig: TrialRig) -> None:
+def test_a_copy_that_ends_among_others_teaches_nothing_and_is_counted_once(
+    rig: CalibrationRig,
+) -> None:
     rig.put(1)
     assert rig.begin()
     asks = request("a", 1)
@@ -87,12 +89,12 @@ def test_a_copy_that_ends_among_others_teaches_nothing_and_is_counted_once(rig: 
     assert rig.signal.wait_idle(WAIT_SECONDS)
     (report,) = rig.side.update_from_worker(rig.worker.poll())
     assert report.num_loaded_tokens == 4
-    assert rig.side._trial._quickest == math.inf
+    assert rig.side._calibration._quickest == math.inf
     assert not rig.side.has_pending_work()
 
 
-def test_a_copy_that_fails_teaches_nothing(rig: TrialRig) -> None:
-    (job,) = rig.side.build_trial_meta(rig.block_ids, SECONDS).loads
+def test_a_copy_that_fails_teaches_nothing(rig: CalibrationRig) -> None:
+    (job,) = rig.side.build_calibration_meta(rig.block_ids, SECONDS).loads
     rig.signal.job_ended()
     output = ConnectorWorkerOutput(failed_loads=[job.job_id], load_copy_seconds=1.0)
     assert rig.side.update_from_worker(output) == []
@@ -100,20 +102,20 @@ def test_a_copy_that_fails_teaches_nothing(rig: TrialRig) -> None:
     assert not rig.side.has_pending_work()
 
 
-def test_one_copy_at_a_time_and_none_without_a_pool(rig: TrialRig) -> None:
-    assert not rig.side.build_trial_meta([], SECONDS)
+def test_one_copy_at_a_time_and_none_without_a_pool(rig: CalibrationRig) -> None:
+    assert not rig.side.build_calibration_meta([], SECONDS)
     assert rig.begin()
     assert not rig.begin()
     rig.end()
 
 
 def test_what_a_store_read_is_believed_if_it_read_enough(
-    rig: TrialRig, monkeypatch: pytest.MonkeyPatch
+    rig: CalibrationRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = rig.side._links["ssd"]
     for num_bytes, measured in ((LEAST_READ_BYTES - 1, False), (LEAST_READ_BYTES, True)):
         monkeypatch.setattr(rig.store, "trial_read", lambda s, n=num_bytes: ReadSample(n, 0.5))
-        rig.side._trial._num_copies = 0
+        rig.side._calibration._num_copies = 0
         rig.begin()
         rig.end()
         assert link.is_measured is measured
@@ -122,7 +124,7 @@ def test_what_a_store_read_is_believed_if_it_read_enough(
 
 @pytest.mark.parametrize("error", [TierClosed("gone"), KeyError("a mistake of the tier's")])
 def test_a_store_that_is_down_hinders_nobody(
-    rig: TrialRig,
+    rig: CalibrationRig,
     error: Exception,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -141,7 +143,7 @@ def test_a_store_that_is_down_hinders_nobody(
     ("seconds_a_token", "expected"), [(1e-3, MatchKind.LOAD), (1e-8, MatchKind.NONE)]
 )
 def test_the_first_request_is_decided_on_as_later_ones_are(
-    rig: TrialRig, seconds_a_token: float, expected: MatchKind
+    rig: CalibrationRig, seconds_a_token: float, expected: MatchKind
 ) -> None:
     """Without the trial it would be loaded, whatever computing takes."""
     rig.side.note_step(512, 512 * 511 // 2, 512 * seconds_a_token)

@@ -45,7 +45,7 @@ def set_link(made: Economics, name: str, fixed: float, block: float) -> None:
 def test_until_a_prompt_was_measured_everything_is_loaded() -> None:
     made = economics(prefill=None, ssd=(100.0, 1.0))
     assert made.decide(0, ["ssd"] * 3) == Plan(3)
-    assert made.patience(0, 3) == UNMEASURED_SECONDS
+    assert made.max_wait_seconds(0, 3) == UNMEASURED_SECONDS
     assert made.break_even_tokens("ssd") is None
 
 
@@ -123,11 +123,11 @@ def test_a_tier_slows_down_a_hundred_times_and_recovers() -> None:
         for number in range(requests):
             plan = made.decide(0, tiers)
             read = factor * (2e-3 + 1e-4 * plan.num_blocks)
-            patience = made.patience(0, plan.num_blocks) or math.inf
+            max_wait_seconds = made.max_wait_seconds(0, plan.num_blocks) or math.inf
             if plan.num_blocks:
                 made.links["ssd"].note(plan.num_blocks * BLOCK_BYTES, read, read)
-                copied = plan.num_blocks if read <= patience else 0
-                spent = min(read, patience) + compute * (60 - copied) / 60
+                copied = plan.num_blocks if read <= max_wait_seconds else 0
+                spent = min(read, max_wait_seconds) + compute * (60 - copied) / 60
                 lost += max(0.0, spent - min(compute, factor * 8e-3))
             if plan.num_blocks != last:
                 changed, last = number, plan.num_blocks
@@ -144,9 +144,9 @@ def test_a_tier_slows_down_a_hundred_times_and_recovers() -> None:
 
 def test_nobody_waits_longer_than_computing_takes() -> None:
     made = economics()
-    assert made.patience(0, 100) == pytest.approx(100 * BLOCK_TOKENS * 1e-4)
-    assert made.patience(0, 1) == GRACE_SECONDS
-    assert economics(choice=Choice.LOAD).patience(0, 100) is None
+    assert made.max_wait_seconds(0, 100) == pytest.approx(100 * BLOCK_TOKENS * 1e-4)
+    assert made.max_wait_seconds(0, 1) == GRACE_SECONDS
+    assert economics(choice=Choice.LOAD).max_wait_seconds(0, 100) is None
 
 
 def test_both_at_once_where_it_wins_by_a_margin_for_one_alone() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs tools/compile_kernels.py in a process of its own, where the interpreter is off.
 
-A process that imported triton to interpret cannot compile. Knows nothing of the configurations.
+A process that imported triton to interpret cannot compile.
 """
 
 from __future__ import annotations

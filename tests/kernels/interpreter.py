@@ -4,7 +4,7 @@
 The interpreter holds such values as raw integers and, unpatched, adds and multiplies those. After
 `install()` every operation on them is done in fp32 and rounded by torch, to nearest even, as the
 device does; fp8 saturates as the device's conversion does. `maxnum` and `minnum` pass over a NaN,
-as on the device. Knows nothing of memory; see launch_guard.py.
+as on the device. see launch_guard.py.
 
 The patch lasts as long as the process, because a kernel of the same process must never see half.
 """

@@ -9,8 +9,7 @@ After `install()`, in every launch of the process:
 - 32-bit sums and products do not wrap;
 - the programs of the grid run in an order drawn from `shuffle(seed)`.
 
-Knows nothing of arithmetic on bf16 (interpreter.py) or of any kernel. Its errors reach the test as
-the text of Triton's InterpreterError.
+py) or of any kernel. Its errors reach the test as the text of Triton's InterpreterError.
 """
 
 from __future__ import annotations

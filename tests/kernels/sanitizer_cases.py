@@ -2,7 +2,7 @@
 """Tiny cases for compute-sanitizer, a process each: `python sanitizer_cases.py NAME`.
 
 Tensors are made on the CPU and judged there, so that hardly a kernel runs but ours. The exit status
-is 0 when the numbers are right. Knows nothing of the sanitizer; `planted` reads where nothing is.
+is 0 when the numbers are right. `planted` reads where nothing is.
 """
 
 from __future__ import annotations

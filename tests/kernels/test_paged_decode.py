@@ -26,9 +26,9 @@ from stratakv.kernels.attention.paged_decode_launch import (
     NEWEST,
     choose_launch,
     choose_splits,
-    shipped_configurations,
 )
 from stratakv.kernels.choice import FP8_CAPABILITY, PLAIN, TRITON, KernelRefused
+from stratakv.kernels.shipped import shipped_configurations
 
 from .decode_batches import assert_right, by_definition, make_case
 

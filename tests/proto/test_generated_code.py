@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checked-in protobuf code is the code of the checked-in `.proto` files, and says enough.
 
-Knows nothing of what a block is for; that its fields agree with `stratakv.tiers.block` is checked
-in `test_block_messages.py`.
+that its fields agree with `stratakv.tiers.block` is checked in `test_block_messages.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a hierarchy's writes and breakers. Knows nothing of engines."""
+"""What must hold of a hierarchy's writes and breakers."""
 
 from __future__ import annotations
 

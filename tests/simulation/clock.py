@@ -3,8 +3,7 @@
 
 `virtual_time` gives every module of the product that looks at the monotonic clock this one, so a
 simulated minute costs what happens in it and nothing more, and a run depends on its seed alone.
-There is no wall clock: whoever asks for it gets an AttributeError. Knows nothing of what the events
-are.
+There is no wall clock: whoever asks for it gets an AttributeError.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """A simulated copy device: two streams in virtual time that copy real bytes, half by half.
 
 The first half of a block moves when its copy begins and the second when it ends, so that a block
-which changes in between is torn and seen to be. Knows nothing of keys or requests.
+which changes in between is torn and seen to be.
 """
 
 from __future__ import annotations

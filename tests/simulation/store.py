@@ -3,7 +3,7 @@
 
 It keeps the promise of `StoreTier` as a broken disk or server would: a HIT is the bytes that were
 stored, whatever else it does to the buffers before the future ends. It notes when those who use it
-break theirs. Knows nothing of the hierarchy above.
+break theirs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ position into that position's slot, and checks every slot that it reads. Here th
 a pool that a copy device moves to a slab and back, so a block that was torn, lost or mixed up on
 its way is noticed at its first use. Beside it the product's persistent batch follows every step,
 and must agree. `spoil` has a pass write a number that stands for NaN: whoever attends to it gets no
-token, and what it writes itself is no better. Knows nothing of time, threads or what goes wrong.
+token, and what it writes itself is no better.
 """
 
 from __future__ import annotations

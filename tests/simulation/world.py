@@ -155,8 +155,8 @@ class World:
         choice = rng.choice([Choice.AUTO, *Choice])
         side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
         side.set_wakeup(self._wake)
-        patience = rng.choice([0.02, 30.0])
-        worker = OffloadWorker(self.device, signal, store_wait_seconds=patience)
+        max_wait_seconds = rng.choice([0.02, 30.0])
+        worker = OffloadWorker(self.device, signal, store_wait_seconds=max_wait_seconds)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
             Parts(side, worker),

@@ -2,7 +2,7 @@
 """The HTTP server: uvicorn, with the limits and time-outs of this project.
 
 It is run on sockets that are already bound, so that whoever binds them can say that a port is in
-use before a model has been loaded. Knows nothing of routes or engines.
+use before a model has been loaded.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def _refuse_password() -> str:
     raise _Encrypted
 
 
-# One HTTP connection: uvicorn's, with limits on the time that it may stand still.
-# A client that opens a connection and says nothing, or half a head, would hold it for ever; and
-# so would one that reads nothing of its answer, with all of the answer that the kernel has no
-# room for. What is no HTTP at all is answered with an error object, as every other fault is.
+# One HTTP connection: uvicorn's, with limits on the time that it may stand still. A client that
+# opens a connection and says nothing, or half a head, would hold it for ever; and so would one that
+# reads nothing of its answer, with all of the answer that the kernel has no room for. What is no
+# HTTP at all is answered with an error object, as every other fault is.
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 
 Only what `stats` holds is shown, by the tables of `metric_tables.py`. The figures are asked for at
 each scrape; a scrape is answered also when the core is busy or dead, with the last figures, their
-age, and whether the core is alive. Knows nothing of requests.
+age, and whether the core is alive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .metric_tables import Kind, Shown, Table
 
 logger = logging.getLogger(__name__)
 
-Figures = Mapping[str, Any]
+CoreStats = Mapping[str, Any]
 # Values of the labels of one sample, and its figure: a number or a histogram.
 Sample = tuple[tuple[str, ...], Any]
 
@@ -46,7 +46,7 @@ class CoreCollector(Collector):
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names = list(labels)
         self._values = list(labels.values())
-        self._stats: Figures = {}
+        self._stats: CoreStats = {}
         self._taken_seconds: float | None = None
         self._is_alive = True
 
@@ -79,7 +79,7 @@ class CoreCollector(Collector):
             yield from self._tiers(connector["tiers"])
             yield from self._tiering(connector)
 
-    def _scheduler(self, figures: Figures) -> Iterator[Metric]:
+    def _scheduler(self, figures: CoreStats) -> Iterator[Metric]:
         yield from self._table(tables.SCHEDULER, figures)
         deferred = figures["num_deferred"]
         reasons = {"capacity": figures["num_waiting"] - deferred, "deferred": deferred}
@@ -90,7 +90,7 @@ class CoreCollector(Collector):
             counts = {cause: figures.get(f"{prefix}_{cause}", 0) for cause in tables.CAUSES}
             yield self._by_label(shown, "cause", counts)
 
-    def _core(self, figures: Figures, tiers: Iterable[str]) -> Iterator[Metric]:
+    def _core(self, figures: CoreStats, tiers: Iterable[str]) -> Iterator[Metric]:
         yield from self._table(tables.CORE, figures)
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
@@ -102,7 +102,7 @@ class CoreCollector(Collector):
             sources = {source: saved.get(source, 0.0) for source in ("pool", *tiers)}
             yield self._by_label(tables.SAVED, "source", sources)
 
-    def _connector(self, figures: Figures, scheduler: Figures) -> Iterator[Metric]:
+    def _connector(self, figures: CoreStats, scheduler: CoreStats) -> Iterator[Metric]:
         yield from self._table(tables.CONNECTOR, figures)
         yield self._by_label(tables.FAILURES, "reason", figures["failures"])
         yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
@@ -117,7 +117,7 @@ class CoreCollector(Collector):
         yield self._one(tables.EXTERNAL_QUERIES, scheduler.get("external_queried_tokens", 0))
         yield self._one(tables.EXTERNAL_HITS, hits)
 
-    def _tiers(self, tiers: Mapping[str, Figures]) -> Iterator[Metric]:
+    def _tiers(self, tiers: Mapping[str, CoreStats]) -> Iterator[Metric]:
         for key, shown in tables.TIER:
             yield self._by_label(shown, "tier", {name: f[key] for name, f in tiers.items()})
         for key, label, shown in tables.TIER_BY_LABEL:
@@ -136,7 +136,7 @@ class CoreCollector(Collector):
         ):
             yield self._one(shown, blocks / slab["capacity_blocks"])
 
-    def _tiering(self, connector: Figures) -> Iterator[Metric]:
+    def _tiering(self, connector: CoreStats) -> Iterator[Metric]:
         """Under the labels that say a tier's place: the first is the one stores hang below."""
         tiers = connector["tiers"]
         places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
@@ -153,7 +153,7 @@ class CoreCollector(Collector):
 
         yield from self._health(connector["traffic"])
 
-    def _health(self, traffic: Mapping[str, Figures]) -> Iterator[Metric]:
+    def _health(self, traffic: Mapping[str, CoreStats]) -> Iterator[Metric]:
         """Of the stores below the cpu tier."""
         for key, shown in tables.STORE_HEALTH:
             yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
@@ -167,7 +167,7 @@ class CoreCollector(Collector):
         skipped = sum(figures["unadmitted_blocks"] for figures in traffic.values())
         yield self._one(tables.STORES_SKIPPED, skipped)
 
-    def _table(self, table: Table, figures: Figures) -> Iterator[Metric]:
+    def _table(self, table: Table, figures: CoreStats) -> Iterator[Metric]:
         for key, shown in table:
             yield self._one(
                 shown, figures.get(key, 0) if shown.kind is Kind.COUNTER else figures[key]
@@ -176,7 +176,7 @@ class CoreCollector(Collector):
     def _info(self, shown: Shown, settings: Mapping[str, str]) -> Metric:
         return self._family(shown, tuple(settings), [(tuple(settings.values()), 1.0)])
 
-    def _by_label(self, shown: Shown, label: str, figures: Figures) -> Metric:
+    def _by_label(self, shown: Shown, label: str, figures: CoreStats) -> Metric:
         return self._family(shown, (label,), [((value,), n) for value, n in figures.items()])
 
     def _one(self, shown: Shown, figure: Any) -> Metric:
@@ -193,7 +193,7 @@ class CoreCollector(Collector):
         return family
 
 
-def _buckets(histogram: Figures) -> list[tuple[str, float]]:
+def _buckets(histogram: CoreStats) -> list[tuple[str, float]]:
     """Each bound with the number of observations up to it, the last without a bound."""
     buckets = []
     so_far = 0

@@ -2,7 +2,7 @@
 """Which metric shows which figure of the core's `stats`: names, kinds and texts, as tables.
 
 Names that begin with `vllm:` are those that users' dashboards and autoscalers read already. What
-each of them means in full stands in `docs/metrics.md`. Knows nothing of how figures are fetched.
+each of them means in full stands in `docs/metrics.md`.
 """
 
 from __future__ import annotations

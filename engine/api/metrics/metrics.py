@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the front measures of requests, under the names that users' dashboards already read.
 
-One `Watch` follows one request; it does one observation for each output of the engine, whatever
-the number of tokens in it. What the core counts is in core_metrics.py. Durations are in seconds
-on the monotonic clock. Knows nothing of HTTP.
+One `Watch` follows one request; it does one observation for each output of the engine, whatever the
+number of tokens in it. What the core counts is in core_metrics.py. Durations are in seconds on the
+monotonic clock.
 """
 
 from __future__ import annotations

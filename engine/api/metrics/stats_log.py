@@ -3,7 +3,7 @@
 
     running 12, waiting 3, prompts 3,410 tok/s (62 % cached), computed 1,800 tok/s, pool 43 %
 
-The figures are the differences between two `stats` of the core. Knows nothing of requests or HTTP.
+The figures are the differences between two `stats` of the core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer to one generating request, whole or as a stream, whatever form its JSON takes.
 
-A subclass per route gives the form. Knows nothing of how requests are read.
+A subclass per route gives the form.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 Templates come with the model from elsewhere, so they are treated as hostile: rendered in Jinja's
 sandbox without access to Python's internals, limited in source and output size, in the size of
-products and powers, in time, and in how many run at once. What is not limited is the memory that
-a template's own string concatenations take before the time is up. Knows nothing of HTTP.
+products and powers, in time, and in how many run at once. What is not limited is the memory that a
+template's own string concatenations take before the time is up.
 """
 
 from __future__ import annotations

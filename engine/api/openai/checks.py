@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be refused before any work is done: fields that are out of bounds, that contradict each
 other, or that ask for what is not built.
-
-Knows nothing of prompts or of the sampler, which check their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions: prompts in, text and token ids out.
 
-Knows nothing of chat. Every prompt is checked before the first one starts.
+Every prompt is checked before the first one starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a request become one prompt text, by the model's chat template.
-
-Knows nothing of tokens or of answers.
-"""
+"""The messages of a request become one prompt text, by the model's chat template."""
 
 from __future__ import annotations
 

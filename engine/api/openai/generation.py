@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One choice of an answer on its way through the engine, measured, and the usage of all of them.
 
-The choices of a request: `n` children of each prompt, those of a prompt together. Knows nothing of
-the form in which answers are sent.
+The choices of a request: `n` children of each prompt, those of a prompt together.
 """
 
 from __future__ import annotations

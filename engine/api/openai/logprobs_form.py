@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities as clients get them: OpenAI's two forms, and vLLM's for prompts.
-
-Knows nothing of requests or of how tokens are decoded.
-"""
+"""Log-probabilities as clients get them: OpenAI's two forms, and vLLM's for prompts."""
 
 from __future__ import annotations
 

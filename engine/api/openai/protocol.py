@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests may hold, field by field; replies.py has the answers.
 
-Knows nothing of HTTP or of generation. Unknown fields are refused; a field of OpenAI's API or of
-vLLM's that is not built is listed with the values that change nothing, which are those that
-clients send without being asked, and every other value is refused.
+Unknown fields are refused; a field of OpenAI's API or of vLLM's that is not built is listed with
+the values that change nothing, which are those that clients send without being asked, and every
+other value is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What answers look like, field by field, in the forms of OpenAI's API and of vLLM.
 
-Fields that are no part of OpenAI's API are left out unless they were asked for. Knows nothing of
-HTTP or of generation.
+Fields that are no part of OpenAI's API are left out unless they were asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of a request: its fields, or what the model's authors recommend for those
 that it leaves out.
-
-Knows nothing of prompts but their length.
 """
 
 from __future__ import annotations

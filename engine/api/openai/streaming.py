@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work that ends when its client leaves, and answers that are sent while they grow.
 
-Server-sent events, written as they are made: nothing is queued between the engine's output and
-the socket, and a slow client slows only its own request. Knows nothing of what is in the events.
+Server-sent events, written as they are made: nothing is queued between the engine's output and the
+socket, and a slow client slows only its own request.
 """
 
 from __future__ import annotations

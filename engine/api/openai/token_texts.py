@@ -8,8 +8,6 @@ A token's text is what it adds to a text before it, so the space before a word b
     ▁world         " world"    20 77 6f 72 6c 64
     âĤ             "\ufffd"    e2 82                 two thirds of a character
     <0xE2>         "\ufffd"    e2
-
-Knows nothing of log-probabilities, which it is for, or of texts that grow.
 """
 
 from __future__ import annotations

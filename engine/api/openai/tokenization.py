@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /tokenize and /detokenize: what the model's tokenizer makes of a text, and of token ids.
 
-Nothing is generated, so a text may be longer than the context. Knows nothing of the engine.
+Nothing is generated, so a text may be longer than the context.
 """
 
 from __future__ import annotations

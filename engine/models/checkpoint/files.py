@@ -3,7 +3,7 @@
 
 A pipe would be waited for without end, a link to a file that is gone (as a half-cleared download
 cache leaves them) would pass for a file that the model does without, and what may not be looked at
-would be a traceback. All three are ConfigErrors here. Knows nothing of what files hold.
+would be a traceback. All three are ConfigErrors here.
 """
 
 from __future__ import annotations

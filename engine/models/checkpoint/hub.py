@@ -5,7 +5,6 @@
 HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files that the engine reads
 are taken, by a list of names: never code, never pickled weights, nothing in a folder. Weights come
 last, so a directory that holds them holds the rest too, and what was interrupted is gone on with.
-Knows nothing of what the files hold but the names of weight files in an index.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checked reading of the JSON files of a model directory: bounded in size, typed field by field.
 
-Knows nothing of what the fields mean. Every fault is a ConfigError that names the file and the key.
+Every fault is a ConfigError that names the file and the key.
 """
 
 from __future__ import annotations

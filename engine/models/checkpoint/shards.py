@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight files of a Hugging Face directory: which there are, and which tensor each must hold.
 
-Knows nothing of tensors; `checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
+`checkpoint.py` opens the files, `fingerprint.py` reads their bytes.
 """
 
 from __future__ import annotations

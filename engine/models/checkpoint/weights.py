@@ -3,7 +3,7 @@
 
 Query, key and value become one matrix, so that a step rotates queries and keys together and makes
 one call for three. Gate and up stay apart: fusing them was measured to gain nothing, and apart they
-need no copy. Knows nothing of how the weights are used.
+need no copy.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     made once for a sampler ──► update_state with every BatchUpdate ──► apply in every step
 
 State is kept by row of the persistent batch and follows requests through BatchUpdates alone
-(`RowStates` and `RowValues` in row_states.py do that). A processor knows nothing of schedulers or
-of other processors.
+(`RowStates` and `RowValues` in row_states.py do that).
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...batch.batch_update import AddedRow, BatchUpdate
-from ...worker.block_table import IntArray
+from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
 from ..copies import to_device
 from ..row_states import RowStates
 

@@ -4,7 +4,7 @@
 Repetition counts the prompt and the output: a positive logit is divided by it, any other is
 multiplied. Frequency (each time) and presence (once) count the output alone and are subtracted
 afterwards. What a step costs grows with the new tokens and the distinct ones, not with the length
-of the text. Knows nothing of how tokens are chosen.
+of the text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...batch.batch_update import AddedRow, BatchUpdate
-from ...worker.block_table import IntArray
+from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
 from ..copies import to_device
 from ..row_states import RowValues
 from .base import LogitsProcessor, ProcessorContext, StatefulProcessor, ban, entries_of, known_ids

@@ -2,7 +2,7 @@
 """Lays down the attention of one step, once for all layers, from the rows that are scheduled.
 
 Work here is a few numpy calls for the whole batch, and Python by chunk and by bucket, never by
-token. Knows nothing of models but their sizes, and nothing of weights.
+token.
 
     count > 1, nothing computed     fresh chunk
     count > 1, something computed   context chunk
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ....tiers.block import BlockLayout
+from ...batch.batch_update import IntArray
 from ...models.attention import (
     GATHER_BYTES,
     TILE_ROWS,
@@ -30,7 +31,7 @@ from ...models.attention import (
     GatherGroup,
     Tile,
 )
-from ..block_table import BlockTable, IntArray
+from ..block_table import BlockTable
 
 SMALL_BUCKET_BLOCKS = 8  # below it a bucket of its own costs more than the padding
 

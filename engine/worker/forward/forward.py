@@ -4,8 +4,7 @@
     gather     torch's attention over gathered blocks: the CPU (`GatherForward`, here)
     kernels    the kernels of `kernels/` over buffers that stay: `kernel_forward.py`
 
-Both are given the same steps and give the same hidden states. Knows nothing of schedulers, copies
-or sampling.
+Both are given the same steps and give the same hidden states.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A graph keeps the addresses of what it was recorded over, so these never move. Staging memory is
 written only after the device has copied what it held before. Rows that only fill up a batch are
-nobody's: length 0, slot -1 (nothing is written), the null block. Knows nothing of models.
+nobody's: length 0, slot -1 (nothing is written), the null block.
 """
 
 from __future__ import annotations

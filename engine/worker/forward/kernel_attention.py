@@ -5,7 +5,7 @@
                       the rest           several rows for each request: paged prefill
 
 Nothing here looks at what is in a tensor, so nothing waits for a device, and a plan over buffers
-that stay can be recorded in a graph. Knows nothing of requests, schedulers or weights.
+that stay can be recorded in a graph.
 """
 
 from __future__ import annotations

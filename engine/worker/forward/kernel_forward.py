@@ -4,7 +4,7 @@
     decodes only    from the record of the next larger batch size, where there is one
     anything else   launched one by one
 
-Nothing is read back here. Knows nothing of schedulers, copies or sampling.
+Nothing is read back here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What one forward pass computes, in host memory: the form in which the batch hands it on.
 
 Requests that compute one token come first, then those that compute several, so that attention finds
-decodes and chunks each in one piece. Knows nothing of tensors or devices.
+decodes and chunks each in one piece.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..block_table import BlockTable, IntArray
+from ...batch.batch_update import IntArray
+from ..block_table import BlockTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 """Whether this machine's GPUs can be computed on: what is there, and why not.
 
 Looking (`probe_cuda`) and judging (`choose_gpu`) are apart, so that every judgement can be tested
-without a GPU. Knows nothing of models.
+without a GPU.
 """
 
 from __future__ import annotations

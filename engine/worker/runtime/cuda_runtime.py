@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA behind `device_runtime.py` and `memory_profile.py`: staging memory, events, graphs, memory.
 
-Everything runs in the device's current stream. Imported only where a GPU was asked for. Knows
-nothing of models or batches.
+Everything runs in the device's current stream. Imported only where a GPU was asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a model is computed and by which means: the worker's own part of the settings.
 
-Knows nothing of command lines; `engine/core/` fills it in.
+`engine/core/` fills it in.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What a step asks of a device beside arithmetic: staging memory, marks in its queue, graphs.
 
 `HostRuntime` is the CPU, where nothing is queued and nothing is worth recording; `cuda_runtime.py`
-is CUDA. Knows nothing of models or batches.
+is CUDA.
 """
 
 from __future__ import annotations

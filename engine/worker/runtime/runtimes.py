@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a placement to what computes there: runtime, measure of the memory, forward pass.
 
-CUDA is imported and asked only where a placement names it. Knows nothing of steps.
+CUDA is imported and asked only where a placement names it.
 """
 
 from __future__ import annotations

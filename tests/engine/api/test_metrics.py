@@ -18,7 +18,7 @@ from stratakv.engine.api.metrics.metrics import Metrics
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config import EngineConfig, ModelConfig
-from stratakv.engine.core.core_stats import Figures
+from stratakv.engine.core.core_stats import CoreStats
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
@@ -173,7 +173,7 @@ def offload_stats() -> dict[str, Any]:
         "scheduler": scheduler,
         "connector": connector,
         "pool": BlockPool(9).residency.stats(),
-        "core": Figures(config, layout, 9).stats(),
+        "core": CoreStats(config, layout, 9).stats(),
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial at start: bounded, without traces, and never in the way of a start."""
+"""The calibration at start: bounded, without traces, and never in the way of a start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from stratakv.engine.core import calibration
-from stratakv.engine.core.calibration import Room, Trial, run_trial
+from stratakv.engine.core.calibration import Calibration, CalibrationBudget, calibrate
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.core.prefill_savings import MIN_PROMPT_TOKENS, Ledger, PromptCost
+from stratakv.engine.core.prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 from .conftest import MakeCore, prompt_of, request, run
@@ -30,7 +30,7 @@ class Runner:
         self.now = 0.0
 
     def monotonic(self) -> float:
-        """The clock of the trial: only steps take time."""
+        """The clock of the calibration: only steps take time."""
         return self.now
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -46,23 +46,23 @@ class Runner:
         return ModelRunnerOutput({})
 
 
-def room(**changes: int) -> Room:
+def budget(**changes: int) -> CalibrationBudget:
     sizes = {"block_size": 16, "num_blocks": 600, "max_model_len": 9000,
              "max_num_batched_tokens": 512}  # fmt: skip
-    return Room(**(sizes | changes))
+    return CalibrationBudget(**(sizes | changes))
 
 
-def measured(runner: Runner, room: Room) -> list[PromptCost]:
+def measured(runner: Runner, budget: CalibrationBudget) -> list[PromptCost]:
     costs: list[PromptCost] = []
     with mock.patch.object(calibration, "time", runner):
-        Trial(runner, room, costs.append).prefill()
+        Calibration(runner, budget, costs.append).prefill()
     assert runner.known == set()
     return costs
 
 
 def test_a_prompt_and_one_far_on_are_measured() -> None:
     runner = Runner(lambda count, context: count * (2e-5 + 2e-8 * context))
-    near, far = measured(runner, room())
+    near, far = measured(runner, budget())
     assert near[:2] == (512, 512 * 511 // 2)
     assert far[:2] == (512, 512 * 2048 + 512 * 511 // 2)
     assert near.seconds == pytest.approx(512 * 2e-5)
@@ -71,7 +71,7 @@ def test_a_prompt_and_one_far_on_are_measured() -> None:
 
 def test_a_slow_model_is_asked_for_little() -> None:
     runner = Runner(lambda count, context: 0.1 * count / MIN_PROMPT_TOKENS)
-    [cost] = measured(runner, room())
+    [cost] = measured(runner, budget())
     assert cost.num_tokens == MIN_PROMPT_TOKENS
     assert len(runner.steps) <= 3
     assert runner.now < 0.4
@@ -89,7 +89,7 @@ def test_it_stays_within_what_a_step_and_a_request_may_take(
     changes: dict[str, int], most: tuple[int, int]
 ) -> None:
     runner = Runner(lambda count, context: 0.0)
-    size = room(**changes)
+    size = budget(**changes)
     assert measured(runner, size)
     for count, context in runner.steps:
         assert count <= size.max_num_batched_tokens
@@ -100,7 +100,7 @@ def test_it_stays_within_what_a_step_and_a_request_may_take(
 
 def test_steps_too_small_to_be_measured_are_not_made() -> None:
     runner = Runner(lambda count, context: 0.0)
-    assert measured(runner, room(max_num_batched_tokens=MIN_PROMPT_TOKENS - 1)) == []
+    assert measured(runner, budget(max_num_batched_tokens=MIN_PROMPT_TOKENS - 1)) == []
     assert runner.steps == []
 
 
@@ -115,7 +115,7 @@ class Stuck:
     def __init__(self, *, copies: bool = True) -> None:
         self._meta = ConnectorMetadata(overtaken=[1] if copies else [])
 
-    def build_trial_meta(self, block_ids: object, seconds: float) -> ConnectorMetadata:
+    def build_calibration_meta(self, block_ids: object, seconds: float) -> ConnectorMetadata:
         return self._meta
 
     def start_step(self, meta: ConnectorMetadata) -> None: ...
@@ -130,20 +130,20 @@ class Stuck:
 def test_nobody_is_served_beside_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could still write to its blocks when they are a request's."""
     monkeypatch.setattr(calibration, "STUCK_SECONDS", 0.05)
-    both, ledger = Stuck(), Ledger()
+    both, savings = Stuck(), PrefillSavings()
     with pytest.raises(RuntimeError, match="did not end within"):
-        run_trial(Runner(lambda *_: 0.0), room(), both, both, ledger)  # type: ignore[arg-type]
+        calibrate(Runner(lambda *_: 0.0), budget(), both, both, savings)  # type: ignore[arg-type]
     assert both.notes == 2
-    assert ledger.seconds_per_token is not None
+    assert savings.seconds_per_token is not None
 
 
 def test_a_runner_that_fails_does_not_fail_the_start(caplog: pytest.LogCaptureFixture) -> None:
     def fail(count: int, context: int) -> float:
         raise RuntimeError("no such device")
 
-    both, ledger = Stuck(copies=False), Ledger()
+    both, savings = Stuck(copies=False), PrefillSavings()
     with caplog.at_level(logging.ERROR):
-        line = run_trial(Runner(fail), room(), both, both, ledger)  # type: ignore[arg-type]
+        line = calibrate(Runner(fail), budget(), both, both, savings)  # type: ignore[arg-type]
     assert line.startswith("offload: nothing")
     assert "no such device" in caplog.text
 

@@ -10,7 +10,7 @@ import pytest
 
 from stratakv.connector.base import ConnectorWorkerOutput
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig
-from stratakv.engine.core.core_stats import Figures
+from stratakv.engine.core.core_stats import CoreStats
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import (
@@ -24,13 +24,13 @@ from stratakv.tiers.block import BlockLayout
 LAYOUT = BlockLayout(2, 16, 2, 8, "float32")
 
 
-def figures(offload: OffloadConfig | None = None) -> Figures:
+def figures(offload: OffloadConfig | None = None) -> CoreStats:
     config = EngineConfig(
         ModelConfig(Path("none"), "tiny"),
         cache=CacheConfig(block_hash="sha256_cbor"),
         offload=offload or OffloadConfig(),
     )
-    return Figures(config, LAYOUT, 9)
+    return CoreStats(config, LAYOUT, 9)
 
 
 def step(num_tokens: int) -> SchedulerOutput:

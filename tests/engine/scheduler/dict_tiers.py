@@ -2,7 +2,7 @@
 """A connector whose tiers are a dict: what it keeps is what the worker says its slots hold.
 
 Time is counted in ticks, and luck, where there is any, decides how long a load takes and how much
-of it comes. Knows nothing of the scheduler that drives it.
+of it comes.
 """
 
 from __future__ import annotations

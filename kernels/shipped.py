@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped configurations: every form in which the kernels are compiled ahead of time.
+
+`tools/compile_kernels.py` compiles them for devices that are not there, and `resources.json` keeps
+what the compiler says of them. They follow from the launch tables beside the kernels. Triton is
+imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .attention import paged_decode_launch, paged_prefill_launch
+from .configuration import Configuration
+from .copy import copy_blocks_launch
+from .write import write_kv_launch
+
+
+def shipped_configurations() -> list[Configuration]:
+    """All of them. Imports triton."""
+    return [*_copies(), *_decodes(), *_prefills(), *_writes()]
+
+
+def _copies() -> list[Configuration]:
+    """All three moves in the widest word, and one in bytes, for blocks of odd sizes."""
+    both, to_rows, from_rows = (True, True), (True, False), (False, True)
+    return [
+        _copy("copy_blocks", "i64", both),
+        _copy("gather_blocks", "i64", to_rows),
+        _copy("scatter_blocks", "i64", from_rows),
+        _copy("copy_blocks", "u8", both),
+    ]
+
+
+def _copy(move: str, word: str, has_ids: tuple[bool, bool]) -> Configuration:
+    from .copy.copy_blocks_triton import move_blocks_kernel
+
+    signature = {"source": f"*{word}", "target": f"*{word}"}
+    fixed: dict[str, object] = {"CHUNK": copy_blocks_launch.CHUNK_WORDS}
+    for name, given in zip(("source_ids", "target_ids"), has_ids, strict=True):
+        if given:
+            signature[name] = "*i64"
+        else:
+            fixed[name] = None
+    sizes = [name for name in move_blocks_kernel.arg_names if name not in {**signature, **fixed}]
+    aligned = {"words", "source_stride", "target_stride"} if word != "u8" else set()
+    return Configuration(
+        name=f"{move}.{word}",
+        function=move_blocks_kernel,
+        signature=signature | dict.fromkeys(sizes, "i32"),
+        constexprs=fixed,
+        num_warps=copy_blocks_launch.NUM_WARPS,
+        multiples_of_16=frozenset(aligned),
+    )
+
+
+class _DecodeVariant(NamedTuple):
+    """One way the attention kernel is compiled."""
+
+    pool: str
+    q: str
+    group: int
+    head_dim: int
+    splits: bool = True
+    softcap: bool = False
+    scales: str = ""  # "head" or "token"
+
+
+POOLS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
+}
+# Of each pool type the group of Llama, and the largest that is taken at the largest head size.
+DECODE_VARIANTS = (
+    *(
+        _DecodeVariant("bf16", "bf16", group, size)
+        for group in (1, 4, 8)
+        for size in paged_decode_launch.HEAD_SIZES
+    ),
+    _DecodeVariant("bf16", "bf16", 8, 80),
+    _DecodeVariant("bf16", "bf16", 32, 256),
+    _DecodeVariant("bf16", "bf16", 8, 128, splits=False),
+    _DecodeVariant("bf16", "bf16", 2, 256, softcap=True),
+    _DecodeVariant("fp16", "fp16", 8, 128),
+    *(
+        _DecodeVariant("fp32", "fp32", group, size)
+        for group in (1, 16)
+        for size in paged_decode_launch.HEAD_SIZES
+    ),
+    *(
+        _DecodeVariant("fp8e4nv", "bf16", group, size, scales=scales)
+        for group, size in ((1, 64), (1, 128), (8, 64), (8, 128), (32, 256))
+        for scales in ("head", "token")
+    ),
+)
+
+
+def _decodes() -> list[Configuration]:
+    """What the compiler is asked about. Imports triton."""
+    from .attention.paged_decode_triton import COMBINE_ROWS, combine_splits
+
+    combine = Configuration(
+        name="paged_decode.combine.bf16.d128",
+        function=combine_splits,
+        signature={
+            "out": "*bf16",
+            **dict.fromkeys(("partial_out", "partial_max", "partial_sum"), "*fp32"),
+            "seq_lens": "*i32",
+            **dict.fromkeys(("window", "num_splits", "min_tiles"), "i32"),
+            **dict.fromkeys(("out_stride_request", "out_stride_head"), "i32"),
+        },
+        constexprs={"HEAD_DIM": 128, "HEAD_PAD": 128, "TILE": 64, "ROWS": COMBINE_ROWS},
+        multiples_of_16=frozenset(("out_stride_request", "out_stride_head")),
+    )
+    return [*map(_decode, DECODE_VARIANTS), combine]
+
+
+def _decode(variant: _DecodeVariant) -> Configuration:
+    from .attention.paged_decode_triton import attend_split
+
+    fp8 = bool(variant.scales)
+    dtype, per_token = POOLS[variant.pool], variant.scales == "token"
+    launch = paged_decode_launch.choose_launch(
+        paged_decode_launch.NEWEST, variant.group, variant.head_dim, dtype, per_token
+    )
+    constexprs: dict[str, object] = {
+        "GROUP": variant.group,
+        "GROUP_PAD": launch.group_pad,
+        "HEAD_DIM": variant.head_dim,
+        "HEAD_PAD": launch.head_pad,
+        "BLOCK_SIZE": 16,
+        "TILE": launch.tile,
+        "STAGES": launch.num_stages,
+        "ONE_SPLIT": not variant.splits,
+        "SOFTCAP": variant.softcap,
+        "HEAD_SCALES": variant.scales == "head",
+        "TOKEN_SCALES": per_token,
+    }
+    if not variant.splits:
+        constexprs |= {"partial_max": None, "partial_sum": None}
+    if not fp8:
+        constexprs["kv_scales"] = None
+    types = {
+        "out": "*fp32" if variant.splits else f"*{variant.q}",
+        "q": f"*{variant.q}",
+        "kv": f"*{variant.pool}",
+        **dict.fromkeys(("block_tables", "seq_lens"), "*i32"),
+        **dict.fromkeys(("partial_max", "partial_sum", "kv_scales"), "*fp32"),
+        **dict.fromkeys(("score_scale", "cap"), "fp32"),
+        "kv_stride_block": "i64",
+    }
+    passed = [name for name in attend_split.arg_names if name not in constexprs]
+    strides = [name for name in passed if name.startswith(("kv_stride", "q_stride", "out_stride"))]
+    name = f"paged_decode.{variant.pool}.d{variant.head_dim}.g{variant.group}"
+    name += ".one-split" * (not variant.splits) + ".softcap" * variant.softcap
+    return Configuration(
+        name=name + f".{variant.scales}-scales" * fp8,
+        function=attend_split,
+        signature={name: types.get(name, "i32") for name in passed},
+        constexprs=constexprs,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        multiples_of_16=frozenset(strides),
+        needs=frozenset({"LDGSTS"}),
+        min_capability=(8, 9) if fp8 else (8, 0),
+    )
+
+
+def _prefills() -> list[Configuration]:
+    """What is compiled ahead of time: usual models on the device that the table was made for, and
+    the heaviest call that each row of the table allows."""
+    usual = (
+        ("bf16", 64, 8, 16, 0),
+        ("bf16", 96, 4, 16, 0),
+        ("bf16", 128, 1, 16, 0),
+        ("bf16", 128, 4, 16, 0),
+        ("bf16", 128, 8, 64, 0),
+        ("fp16", 128, 4, 16, 0),
+        ("fp8e4nv", 128, 4, 16, 2),
+        ("fp8e4nv", 128, 8, 32, 4),
+    )
+    found = [
+        _prefill(
+            "", paged_prefill_launch.WIDE, False, kv, head_dim, group, block_size, scales_dim, False
+        )
+        for kv, head_dim, group, block_size, scales_dim in usual
+    ]
+    for name, table in (
+        ("wide", paged_prefill_launch.WIDE),
+        ("narrow", paged_prefill_launch.NARROW),
+    ):
+        for head_dim in table:
+            for short in (False, True):
+                for kv, scales_dim in (("bf16", 0), ("fp8e4nv", 4)):
+                    found.append(
+                        _prefill(name, table, short, kv, head_dim, 7, 16, scales_dim, True)
+                    )
+    return found
+
+
+def _prefill(
+    row: str,
+    table: dict[int, tuple[paged_prefill_launch.Launch, paged_prefill_launch.Launch]],
+    short: bool,
+    kv: str,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    scales_dim: int,
+    has_window_and_cap: bool,
+) -> Configuration:
+    from .attention.paged_prefill_triton import paged_prefill_kernel
+
+    launch = table[paged_prefill_launch.padded_head_dim(head_dim)][short]
+    is_fp8 = kv == "fp8e4nv"
+    fixed = paged_prefill_launch.constants(
+        launch,
+        head_dim=head_dim,
+        group=group,
+        block_size=block_size,
+        has_window=has_window_and_cap,
+        has_softcap=has_window_and_cap,
+        is_fp8=is_fp8,
+        scales_dim=scales_dim,
+    )
+    pointers = {"kv_ptr": f"*{kv}", "out_ptr": "*bf16" if is_fp8 else f"*{kv}"}
+    pointers["q_ptr"] = (
+        "*fp16"
+        if is_fp8 and paged_prefill_launch.converts_q_first(head_dim)
+        else pointers["out_ptr"]
+    )
+    pointers |= dict.fromkeys(("table_ptr", "seq_lens_ptr", "query_starts_ptr"), "*i32")
+    if scales_dim:
+        pointers["scales_ptr"] = "*fp32"
+    else:
+        fixed["scales_ptr"] = None
+    floats = dict.fromkeys(("score_factor", "cap_factor"), "fp32")
+    given = {**pointers, **floats, **fixed}
+    sizes = [name for name in paged_prefill_kernel.arg_names if name not in given]
+    ending = f"{row}.{'short' if short else 'long'}" if row else f"s{scales_dim}"
+    return Configuration(
+        name=f"paged_prefill.{kv}.d{head_dim}.g{group}.b{block_size}.{ending}",
+        function=paged_prefill_kernel,
+        signature=pointers | floats | dict.fromkeys(sizes, "i32"),
+        constexprs=fixed,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        multiples_of_16=frozenset(size for size in sizes if size.startswith(("q_", "out_", "kv_"))),
+        needs=frozenset({"HGMMA", "LDGSTS"} if table is paged_prefill_launch.WIDE else {"LDGSTS"}),
+        min_capability=(9, 0)
+        if table is paged_prefill_launch.WIDE
+        else (8, 9)
+        if is_fp8
+        else (8, 0),
+    )
+
+
+def _writes() -> list[Configuration]:
+    """Slices of one qkv tensor into a pool of blocks that hold all layers."""
+    found = []
+    for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (128, "fp32")):
+        found.append(_write(head_dim, dtype, dtype, "none"))
+    found += [_write(128, "bf16", "fp8e4nv", scales) for scales in ("given", "computed")]
+    return found
+
+
+def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configuration:
+    from .write.write_kv_triton import write_kv_kernel
+
+    fixed: dict[str, object] = {**write_kv_launch.constants(head_dim, 16, 8, scales == "given")}
+    fixed |= {"k_dim_stride": 1, "v_dim_stride": 1}
+    signature = {"k": f"*{dtype}", "v": f"*{dtype}", "kv": f"*{pool_dtype}", "slots": "*i64"}
+    if scales == "none":
+        fixed["scales"] = None
+    else:
+        signature["scales"] = "*fp32"
+        fixed["scale_head_stride"] = 1
+    # What is left are sizes and strides.
+    sizes = [name for name in write_kv_kernel.arg_names if name not in {**signature, **fixed}]
+    return Configuration(
+        name=f"write_kv.{dtype}.{pool_dtype}.{scales}.d{head_dim}",
+        function=write_kv_kernel,
+        signature=signature | dict.fromkeys(sizes, "i32"),
+        constexprs=fixed,
+        num_warps=write_kv_launch.NUM_WARPS,
+        multiples_of_16=frozenset(
+            name for name in sizes if name.endswith("_stride") and not name.startswith("scale_")
+        ),
+        min_capability=(8, 9) if pool_dtype == "fp8e4nv" else (8, 0),
+    )
