@@ -249,13 +249,9 @@ class SlabTier(ABC):
         """The committed keys, the coldest first."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget committed blocks, except those that are pinned; the number forgotten."""
-
-    @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """As `drop`, and nobody finds the others from now on: a pinned one is freed with its last
-        pin, and one that is reserved will not be published."""
+        """Nobody finds these blocks from now on. One that is pinned is freed with its last pin, and
+        one that is reserved will not be published."""
 
     @abstractmethod
     def clear(self) -> None:

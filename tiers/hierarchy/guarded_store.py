@@ -175,8 +175,8 @@ class Breaker:
 @dataclass(slots=True)
 class Traffic:
     """The traffic between the slab and one store, in plain numbers since start. A *promotion* is a
-    batch of blocks read from the store, a *cascade* one written down to it. Written by the
-    hierarchy's thread."""
+    batch of blocks read from the store, a *cascade* one written to it. Changed by the hierarchy's
+    thread."""
 
     active_promotions: int = 0  # now
     active_cascades: int = 0  # now

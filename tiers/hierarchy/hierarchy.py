@@ -4,9 +4,9 @@
     begin_store ──► slab slot ──(write-back, when free slots run low)──► every store
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-Inclusive, as it is unless told otherwise, a block read up stays below. Exclusive, it leaves the
-first store, which so holds other blocks than the slab, and is written down again when its turn to
-be evicted comes. Either way a block written down stays in the slab until its slot is needed.
+By default a promoted block stays below (inclusive). Exclusive, it leaves the first store, which so
+holds other blocks than the slab, and is written back when its turn to be evicted comes. Either way
+a block that was written back stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
 
 A caller may rely on this:
@@ -42,11 +42,11 @@ POLL_SECONDS = 0.05
 
 
 class Hierarchy:
-    """One slab, any number of stores below it, the fastest first. Blocks are written down to each
+    """One slab, any number of stores below it, the fastest first. Blocks are written back to each
     of them. Takes over slab and stores: `close` closes them.
 
-    With a `tagger` nothing is read up whose tag is another than its, for the key asked for. Without
-    one tags are carried and not looked at: those of a server's clients are theirs to judge."""
+    With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
+    Without one tags are carried and not looked at: a server's clients judge their own."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Hierarchy:
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Pin what the slab has and read up the rest. Where the slab has no room for all, the
+        """Pin what the slab has and promote the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
         self._mailbox.is_due = True
         return self._promotions.begin(keys)

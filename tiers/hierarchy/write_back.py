@@ -152,7 +152,7 @@ class Writes:
             batch.is_wanted = False
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Those of these blocks that are being written are to be dropped when they have arrived."""
+        """Have those of these blocks that are being written dropped when they have arrived."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
@@ -270,8 +270,8 @@ class WriteBack:
     def before_eviction(
         self, candidates: Sequence[bytes], next_candidates: Sequence[bytes]
     ) -> list[bytes]:
-        """Those of the eviction candidates that are not written yet. The store is told of the
-        others, of which it will have the last copy. What is not written of `next_candidates`,
+        """The eviction candidates that are not written yet. The store is told of the others, of
+        which it will have the last copy. What is not written of `next_candidates`,
         which go after them, has to be now."""
         lacking = [key for key in candidates if key in self._dirty] if self._dirty else []
         self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_candidates)
@@ -389,7 +389,7 @@ class WriteBack:
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """Those that the filter finds worth writing; the others wait for their next use."""
+        """The blocks that the filter finds worth writing; the others wait for their next use."""
         verdicts = self._admission.admit(keys, time.monotonic())
         refused = [key for key, admitted in zip(keys, verdicts, strict=True) if not admitted]
         for key in refused:

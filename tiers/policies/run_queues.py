@@ -63,7 +63,7 @@ class _Queue:
 
 
 def _rank(queue: _Queue) -> tuple[float, int]:
-    """Of equal value, the older ages go first."""
+    """Where values are equal, the older ages go first."""
     return queue.value, -queue.at
 
 

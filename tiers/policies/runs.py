@@ -44,7 +44,7 @@ class Prompt:
 
 
 def class_by_pace(prompt: Prompt, sharers: int) -> Class:
-    """Of a prompt's blocks that so many other conversations had begun with: by turn and gap."""
+    """The class of blocks that so many other conversations had begun with: by turn and gap."""
     if sharers:
         return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
     gap = 0

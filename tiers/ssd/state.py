@@ -56,7 +56,7 @@ class StoreState:
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
-        """As `header_of`, for an entry with a codec of this number."""
+        """The same for an entry with a codec of this number."""
         return RecordHeader(
             entry.key,
             self.layout_id,

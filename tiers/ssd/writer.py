@@ -134,7 +134,7 @@ class Writer:
         self.wake()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """As promised by StoreTier."""
+        """See StoreTier."""
         promise = _Promise()
         with self._state.lock:
             if self._is_over:
@@ -319,7 +319,7 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Of a store that is not durable: bring to the disk what is offered already, or forget it
+        """For a store that is not durable: bring to the disk what is offered already, or forget it
         where that fails."""
         entries = self._offered.take()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
@@ -360,8 +360,9 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Of blocks forgotten by name; False where the disk failed. What was cleared needs neither.
-        Without a record even an index made anew from the records cannot bring a block back."""
+        """Remove blocks forgotten by name; False where the disk failed. What was cleared needs
+        neither. Without a record even an index made anew from the records cannot bring a block
+        back."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)

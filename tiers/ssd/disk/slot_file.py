@@ -75,11 +75,6 @@ class SlotFile:
             os.close(self._buffered)
             raise
 
-    @property
-    def is_direct(self) -> bool:
-        """False where the file system refuses O_DIRECT."""
-        return self._direct is not None
-
     def scratch(self) -> Scratch:
         """Pages for one run of at most `run_slots`."""
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)

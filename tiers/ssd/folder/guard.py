@@ -121,16 +121,6 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
         yield RowBatch(slots, values)
 
 
-def find_damage(folder: Path, timeout_seconds: float) -> str | None:
-    """What is wrong with the index in `folder`, None if nothing is."""
-    try:
-        for _batch in read_rows(folder, timeout_seconds):
-            pass
-    except IndexDamaged as damage:
-        return str(damage)
-    return None
-
-
 def move_aside(folder: Path) -> Path:
     """Keep a damaged index for inspection, as `<folder>.bad-<n>`; the one before it is removed."""
     earlier = set_aside(folder)

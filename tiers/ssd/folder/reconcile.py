@@ -291,5 +291,5 @@ class Reconciler:
 
 
 def _encoded_bytes(header: RecordHeader) -> int:
-    """As a row says it."""
+    """The length of what was encoded, as a row has it: 0 without a codec."""
     return header.payload_bytes if header.codec else 0

@@ -31,15 +31,13 @@ from typing import NamedTuple, TypeVar
 from ...policies.base import EvictionPolicy
 from .index_file import Row, RowBatch
 
-# Slots in an order that changes with every use: a linked list that lies in two arrays.
-# Eight bytes a slot whether it is listed or not, every change O(1), no memory taken or given
-# back.
-
 _NOWHERE = 2**32 - 1
 
 
 class SlotList:
-    """Some of the slots 0 to `num_slots - 1`, each at most once. One thread at a time."""
+    """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
+    once. A linked list in two arrays: eight bytes a slot whether it is listed or not, every change
+    O(1), no memory taken or given back. One thread at a time."""
 
     def __init__(self, num_slots: int) -> None:
         self._end = num_slots  # stands before the first slot and after the last one
@@ -85,17 +83,14 @@ class SlotList:
             self._after[slot] = _NOWHERE
 
 
-# The free slots, one byte each: the lowest are given out first, so neighbours where there are
-# any.
-# A search for the next free byte runs at the speed of memory, so a batch costs one pass over what
-# is taken below it (a million slots: 30 µs), and a slot that comes back costs nothing to put in
-# order.
-
 _FREE = b"\1"
 
 
 class FreeSlots:
-    """Which of the slots 0 to `num_slots - 1` are free; all of them at first."""
+    """Which of the slots 0 to `num_slots - 1` are free, one byte each; all of them at first. The
+    lowest are given out first, so neighbours where there are any. A search for the next free byte
+    runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
+    slots: 30 µs), and a slot that comes back costs nothing to put in order."""
 
     def __init__(self, num_slots: int) -> None:
         self._flags = bytearray(_FREE * num_slots)
@@ -122,7 +117,7 @@ class FreeSlots:
         return slots
 
     def take_range(self, start: int, stop: int) -> None:
-        """As `take_these` of all from `start` to before `stop`."""
+        """Does what `take_these` does, for all from `start` to before `stop`."""
         self._flags[start:stop] = bytes(stop - start)
         self._count -= stop - start
 
@@ -426,7 +421,7 @@ class SlotIndex:
         self._free.take_these(slots)
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """Of two rows for a key the older one, left by a removal that failed, is to be removed
+        """The older of two rows for a key, left by a removal that failed, is to be removed
         again."""
         if self.num_slots - len(self._free) == len(self._slots):
             return
