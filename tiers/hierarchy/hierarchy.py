@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, SlabTier, StoreTier, TierStats
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import GuardedStore, Traffic
-from .look_up import LookUp
+from .look_up import LookUp, Prefix
 from .mailbox import Mailbox
 from .promotions import LoadTicket, Promotions
-from .tickets import Prefix, StoreTicket
 from .write_back import WRITE_SECONDS, WriteBacks
 
 WATERMARK = 0.25
@@ -39,6 +39,16 @@ READ_SECONDS = 5.0
 # A step of an engine polls, so `poll` does nothing while nothing has happened. Whatever is due by
 # the clock has its alarm; should one be missed, it costs this long.
 POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """Slots reserved for blocks the slab did not have."""
+
+    keys: list[bytes]
+    slots: list[int]
+    epoch: int
+    num_refused: int = 0  # blocks that the slab had no slot for
 
 
 class Hierarchy:

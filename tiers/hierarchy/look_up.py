@@ -7,15 +7,24 @@ A look-up changes nothing anywhere and waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..base import Answer, SlabTier
 from .guarded_store import GuardedStore, find_stores
 from .promotions import Promotions
-from .tickets import Prefix
 
 # A look-up stops at the first miss, which for most prompts is the first block: so it begins with
 # few blocks, and takes more and more at a time.
 FIRST_BLOCKS, FIND_BLOCKS = 4, 256
+
+
+class Prefix(NamedTuple):
+    """The tier of each leading block that some tier has; whether the next one is coming; whether a
+    store was asked for the next one and has not answered yet, which it soon will."""
+
+    tiers: list[str]
+    pending: bool
+    asked: bool = False
 
 
 class LookUp:

@@ -23,8 +23,7 @@ from .base import EvictionPolicy
 from .history import History
 from .lru import LruPolicy
 from .reuse_model import ReuseModel
-from .run_queues import ALL_THE_SAME, MissCost, RunQueues
-from .runs import Block, Run
+from .runs import ALL_THE_SAME, Block, MissCost, Run, RunQueues
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
