@@ -171,12 +171,12 @@ class Hierarchy:
         """Pin what the slab has and promote the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
         self._mailbox.is_due = True
-        return self._promotions.begin(keys)
+        return self._promotions.begin_load(keys)
 
     def end_load(self, ticket: LoadTicket) -> None:
         """Give back the pins. Reads still under way go on, for whoever asks next."""
         self._mailbox.is_due = True
-        self._promotions.end(ticket)
+        self._promotions.end_load(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
         """Reserve slots for those blocks that the slab does not have. Keys come head first: short
@@ -246,14 +246,7 @@ class Hierarchy:
     def flush(self, timeout_seconds: float) -> bool:
         """Write down everything the stores lack, the most recently used first; False if something
         could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
-
-        def wait(seconds: float) -> None:
-            self._mailbox.wait(seconds)
-            self._mailbox.take()
-            for store in self._stores:
-                store.probe_when_due()
-
-        return self._write_backs.flush(timeout_seconds, wait)
+        return self._write_backs.flush(timeout_seconds, self._mailbox)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed

@@ -53,7 +53,7 @@ class LookUp:
             places = dict(zip(misses, find_stores(self._stores, misses, awaited), strict=True))
             for key, answer in zip(batch, answers, strict=True):
                 if answer is Answer.PENDING:
-                    promotion = self._promotions.find(key)
+                    promotion = self._promotions.promotion_of(key)
                     if promotion is None:  # its bytes are being copied to the slab
                         return Prefix(tiers, True)
                     place: SlabTier | GuardedStore | None = (
@@ -73,7 +73,7 @@ class LookUp:
         for i, answer in enumerate(answers):
             if answer is not Answer.PENDING:
                 continue
-            promotion = self._promotions.find(keys[i])
+            promotion = self._promotions.promotion_of(keys[i])
             if promotion is not None and promotion.brings(keys[i]):
                 answers[i] = Answer.HIT
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]

@@ -98,11 +98,11 @@ class Promotions:
     def __bool__(self) -> bool:
         return bool(self._promotions)
 
-    def find(self, key: bytes) -> Promotion | None:
+    def promotion_of(self, key: bytes) -> Promotion | None:
         """The promotion that brings this block."""
         return self._by_key.get(key)
 
-    def begin(self, keys: Sequence[bytes]) -> LoadTicket:
+    def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
         pinned = self._slab.pin(keys)
         ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys), begun=len(keys))
@@ -114,7 +114,7 @@ class Promotions:
             self._promote(ticket, missing)
         return ticket
 
-    def end(self, ticket: LoadTicket) -> None:
+    def end_load(self, ticket: LoadTicket) -> None:
         """See `Hierarchy.end_load`."""
         if not ticket.ended:
             ticket.ended = True
@@ -146,7 +146,7 @@ class Promotions:
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
         """Fill the gaps of a ticket: join promotions under way, reserve slots for the others."""
         keys = ticket.keys
-        joined = {i: found for i in missing if (found := self.find(keys[i])) is not None}
+        joined = {i: found for i in missing if (found := self.promotion_of(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
         places = dict(zip(fresh, find_stores(self._stores, [keys[i] for i in fresh]), strict=True))
         lost = (

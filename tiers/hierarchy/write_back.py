@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from ..base import Answer, SlabTier, Stored
 from ..block import ALIGNMENT
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
+from .mailbox import Mailbox
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.
@@ -271,8 +272,8 @@ class WriteBack:
         self, candidates: Sequence[bytes], next_candidates: Sequence[bytes]
     ) -> list[bytes]:
         """The eviction candidates that are not written yet. The store is told of the others, of
-        which it will have the last copy. What is not written of `next_candidates`,
-        which go after them, has to be now."""
+        which it will have the last copy. `next_candidates` go after them: what is not written of
+        those has to be now."""
         lacking = [key for key in candidates if key in self._dirty] if self._dirty else []
         self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_candidates)
         if len(lacking) < len(candidates) and self._store.allows:
@@ -421,6 +422,7 @@ class WriteBacks:
         inclusive: bool,
     ) -> None:
         self._slab = slab
+        self._stores = stores
         self._admission = admission
         self._exclusive_store = stores[0] if stores and not inclusive else None
         self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
@@ -467,9 +469,8 @@ class WriteBacks:
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 
-    def flush(self, timeout_seconds: float, wait: Callable[[float], None]) -> bool:
-        """See `Hierarchy.flush`. `wait` waits for completions, at most so long, and takes them
-        in."""
+    def flush(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
+        """Write down every block of the slab that a store lacks; see `Hierarchy.flush`."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
             write_back.recheck()
@@ -477,7 +478,10 @@ class WriteBacks:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+            mailbox.wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+            mailbox.take()
+            for store in self._stores:
+                store.probe_when_due()
         return all(write_back.is_flushed for write_back in self._all)
 
     def _flush_some(self) -> bool:
