@@ -293,7 +293,7 @@ class CpuSlab(SlabTier):
         return self._is_idle(key) and self._is_known(key)
 
     def _is_forgotten(self, key: bytes) -> bool:
-        """Whether nothing but its slot is left, which may be freed."""
+        """Whether only its slot is left, which may be freed."""
         return self._is_idle(key) and not self._is_known(key)
 
     def _make_room(self, coming: list[bytes], wanted: frozenset[bytes], optional: bool) -> None:

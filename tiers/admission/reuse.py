@@ -41,7 +41,7 @@ RATE_SECONDS = 600.0
 
 
 class ReuseFilter(AdmissionFilter):
-    """For a tier of `blocks_below` blocks."""
+    """Admits what will probably be used again while a tier of `blocks_below` blocks has it."""
 
     learns = True
 

@@ -274,7 +274,7 @@ class Hierarchy:
             self.sweep(self._slab.num_slots)
 
     def sweep(self, most: int) -> int:
-        """Free up to so many slots of blocks that `clear` has made forgotten; how many it was."""
+        """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
         return self._slab.sweep(most)
 
     def stats(self) -> dict[str, TierStats]:

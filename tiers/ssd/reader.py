@@ -144,7 +144,7 @@ class _Reading:
         self._ordered = ordered
 
     def prepare(self, run: range, scratch: Scratch) -> None:
-        """A read takes none."""
+        """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._reader.abandoned:

@@ -72,13 +72,13 @@ class _Trial:
         self._failed = False
 
     def stop(self) -> bool:
-        """Begin nothing more, and count nothing more; whether a read has failed."""
+        """Begin and count nothing more; return whether a read has failed."""
         with self._lock:
             self._stopped = True
             return self._failed
 
     def prepare(self, run: range, scratch: Scratch) -> None:
-        """A read takes none."""
+        """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._stopped:

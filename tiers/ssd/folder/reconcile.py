@@ -26,7 +26,7 @@ from ..index.index_file import Row
 # Kinds of problems. A row whose record is not the right one has the kind of its `record.Defect`.
 INDEX = "index"  # lost or damaged
 IDENTITY = "identity"  # the index and the identity file do not agree
-RANGE = "range"  # a row names a slot that there is not
+RANGE = "range"  # a row names a slot that does not exist
 TWICE = "twice"  # two rows for one key
 UNREADABLE = "unreadable"  # the disk did not give a record that a row names
 SIZE = "size"  # a file is missing, or larger than it may be
@@ -87,7 +87,7 @@ class Found(NamedTuple):
 class RecordFile:
     """A slot file opened for reading only, past the page cache where that can be.
 
-    `seal` is what seals its records. Where that is not to be had, `verifies` is false: then headers
+    `seal` is what seals its records. Where there is none, `verifies` is false: then headers
     are looked at and payloads are not.
     """
 

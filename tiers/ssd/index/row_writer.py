@@ -39,11 +39,11 @@ class OfferedBlocks:
         self._entries.update((entry.slot, entry) for entry in reversed(entries))
 
     def is_due(self) -> bool:
-        """Whether they are to be brought to the disk now."""
+        """Whether to bring them to the disk now."""
         return len(self) >= ROWS_PER_COMMIT or (bool(self) and not self.seconds_left())
 
     def seconds_left(self) -> float:
-        """Until they are due, though no more come."""
+        """Seconds until they are due if no more come."""
         return max(0.0, self._due_at - time.monotonic())
 
     def take(self) -> list[Entry]:
@@ -62,7 +62,7 @@ class OfferedBlocks:
 
 
 class RowWriter:
-    """`released` is told which entries' rows are gone, under the lock."""
+    """Writes and removes rows. `released` is told under the lock whose rows are gone."""
 
     def __init__(
         self,

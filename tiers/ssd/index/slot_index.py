@@ -49,7 +49,7 @@ class SlotList:
         return self._after[slot] != _NOWHERE
 
     def __iter__(self) -> Iterator[int]:
-        """From the first to the last one; the list must not change meanwhile."""
+        """The slots from first to last; the list must not change meanwhile."""
         slot = self._after[self._end]
         while slot != self._end:
             yield slot
@@ -122,7 +122,7 @@ class FreeSlots:
         self._count -= stop - start
 
     def take_these(self, slots: Sequence[int]) -> None:
-        """Take these; none of them is taken yet."""
+        """Take these slots, all of which must be free."""
         deque(map(self._flags.__setitem__, slots, repeat(0)), maxlen=0)
         self._count -= len(slots)
 
@@ -192,7 +192,7 @@ class SlotIndex:
         return self._policy is not None and self._policy.learns
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """From now on this policy, which holds nothing yet, chooses the victims. It begins with
+        """Have this policy, which holds nothing yet, choose the victims from now on. It begins with
         the order of last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
@@ -276,7 +276,7 @@ class SlotIndex:
         return [slot for slot, _ in there if slot in self._free]
 
     def make_room(self, count: int) -> int:
-        """Evict so that `count` slots become free once what is leaving has left; how many."""
+        """Evict until `count` slots will be free once what is leaving has left; return how many."""
         wanted = count - len(self._free)
         for slot in self._leaving:
             if wanted <= 0:
@@ -467,5 +467,5 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
 
 
 def _scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
-    """`into[slot] = value` for all of them, without a turn of a Python loop for each."""
+    """`into[slot] = value` for all of them, without a Python loop."""
     deque(map(into.__setitem__, slots, values), maxlen=0)
