@@ -83,7 +83,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Now."""
+        """The state now: probing while a probe is under way."""
         if not self._is_open:
             return BreakerState.CLOSED
         return BreakerState.PROBING if self._probes else BreakerState.OPEN
@@ -255,7 +255,7 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers; all misses where it fails, which is a fault, or is not asked."""
+        """The store's answers; all misses where it fails, which is counted, or is not asked."""
         if not self.allows:
             return [Answer.MISS] * len(keys)
         try:

@@ -101,7 +101,7 @@ class Hierarchy:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that the slab holds at most."""
+        """The number of blocks that the slab can hold."""
         return self._slab.num_slots
 
     @property
@@ -217,8 +217,8 @@ class Hierarchy:
         return [Proof(tagger.tag(key, digest), digest) for key, digest in pairs]
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
-        """The ticket's end, as for blocks that will never come, where somebody may still write to
-        the slots: they stay out of use until `restore` is given them."""
+        """End a ticket whose blocks will never come while somebody may still write to its slots:
+        they stay out of use until `restore` is given them."""
         self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
@@ -244,7 +244,7 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write down everything the stores lack, the most recently used first; False if something
+        """Write back everything the stores lack, the most recently used first; False if something
         could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
         return self._write_backs.flush(timeout_seconds, self._mailbox)
 
@@ -278,7 +278,8 @@ class Hierarchy:
         return self._slab.sweep(most)
 
     def stats(self) -> dict[str, TierStats]:
-        """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks that were evicted before they
+        were written."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}

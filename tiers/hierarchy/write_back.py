@@ -144,11 +144,11 @@ class Writes:
         self._watch()
 
     def announce_probe(self) -> None:
-        """There is something to write: have `give_up_late` called when a probe is due."""
+        """There is something to write: have the owner woken when a probe is due."""
         self._breaker.announce_probe(self._store.mailbox)
 
-    def forget(self) -> None:
-        """What is being written is to be dropped from the store when it has arrived."""
+    def drop_all(self) -> None:
+        """Have everything that is being written dropped when it has arrived."""
         for batch in self._batches:
             batch.is_wanted = False
 
@@ -158,7 +158,7 @@ class Writes:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
     def begin_flush(self) -> None:
-        """From now on look whether the store takes anything."""
+        """Watch from now on whether the store takes anything."""
         self._taken_at, self._has_failed = time.monotonic(), False
 
     @property
@@ -168,7 +168,7 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether the store has taken nothing for so long that it is to be given up."""
+        """Whether to give the store up, because it has taken nothing for too long."""
         most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
@@ -349,7 +349,7 @@ class WriteBack:
         """Forget all; what is being written is dropped from the store when it arrives."""
         self._dirty.clear()
         self._refused.clear()
-        self._writes.forget()
+        self._writes.drop_all()
 
     @property
     def _is_due(self) -> bool:
@@ -359,7 +359,7 @@ class WriteBack:
         return self._slab.free_slots() < self._low_slots and not self._may_wait()
 
     def _may_wait(self) -> bool:
-        """Whether a batch that is not full has time to become so."""
+        """Whether a batch that is not full has time to fill up."""
         if len(self._dirty) >= self._batch or self._is_urgent or not self._fill_seconds:
             return False
         now = time.monotonic()
@@ -451,7 +451,7 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Slots of the slab for these blocks; counts what is evicted for them unwritten."""
+        """Reserve slots of the slab for these blocks; count what is evicted for them unwritten."""
         lacking: list[list[bytes]] = []
         excess = len(keys) - self._slab.free_slots()
         if excess > 0 and self._all:

@@ -94,11 +94,11 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """How long nothing may come."""
+        """Seconds that the child may stand still."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Until `over`, or until the child has stood still for too long."""
+        """Wait until `over`, or end the child once it has stood still for too long."""
         while True:
             left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:

@@ -164,7 +164,7 @@ class RecordFile:
 
 
 def record_bytes_of(block_bytes: int) -> int:
-    """What a record of such a block takes in the file."""
+    """Bytes that a record of such a block takes in the file."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
@@ -204,7 +204,7 @@ class Reconciler:
         self._encoded_bytes: dict[int, int] = {}  # by slot, of orphans that a codec made
 
     def run(self, rows: Iterable[Row], records: Iterator[Found]) -> None:
-        """Walk through both."""
+        """Walk through rows and records."""
         waiting = iter(rows)
         row = next(waiting, None)
         unreadable = 0
