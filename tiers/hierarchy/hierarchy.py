@@ -278,8 +278,8 @@ class Hierarchy:
         return self._slab.sweep(most)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier. The slab's `dropped_stores` includes blocks that were evicted before they
-        were written."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
+        written."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
