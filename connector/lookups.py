@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.look_up import Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
-from ..tiers.hierarchy.tickets import Prefix
 from .base import RequestView
 from .counters import OffloadCounters
 from .economics import Economics, Plan

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..tiers.hierarchy.hierarchy import Hierarchy
-from ..tiers.hierarchy.tickets import StoreTicket
+from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
 from .jobs import JobIds

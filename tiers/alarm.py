@@ -37,7 +37,7 @@ class Alarm:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Ring no more; waits for the thread. Idempotent."""
+        """Stop ringing and wait for the thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()

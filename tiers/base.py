@@ -98,7 +98,7 @@ class StoreTier(ABC):
 
     @property
     def is_up(self) -> bool:
-        """Whether it can be asked at present, as far as is known. One that cannot answers with
+        """Whether it can be asked at present, as far as is known. While it cannot, it answers with
         misses and keeps nothing."""
         return True
 
@@ -144,9 +144,9 @@ class StoreTier(ABC):
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:
-        """For an estimate before the first load: read a little of what is here and throw it away.
-        Waits, at most about so long, as else only `wait_forgotten` does. Nothing is counted, no
-        block counts as used. Optional; None: not known."""
+        """Read a little of what is here and throw it away, for an estimate before the first load.
+        Waits, as only `wait_forgotten` does too: for about `seconds` at most. Nothing is counted,
+        and no block counts as used. Optional; None: not known."""
         return None
 
     @abstractmethod
@@ -158,7 +158,7 @@ class StoreTier(ABC):
         """Forget everything. Blocks under way may be forgotten when they arrive."""
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """Wait until what `drop` and `clear` have forgotten stays so though the process be killed.
+        """Wait until what `drop` and `clear` have forgotten stays forgotten even after a kill.
         False where that took longer or failed. A tier that keeps nothing beyond its process has
         nothing to wait for."""
         return True
@@ -225,7 +225,7 @@ class SlabTier(ABC):
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Take back one pin each."""
+        """Take one pin back from each block."""
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
@@ -238,7 +238,7 @@ class SlabTier(ABC):
 
     @abstractmethod
     def free_slots(self) -> int:
-        """Slots that hold nothing."""
+        """The number of slots that hold nothing."""
 
     @abstractmethod
     def coldest(self, count: int) -> list[bytes]:
@@ -249,13 +249,9 @@ class SlabTier(ABC):
         """The committed keys, the coldest first."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget committed blocks, except those that are pinned; the number forgotten."""
-
-    @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """As `drop`, and nobody finds the others from now on: a pinned one is freed with its last
-        pin, and one that is reserved will not be published."""
+        """Nobody finds these blocks from now on. One that is pinned is freed with its last pin, and
+        one that is reserved will not be published."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -264,7 +260,7 @@ class SlabTier(ABC):
 
     @abstractmethod
     def sweep(self, most: int) -> int:
-        """Free up to so many slots of blocks that `clear` made forgotten; how many it was."""
+        """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -95,7 +95,7 @@ class CpuSlab(SlabTier):
             return [self._answer(key) for key in keys]
 
     def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
-        """As promised by SlabTier; keys of the call itself are not evicted for one another."""
+        """See SlabTier. Keys of the call itself are not evicted for one another."""
         with self._lock:
             if self._num_forgotten:
                 known = [key for key in dict.fromkeys(keys) if key in self._slots]
@@ -116,7 +116,7 @@ class CpuSlab(SlabTier):
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
-        """As promised by SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
+        """See SlabTier. Raises InvalidBlock, changing nothing, for a key that is not
         reserved."""
         with self._lock:
             slots = [self._slots.get(key) for key in keys]
@@ -138,7 +138,7 @@ class CpuSlab(SlabTier):
             return published
 
     def withhold(self, keys: Sequence[bytes]) -> list[int]:
-        """As promised by SlabTier. Raises InvalidBlock for a key that is not reserved."""
+        """See SlabTier. Raises InvalidBlock for a key that is not reserved."""
         with self._lock:
             slots = [self._slots.get(key) for key in keys]
             if any(slot is None or slot.committed for slot in slots):
@@ -156,7 +156,7 @@ class CpuSlab(SlabTier):
             return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """As promised by SlabTier. Keys come head first and are touched tail first, so that of a
+        """See SlabTier. Keys come head first and are touched tail first, so that of a
         chain the tail is evicted first: without its head it would be worth nothing."""
         with self._lock:
             indices: list[int | None] = []
@@ -179,7 +179,7 @@ class CpuSlab(SlabTier):
             return indices
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """As promised by SlabTier. Raises InvalidBlock for a key that is not pinned."""
+        """See SlabTier. Raises InvalidBlock for a key that is not pinned."""
         with self._lock:
             for key in keys:
                 slot = self._slots.get(key)
@@ -212,20 +212,13 @@ class CpuSlab(SlabTier):
             return len(self._free)
 
     def coldest(self, count: int) -> list[bytes]:
-        """As promised by SlabTier; changes nothing, and leaves out what is pinned."""
+        """See SlabTier. Changes nothing, and leaves out what is pinned."""
         with self._lock:
             return self._policy.victims(count, self._is_idle_and_known)
 
     def keys(self) -> list[bytes]:
         with self._lock:
             return self._policy.victims(len(self._policy), self._is_known)
-
-    def drop(self, keys: Sequence[bytes]) -> int:
-        with self._lock:
-            known = [key for key in dict.fromkeys(keys) if key in self._slots]
-            idle = [key for key in known if self._is_idle_and_known(key)]
-            self._forget(idle)
-            return len(idle)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -248,7 +241,7 @@ class CpuSlab(SlabTier):
             self._num_forgotten = len(self._policy)
 
     def sweep(self, most: int) -> int:
-        """As promised by SlabTier; a pinned one is freed with its last pin."""
+        """See SlabTier. A pinned block is freed with its last pin."""
         with self._lock:
             if not self._num_forgotten:
                 return 0
@@ -293,14 +286,14 @@ class CpuSlab(SlabTier):
         return slot.committed and not slot.pins
 
     def _is_known(self, key: bytes) -> bool:
-        """Of a committed one: whether it has not been forgotten."""
+        """Whether a committed block has not been forgotten."""
         return self._slots[key].epoch == self._epoch
 
     def _is_idle_and_known(self, key: bytes) -> bool:
         return self._is_idle(key) and self._is_known(key)
 
     def _is_forgotten(self, key: bytes) -> bool:
-        """Whether nothing but its slot is left, which may be freed."""
+        """Whether only its slot is left, which may be freed."""
         return self._is_idle(key) and not self._is_known(key)
 
     def _make_room(self, coming: list[bytes], wanted: frozenset[bytes], optional: bool) -> None:

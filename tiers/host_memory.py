@@ -19,7 +19,7 @@ _RECLAIMABLE = frozenset({"inactive_file", "active_file"})
 def available_memory_bytes(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
 ) -> int | None:
-    """What can be had without swapping and without being killed for it; None if nobody says."""
+    """Bytes available without swapping or being killed for it; None where it is not known."""
     places = _groups_above(cgroups, own)
     answers = [_host_bytes(meminfo), *(_left_bytes(place, *files) for place, files in places)]
     return min((answer for answer in answers if answer is not None), default=None)
@@ -43,7 +43,7 @@ def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, s
 
 
 def _host_bytes(meminfo: Path) -> int | None:
-    """What the kernel believes it can hand out."""
+    """Bytes that the kernel says are available."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def _host_bytes(meminfo: Path) -> int | None:
 
 
 def _left_bytes(group: Path, limit: str, used: str, details: str) -> int | None:
-    """What a control group leaves; None where there is none or it has no limit."""
+    """Bytes that a control group has left; None where there is none or it has no limit."""
     try:
         most, now = [int((group / name).read_text(encoding="ascii")) for name in (limit, used)]
         rows = (group / details).read_text(encoding="ascii").split("\n")

@@ -41,7 +41,7 @@ class MacKey:
 
     @property
     def tag_key(self) -> bytes:
-        """What the tags of blocks are made with, where they are made with this key."""
+        """The key that makes the tags of blocks, where they are made with this key."""
         return self._derive(b"tag")
 
     def seal(self, namespace: bytes) -> Seal:
@@ -92,7 +92,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
 
 
 def _lies_in(folder: Path, path: Path) -> bool:
-    """Whether the file, or the link to it, does."""
+    """Whether the file, or the link to it, lies in that folder."""
     # realpath, which takes links that lead in a circle.
     places = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
     return any(place.is_relative_to(os.path.realpath(folder)) for place in places)

@@ -29,24 +29,21 @@ import xxhash
 from .block import KEY_BYTES
 from .tag import NO_TAG, Proof, payload_digest
 
-# The seal of a record: a checksum that only who has a key can make.
-# It stands where the plain checksum stands and covers the same bytes, so a record has one layout
-# with and without it.
-
 SEAL_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Seal:
-    """The first 16 bytes of HMAC-SHA256 under one key. Thread-safe; hashing a payload releases the
-    interpreter."""
+    """A checksum that only who has the key can make: the first 16 bytes of HMAC-SHA256. It stands
+    where the plain checksum stands and covers the same bytes, so a record has one layout with and
+    without it. Thread-safe; hashing a payload releases the interpreter."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod="sha256")  # copied, so the key is hashed once
 
     def digest(self, checked: Buffer, payload: Buffer) -> bytes:
-        """Of a header without its checksum, and a payload, which is not copied."""
+        """The seal of a header without its checksum, and a payload, which is not copied."""
         hasher = self._keyed.copy()
         hasher.update(checked)
         hasher.update(payload)
@@ -150,7 +147,7 @@ def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -
 
 
 def check_fields(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """As `check_record`, without a look at what the payload holds."""
+    """Does what `check_record` does, without a look at what the payload holds."""
     if len(raw_header) < HEADER_BYTES:
         return Defect.SHORT
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))

@@ -56,5 +56,5 @@ def _texts(size_bytes: int) -> Iterator[str]:
 
 
 def _digits(text: str) -> int:
-    """How many a reader has to look at."""
+    """The number of digits that a reader has to look at."""
     return len("".join(filter(str.isdigit, text)).strip("0"))

@@ -99,7 +99,7 @@ class StandbyStore(StoreTier):
         buffers: Sequence[memoryview],
         proofs: Proofs | None = None,
     ) -> Future[list[Stored]]:
-        """As promised by StoreTier. While it is down blocks are refused, not queued."""
+        """See StoreTier. While it is down blocks are refused, not queued."""
         store = self._store
         if store is None:
             return _done([Stored.REFUSED] * len(keys))
@@ -116,7 +116,7 @@ class StandbyStore(StoreTier):
         return None if self._store is None else self._store.trial_read(seconds)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """As promised by StoreTier, also of what it will turn out to hold, of which none is known
+        """See StoreTier. Includes what it will turn out to hold, of which none is known
         now."""
         with self._lock:
             store = self._store
@@ -127,7 +127,7 @@ class StandbyStore(StoreTier):
         return 0 if store is None else store.drop(keys)
 
     def clear(self) -> None:
-        """As promised by StoreTier, also of what it will turn out to hold."""
+        """See StoreTier. Includes what it will turn out to hold."""
         with self._lock:
             self._is_cleared = True
             store = self._store
@@ -135,7 +135,7 @@ class StandbyStore(StoreTier):
             store.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """As promised by StoreTier. While it is down what it was told to forget is still there."""
+        """See StoreTier. While it is down what it was told to forget is still there."""
         store = self._store
         if store is not None:
             return store.wait_forgotten(timeout_seconds)
@@ -148,7 +148,7 @@ class StandbyStore(StoreTier):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """As promised by StoreTier. An opening under way that takes longer closes what it opened
+        """See StoreTier. An opening under way that takes longer closes what it opened
         by itself."""
         deadline = time.monotonic() + timeout_seconds
         self._closing.set()

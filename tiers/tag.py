@@ -65,11 +65,6 @@ class Tagger:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
         self._keyed = None if tag_key is None else hmac.new(tag_key, digestmod="sha256")
 
-    @property
-    def is_keyed(self) -> bool:
-        """Whether a tag key is in use."""
-        return self._keyed is not None
-
     def tag(self, key: bytes, digest: bytes) -> bytes:
         """The tag without a tag key of the block `key` whose bytes have this digest."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)

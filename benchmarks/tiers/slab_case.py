@@ -112,7 +112,7 @@ class SlabCase:
         """Empty the slab so that its slots come in random order, for keys it does not know."""
         known = self.slab.keys()
         self._rng.shuffle(known)
-        self.slab.drop(known)
+        self.slab.forget(known)
         half = self.num_blocks
         self._keys = self._keys[half:] + self._keys[:half]
         self._places = self._random_places()

@@ -183,7 +183,7 @@ def test_deleting_a_block_that_is_being_written_down(held: TenantStoreOverHeldDi
     check_gone(held, key)
 
 
-def test_deleting_a_block_that_is_being_read_up(held: TenantStoreOverHeldDisk) -> None:
+def test_deleting_a_block_that_is_being_promoted(held: TenantStoreOverHeldDisk) -> None:
     """It arrived after it had been deleted, and was there for the next who asked."""
     (key,) = make_keys(1)
     (stored,) = KeySalt(SECRET, "tenant").stored([key])
@@ -314,7 +314,7 @@ def test_forgetting_a_record_that_is_being_read() -> None:
     assert index.take_dropped(0) == []
 
 
-def test_a_block_that_is_being_read_up_for_another(held: TenantStoreOverHeldDisk) -> None:
+def test_a_block_that_is_being_promoted_for_another(held: TenantStoreOverHeldDisk) -> None:
     """Two engines with one prompt: the second was told that the disk had nothing, while it read the
     block for the first."""
     (key,) = make_keys(1)

@@ -219,7 +219,7 @@ def test_e02_a_block_in_use_is_forgotten_when_it_is_given_back() -> None:
     pinned, filling, below = keys
     hierarchy.end_store(hierarchy.begin_store([pinned, below]), ok=True)
     hierarchy.poll()
-    slab.drop([below])
+    slab.forget([below])
     load = hierarchy.begin_load([pinned])
     store_ticket = hierarchy.begin_store([filling])
     hierarchy.drop(keys)

@@ -71,7 +71,7 @@ def offer(admission: WhileUsed, blocks: int) -> list[int]:
 def test_everything_is_written_for_one_turnover_whether_it_is_used_or_not() -> None:
     admission = WhileUsed(1000)
     assert offer(admission, 1000) == list(range(1000))
-    assert admission.is_sampling, "of which nothing was read up"
+    assert admission.is_sampling, "nothing of which was promoted"
 
 
 def test_what_nobody_asks_for_is_written_in_whole_stretches_of_one_in_eight() -> None:

@@ -122,15 +122,20 @@ def test_pin_touches_the_tail_first(slab: CpuSlab) -> None:
     assert slab.keys() == [keys[1], keys[0], keys[3], keys[2]]
 
 
-def test_drop_leaves_the_pinned_and_the_reserved(slab: CpuSlab) -> None:
+def test_forgetting_frees_the_idle_at_once_and_the_others_when_they_are_given_back(
+    slab: CpuSlab,
+) -> None:
     keys = make_keys(3)
     fill(slab, keys[:2])
     slab.pin(keys[:1])
     slab.reserve(keys[2:])
-    assert slab.drop([*keys, keys[1], *make_keys(1, "unknown")]) == 1
-    assert slab.lookup(keys) == [Answer.HIT, Answer.MISS, Answer.PENDING]
+    free = slab.free_slots()
+    slab.forget([*keys, keys[1], *make_keys(1, "unknown")])
+    assert slab.free_slots() == free + 1
+    assert slab.pin(keys) == [None] * 3
     slab.unpin(keys[:1])
-    assert slab.drop(keys) == 1
+    assert slab.commit(keys[2:], [True]) == []
+    assert slab.free_slots() == free + 3
     assert slab.stats().evicted_blocks == 0
 
 
@@ -226,7 +231,7 @@ def test_threads_never_share_a_slot() -> None:
 
     def work(name: int) -> None:
         rng = random.Random(name)
-        keys = make_keys(40, "shared")
+        keys, own = make_keys(40, "shared"), make_keys(1, str(name))
         for _ in range(400):
             some = rng.sample(keys, 3)
             mine = [
@@ -240,7 +245,9 @@ def test_threads_never_share_a_slot() -> None:
             if None in again:
                 faults.append("a pinned block was lost")
             slab.unpin(pinned + pinned)
-            slab.drop(rng.sample(keys, 1))
+            if slab.reserve(own) != [None]:
+                slab.commit(own, [True])
+            slab.forget(own)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -249,7 +256,7 @@ def test_threads_never_share_a_slot() -> None:
         thread.join(30)
     assert not faults
     assert slab.free_slots() + slab.stats().blocks == slab.num_slots
-    slab.drop(slab.keys())
+    slab.forget(slab.keys())
     assert slab.free_slots() == slab.num_slots
     slab.close()
 

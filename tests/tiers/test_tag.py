@@ -31,7 +31,7 @@ def test_golden_vectors() -> None:
 
 
 def test_what_they_are_made_of() -> None:
-    """As `docs/abi.md` says it, for whoever writes another client."""
+    """The tag of `docs/abi.md`, for whoever writes another client."""
     digest = xxhash.xxh3_128_digest(PAYLOAD)
     tag = xxhash.xxh3_128_digest(NAME + digest)
     assert Tagger(LAYOUT_ID, 2048).prove(KEY, PAYLOAD) == (tag, digest)

@@ -327,7 +327,7 @@ def test_clients_stopped_and_killed(tmp_path: Path, rng: random.Random, scale: s
 
 
 class Flipping(SsdStore):
-    """Of each tenth block that it is given, a bit in the slab changes just before."""
+    """In each tenth block that it is given, a bit in the slab changes just before."""
 
     given = 0
     flipped = 0

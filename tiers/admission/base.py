@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: which blocks that the slab is about to lose are worth writing to the disk.
+"""Admission: which of the blocks that the slab is about to lose are worth writing to the disk.
 
 Writing everything wears a disk out and displaces what would have been used again. Knows nothing of
 disks, slots or threads; `Hierarchy` asks it from its own thread.
@@ -20,7 +20,7 @@ class AdmissionFilter(ABC):
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds."""
 
     def promoted(self, count: int) -> None:  # noqa: B027 - a hint, not a duty
-        """So many blocks were asked for, found in the tier below and read."""
+        """`count` blocks were asked for, found in the tier below and promoted."""
 
     @abstractmethod
     def admit(self, keys: Sequence[bytes], now: float) -> list[bool]:

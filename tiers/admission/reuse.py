@@ -23,8 +23,7 @@ from collections.abc import Sequence
 
 from ..policies.history import History
 from ..policies.reuse_model import ReuseModel
-from ..policies.run_queues import RunQueues
-from ..policies.runs import LEFT_BEHIND, Run, class_by_length
+from ..policies.runs import LEFT_BEHIND, Run, RunQueues, class_by_length
 from .base import AdmissionFilter
 
 # A write is worth as much of a use as this.
@@ -42,7 +41,7 @@ RATE_SECONDS = 600.0
 
 
 class ReuseFilter(AdmissionFilter):
-    """For a tier of `blocks_below` blocks."""
+    """Admits what will probably be used again while a tier of `blocks_below` blocks has it."""
 
     learns = True
 

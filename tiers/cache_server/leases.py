@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ..base import SlabTier
 from ..errors import InvalidBlock, TierBusy
+from ..hierarchy.hierarchy import StoreTicket
 from ..hierarchy.promotions import LoadTicket
-from ..hierarchy.tickets import StoreTicket
 from ..wire.frames import State
 from ..wire.status import TooMuch
 

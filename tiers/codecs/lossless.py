@@ -42,7 +42,7 @@ class LosslessCodec(Codec):
 
     @classmethod
     def check(cls, layout: BlockLayout) -> None:
-        """It fits every layout."""
+        """Every layout is fit."""
 
     def error_bound(self) -> str:
         return "none: every bit is kept"

@@ -159,7 +159,7 @@ class FaultyStore(StoreTier):
         return stats
 
     def close(self, timeout_seconds: float) -> None:
-        """As promised by StoreTier. Calls that hang or have not begun end with TierClosed."""
+        """See StoreTier. Calls that hang or have not begun end with TierClosed."""
         with self._lock:
             self._closed = True
         self._alarm.close()

@@ -83,7 +83,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Now."""
+        """The state now: probing while a probe is under way."""
         if not self._is_open:
             return BreakerState.CLOSED
         return BreakerState.PROBING if self._probes else BreakerState.OPEN
@@ -175,8 +175,8 @@ class Breaker:
 @dataclass(slots=True)
 class Traffic:
     """The traffic between the slab and one store, in plain numbers since start. A *promotion* is a
-    batch of blocks read from the store, a *cascade* one written down to it. Written by the
-    hierarchy's thread."""
+    batch of blocks read from the store, a *cascade* one written to it. Changed by the hierarchy's
+    thread."""
 
     active_promotions: int = 0  # now
     active_cascades: int = 0  # now
@@ -255,7 +255,7 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers; all misses where it fails, which is a fault, or is not asked."""
+        """The store's answers; all misses where it fails, which is counted, or is not asked."""
         if not self.allows:
             return [Answer.MISS] * len(keys)
         try:

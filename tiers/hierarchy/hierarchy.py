@@ -4,9 +4,9 @@
     begin_store ──► slab slot ──(write-back, when free slots run low)──► every store
     begin_load  ◄── pinned slot ◄──(one batch for each store)────────── any store
 
-Inclusive, as it is unless told otherwise, a block read up stays below. Exclusive, it leaves the
-first store, which so holds other blocks than the slab, and is written down again when its turn to
-be evicted comes. Either way a block written down stays in the slab until its slot is needed.
+By default a promoted block stays below (inclusive). Exclusive, it leaves the first store, which so
+holds other blocks than the slab, and is written back when its turn to be evicted comes. Either way
+a block that was written back stays in the slab until its slot is needed.
 Whatever goes wrong in a store is a miss with a counted reason; nothing is raised on the data path.
 
 A caller may rely on this:
@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, SlabTier, StoreTier, TierStats
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import GuardedStore, Traffic
-from .look_up import LookUp
+from .look_up import LookUp, Prefix
 from .mailbox import Mailbox
 from .promotions import LoadTicket, Promotions
-from .tickets import Prefix, StoreTicket
 from .write_back import WRITE_SECONDS, WriteBacks
 
 WATERMARK = 0.25
@@ -41,12 +41,22 @@ READ_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
 
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """Slots reserved for blocks the slab did not have."""
+
+    keys: list[bytes]
+    slots: list[int]
+    epoch: int
+    num_refused: int = 0  # blocks that the slab had no slot for
+
+
 class Hierarchy:
-    """One slab, any number of stores below it, the fastest first. Blocks are written down to each
+    """One slab, any number of stores below it, the fastest first. Blocks are written back to each
     of them. Takes over slab and stores: `close` closes them.
 
-    With a `tagger` nothing is read up whose tag is another than its, for the key asked for. Without
-    one tags are carried and not looked at: those of a server's clients are theirs to judge."""
+    With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
+    Without one tags are carried and not looked at: a server's clients judge their own."""
 
     def __init__(
         self,
@@ -91,7 +101,7 @@ class Hierarchy:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that the slab holds at most."""
+        """The number of blocks that the slab can hold."""
         return self._slab.num_slots
 
     @property
@@ -158,15 +168,15 @@ class Hierarchy:
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Pin what the slab has and read up the rest. Where the slab has no room for all, the
+        """Pin what the slab has and promote the rest. Where the slab has no room for all, the
         leading part that fits is loaded. Keys come head first."""
         self._mailbox.is_due = True
-        return self._promotions.begin(keys)
+        return self._promotions.begin_load(keys)
 
     def end_load(self, ticket: LoadTicket) -> None:
         """Give back the pins. Reads still under way go on, for whoever asks next."""
         self._mailbox.is_due = True
-        self._promotions.end(ticket)
+        self._promotions.end_load(ticket)
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
         """Reserve slots for those blocks that the slab does not have. Keys come head first: short
@@ -207,8 +217,8 @@ class Hierarchy:
         return [Proof(tagger.tag(key, digest), digest) for key, digest in pairs]
 
     def withhold(self, ticket: StoreTicket) -> list[int]:
-        """The ticket's end, as for blocks that will never come, where somebody may still write to
-        the slots: they stay out of use until `restore` is given them."""
+        """End a ticket whose blocks will never come while somebody may still write to its slots:
+        they stay out of use until `restore` is given them."""
         self._mailbox.version += 1
         return self._slab.withhold(ticket.keys)
 
@@ -234,16 +244,9 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write down everything the stores lack, the most recently used first; False if something
+        """Write back everything the stores lack, the most recently used first; False if something
         could not be. Waits, so it is for shutdown only; not for a store that takes nothing."""
-
-        def wait(seconds: float) -> None:
-            self._mailbox.wait(seconds)
-            self._mailbox.take()
-            for store in self._stores:
-                store.probe_when_due()
-
-        return self._write_backs.flush(timeout_seconds, wait)
+        return self._write_backs.flush(timeout_seconds, self._mailbox)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget blocks in every tier. What is pinned now is forgotten at once and its slot freed
@@ -271,11 +274,12 @@ class Hierarchy:
             self.sweep(self._slab.num_slots)
 
     def sweep(self, most: int) -> int:
-        """Free up to so many slots of blocks that `clear` has made forgotten; how many it was."""
+        """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
         return self._slab.sweep(most)
 
     def stats(self) -> dict[str, TierStats]:
-        """By tier; the slab's `dropped_stores` includes blocks evicted before they were written."""
+        """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
+        written."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}

@@ -7,15 +7,24 @@ A look-up changes nothing anywhere and waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..base import Answer, SlabTier
 from .guarded_store import GuardedStore, find_stores
 from .promotions import Promotions
-from .tickets import Prefix
 
 # A look-up stops at the first miss, which for most prompts is the first block: so it begins with
 # few blocks, and takes more and more at a time.
 FIRST_BLOCKS, FIND_BLOCKS = 4, 256
+
+
+class Prefix(NamedTuple):
+    """The tier of each leading block that some tier has; whether the next one is coming; whether a
+    store was asked for the next one and has not answered yet, which it soon will."""
+
+    tiers: list[str]
+    pending: bool
+    asked: bool = False
 
 
 class LookUp:
@@ -44,7 +53,7 @@ class LookUp:
             places = dict(zip(misses, find_stores(self._stores, misses, awaited), strict=True))
             for key, answer in zip(batch, answers, strict=True):
                 if answer is Answer.PENDING:
-                    promotion = self._promotions.find(key)
+                    promotion = self._promotions.promotion_of(key)
                     if promotion is None:  # its bytes are being copied to the slab
                         return Prefix(tiers, True)
                     place: SlabTier | GuardedStore | None = (
@@ -64,7 +73,7 @@ class LookUp:
         for i, answer in enumerate(answers):
             if answer is not Answer.PENDING:
                 continue
-            promotion = self._promotions.find(keys[i])
+            promotion = self._promotions.promotion_of(keys[i])
             if promotion is not None and promotion.brings(keys[i]):
                 answers[i] = Answer.HIT
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]

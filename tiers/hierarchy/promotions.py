@@ -45,7 +45,7 @@ class LoadTicket:
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One batch on its way up."""
+    """One batch on its way from a store to the slab."""
 
     store: GuardedStore
     keys: list[bytes]
@@ -57,7 +57,7 @@ class Promotion:
     dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
 
     def brings(self, key: bytes) -> bool:
-        """Whether a load that joins it may hope for this block."""
+        """Whether a load that joins it may get this block."""
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
@@ -67,7 +67,7 @@ class Promotion:
         ticket.waiting += 1
 
     def give_up(self) -> None:
-        """Too late for those who wait now."""
+        """Fail the loads that wait now: it is too late for them."""
         self.late = True
         for ticket, _ in self.waiting:
             ticket.waiting -= 1
@@ -98,11 +98,11 @@ class Promotions:
     def __bool__(self) -> bool:
         return bool(self._promotions)
 
-    def find(self, key: bytes) -> Promotion | None:
+    def promotion_of(self, key: bytes) -> Promotion | None:
         """The promotion that brings this block."""
         return self._by_key.get(key)
 
-    def begin(self, keys: Sequence[bytes]) -> LoadTicket:
+    def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
         pinned = self._slab.pin(keys)
         ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys), begun=len(keys))
@@ -114,7 +114,7 @@ class Promotions:
             self._promote(ticket, missing)
         return ticket
 
-    def end(self, ticket: LoadTicket) -> None:
+    def end_load(self, ticket: LoadTicket) -> None:
         """See `Hierarchy.end_load`."""
         if not ticket.ended:
             ticket.ended = True
@@ -137,7 +137,7 @@ class Promotions:
             promotion.wanted = False
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Nobody is to hope for these blocks any more. The slab does not publish them."""
+        """No load joins for these blocks any more. The slab does not publish them."""
         for key in keys:
             promotion = self._by_key.get(key)
             if promotion is not None:
@@ -146,7 +146,7 @@ class Promotions:
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
         """Fill the gaps of a ticket: join promotions under way, reserve slots for the others."""
         keys = ticket.keys
-        joined = {i: found for i in missing if (found := self.find(keys[i])) is not None}
+        joined = {i: found for i in missing if (found := self.promotion_of(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
         places = dict(zip(fresh, find_stores(self._stores, [keys[i] for i in fresh]), strict=True))
         lost = (
@@ -231,7 +231,7 @@ class Promotions:
         self._end(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
-        """`proofs`, but None for a block whose tag is not of that name and those bytes. The store
+        """`proofs`, with None for a block whose tag does not fit its name and bytes. The store
         forgets it, so that it can be stored anew."""
         tagger = self._tagger
         if tagger is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from ..base import Answer, SlabTier, Stored
 from ..block import ALIGNMENT
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
+from .mailbox import Mailbox
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.
@@ -143,21 +144,21 @@ class Writes:
         self._watch()
 
     def announce_probe(self) -> None:
-        """There is something to write: have `give_up_late` called when a probe is due."""
+        """There is something to write: have the owner woken when a probe is due."""
         self._breaker.announce_probe(self._store.mailbox)
 
-    def forget(self) -> None:
-        """What is being written is to be dropped from the store when it has arrived."""
+    def drop_all(self) -> None:
+        """Have everything that is being written dropped when it has arrived."""
         for batch in self._batches:
             batch.is_wanted = False
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Those of these blocks that are being written are to be dropped when they have arrived."""
+        """Have those of these blocks that are being written dropped when they have arrived."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
     def begin_flush(self) -> None:
-        """From now on look whether the store takes anything."""
+        """Watch from now on whether the store takes anything."""
         self._taken_at, self._has_failed = time.monotonic(), False
 
     @property
@@ -167,7 +168,7 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether the store has taken nothing for so long that it is to be given up."""
+        """Whether to give the store up, because it has taken nothing for too long."""
         most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
@@ -270,9 +271,9 @@ class WriteBack:
     def before_eviction(
         self, candidates: Sequence[bytes], next_candidates: Sequence[bytes]
     ) -> list[bytes]:
-        """Those of the eviction candidates that are not written yet. The store is told of the
-        others, of which it will have the last copy. What is not written of `next_candidates`,
-        which go after them, has to be now."""
+        """The eviction candidates that are not written yet. The store is told of the others, of
+        which it will have the last copy. `next_candidates` go after them: what is not written of
+        those has to be now."""
         lacking = [key for key in candidates if key in self._dirty] if self._dirty else []
         self._is_urgent = bool(self._dirty) and any(key in self._dirty for key in next_candidates)
         if len(lacking) < len(candidates) and self._store.allows:
@@ -348,7 +349,7 @@ class WriteBack:
         """Forget all; what is being written is dropped from the store when it arrives."""
         self._dirty.clear()
         self._refused.clear()
-        self._writes.forget()
+        self._writes.drop_all()
 
     @property
     def _is_due(self) -> bool:
@@ -358,7 +359,7 @@ class WriteBack:
         return self._slab.free_slots() < self._low_slots and not self._may_wait()
 
     def _may_wait(self) -> bool:
-        """Whether a batch that is not full has time to become so."""
+        """Whether a batch that is not full has time to fill up."""
         if len(self._dirty) >= self._batch or self._is_urgent or not self._fill_seconds:
             return False
         now = time.monotonic()
@@ -389,7 +390,7 @@ class WriteBack:
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
-        """Those that the filter finds worth writing; the others wait for their next use."""
+        """The blocks that the filter finds worth writing; the others wait for their next use."""
         verdicts = self._admission.admit(keys, time.monotonic())
         refused = [key for key, admitted in zip(keys, verdicts, strict=True) if not admitted]
         for key in refused:
@@ -421,6 +422,7 @@ class WriteBacks:
         inclusive: bool,
     ) -> None:
         self._slab = slab
+        self._stores = stores
         self._admission = admission
         self._exclusive_store = stores[0] if stores and not inclusive else None
         self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
@@ -449,7 +451,7 @@ class WriteBacks:
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Slots of the slab for these blocks; counts what is evicted for them unwritten."""
+        """Reserve slots of the slab for these blocks; count what is evicted for them unwritten."""
         lacking: list[list[bytes]] = []
         excess = len(keys) - self._slab.free_slots()
         if excess > 0 and self._all:
@@ -467,9 +469,8 @@ class WriteBacks:
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 
-    def flush(self, timeout_seconds: float, wait: Callable[[float], None]) -> bool:
-        """See `Hierarchy.flush`. `wait` waits for completions, at most so long, and takes them
-        in."""
+    def flush(self, timeout_seconds: float, mailbox: Mailbox) -> bool:
+        """Write down every block of the slab that a store lacks; see `Hierarchy.flush`."""
         deadline = time.monotonic() + timeout_seconds
         for write_back in self._all:
             write_back.recheck()
@@ -477,7 +478,10 @@ class WriteBacks:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+            mailbox.wait(min(left, LOOK_SECONDS if self.in_flight else RETRY_SECONDS))
+            mailbox.take()
+            for store in self._stores:
+                store.probe_when_due()
         return all(write_back.is_flushed for write_back in self._all)
 
     def _flush_some(self) -> bool:

@@ -23,12 +23,7 @@ from .base import EvictionPolicy
 from .history import History
 from .lru import LruPolicy
 from .reuse_model import ReuseModel
-from .run_queues import ALL_THE_SAME, MissCost, RunQueues
-from .runs import Block, Run
-
-# A trial: whether a policy serves at least what LRU would have served, from what both were asked.
-# An LRU of the same capacity is kept beside it, in keys only. Where the policy falls behind by
-# more than chance, it is set aside for a while, each time for twice as long.
+from .runs import ALL_THE_SAME, Block, MissCost, Run, RunQueues
 
 # Prompts that are seen before the policy is trusted for the first time.
 WARM_UP = 128
@@ -43,7 +38,11 @@ DEVIATIONS = 1.5
 
 
 class Trial:
-    """`is_trusted` says whether the policy is to be followed now."""
+    """Whether a policy serves at least what LRU would have served, from what both were asked.
+
+    An LRU of the same capacity is kept beside it, in keys only. Where the policy falls behind by
+    more than chance, it is set aside for a while, each time for twice as long. `is_trusted` says
+    whether it is to be followed now."""
 
     def __init__(self, capacity: int) -> None:
         self.is_trusted = False
@@ -87,15 +86,13 @@ class Trial:
         return hits
 
 
-# Blocks of runs, in the order in which they may go: none before those that follow it in a chain.
-# A block without the blocks before it serves nobody. Changes nothing.
-
-
 def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
-    """Up to `count` blocks of the runs, the first run first. A block whose followers are held and
-    stay is passed over, with all before it in its run, and taken as soon as they are taken."""
+    """Up to `count` blocks of the runs, the first run first; changes nothing. None goes before
+    those that follow it in a chain, since a block without the blocks before it serves nobody: one
+    whose followers are held and stay is passed over, with all before it in its run, and taken as
+    soon as they are taken."""
     taken: dict[Block, None] = {}
     left: dict[Block, int] = {}  # of parents of taken blocks: the followers that stay
     waiting: set[Run] = set()  # passed over for the sake of followers

@@ -13,8 +13,18 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from .reuse_model import Class, ReuseModel
-from .run_queues import ALL_THE_SAME, MissCost, RunQueues
-from .runs import LEFT_BEHIND, UNANNOUNCED, Block, Classify, Prompt, Run, class_by_pace
+from .runs import (
+    ALL_THE_SAME,
+    LEFT_BEHIND,
+    UNANNOUNCED,
+    Block,
+    Classify,
+    MissCost,
+    Prompt,
+    Run,
+    RunQueues,
+    class_by_pace,
+)
 
 # Runs of blocks that no prompt announced are cut at this length, which bounds the cost of sorting.
 UNANNOUNCED_BLOCKS = 64

@@ -144,7 +144,7 @@ class _Reading:
         self._ordered = ordered
 
     def prepare(self, run: range, scratch: Scratch) -> None:
-        """A read takes none."""
+        """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._reader.abandoned:
@@ -173,7 +173,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """Of the first parts, or of all; a part by itself has one."""
+        """The outcomes of the first parts, or of all; a part by itself has one."""
         try:
             if isinstance(result, Exception):
                 raise result
@@ -185,7 +185,7 @@ class _Reading:
             return [error] if len(parts) == 1 else []
 
     def _verified(self, parts: Sequence[Part], num_bytes: int, scratch: Scratch) -> list[Outcome]:
-        """Of those that came whole."""
+        """The outcomes of the parts that came whole."""
         state = self._reader.state
         payloads = [part.payload for part in parts]
         whole = state.slot_file.take_read(num_bytes, payloads, scratch)

@@ -52,7 +52,7 @@ class WriteQueue:
         self.num_blocks = 0  # waiting or being written; the owner bounds it
 
     def __len__(self) -> int:
-        """Blocks that wait."""
+        """The number of waiting blocks."""
         return len(self._waiting)
 
     def __contains__(self, key: object) -> bool:
@@ -136,7 +136,7 @@ class Batch:
 
 
 class RecordWriter:
-    """`notify` is called under the lock when a batch is written."""
+    """Writes the records of batches. `notify` is called under the lock when one is written."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class RecordWriter:
         return self._pool.close(deadline)
 
     def end(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
-        """So many blocks of the batch have ended, those at the positions `written` well."""
+        """`ended` blocks of the batch have ended, of which those at `written` were written."""
         with self.state.lock:
             batch.written += written
             batch.blocks_left -= ended

@@ -56,7 +56,7 @@ class StoreState:
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
-        """As `header_of`, for an entry with a codec of this number."""
+        """The same for an entry with a codec of this number."""
         return RecordHeader(
             entry.key,
             self.layout_id,
@@ -100,7 +100,7 @@ class Job(Generic[_T]):
         self.waiting_for -= 1
 
     def abandon(self) -> None:
-        """Under the lock: one key gets no answer, because the store was closed."""
+        """Under the lock: one key gets no answer because the store was closed."""
         self._error = TierClosed("the SSD tier was closed before this call was done")
         self.waiting_for -= 1
 

@@ -33,17 +33,16 @@ from .reader import Part, Reader
 from .state import Job
 from .writer import Writer
 
-# A few records read to see how quick the disk is, past index, checks and counters.
-# What is read is looked at by nobody, so slots may be written meanwhile.
-
 TRIAL_BYTES = 16 * 1024**2
 
 
 def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
-    """Read these slots, in runs as loads do, by so many threads; None where the disk is late or
-    fails. Waits for `seconds` at most; a read that hangs keeps its thread, and nothing else."""
+    """Read these slots to see how quick the disk is, past index, checks and counters: in runs as
+    loads do, by so many threads; None where the disk is late or fails. Nobody looks at what is
+    read, so slots may be written meanwhile. Waits for `seconds` at most; a read that hangs keeps
+    its thread, and nothing else."""
     if not slots:
         return None
     trial = _Trial(slot_file, layout, sorted(slots))
@@ -73,13 +72,13 @@ class _Trial:
         self._failed = False
 
     def stop(self) -> bool:
-        """Begin nothing more, and count nothing more; whether a read has failed."""
+        """Begin and count nothing more; return whether a read has failed."""
         with self._lock:
             self._stopped = True
             return self._failed
 
     def prepare(self, run: range, scratch: Scratch) -> None:
-        """A read takes none."""
+        """A read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._stopped:
@@ -210,7 +209,7 @@ class SsdStore(StoreTier):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """As promised by StoreTier. A block on its way in is a MISS. Raises TierBusy."""
+        """See StoreTier. A block on its way in is a MISS. Raises TierBusy."""
         payloads = self._payloads(keys, buffers, writable=True)
         job: Job[Proof | None] = Job([None] * len(keys))
         with self._state.lock:
@@ -292,7 +291,7 @@ class SsdStore(StoreTier):
             return copy.deepcopy(stats)
 
     def close(self, timeout_seconds: float) -> None:
-        """As promised by StoreTier: what is queued is written as far as the time allows."""
+        """See StoreTier. What is queued is written as far as the time allows."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
             if self._closed:

@@ -30,7 +30,7 @@ Why the order holds although batches overlap:
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: blocks are
 offered from memory and acknowledged when step 2 has written them, and syncs and commits follow for
 many batches at once. Steps 1 to 3 keep their order, so a power cut or a kill may lose what was
-acknowledged in the last `SYNC_SECONDS` (`offered.py`), but leaves no row without its record.
+acknowledged in the last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without its record.
 
 What is forgotten is out of sight at once and durable later. Who waits for that (`wait_forgotten`)
 is answered when rows and records of what was dropped are gone and a clear is noted.
@@ -134,7 +134,7 @@ class Writer:
         self.wake()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """As promised by StoreTier."""
+        """See StoreTier."""
         promise = _Promise()
         with self._state.lock:
             if self._is_over:
@@ -216,7 +216,7 @@ class Writer:
         return bool(self.queue) and len(self._flying) < BATCHES_IN_FLIGHT and not is_late
 
     def _max_wait_seconds(self) -> float:
-        """Seconds until something is to be done though nobody asks for it."""
+        """Seconds until something is due that nobody asks for."""
         return self._offered.seconds_left() if self._offered else IDLE_SECONDS
 
     def _begin(self, writes: list[Write]) -> Batch:
@@ -299,7 +299,7 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Whether their rows are on the disk nobody knows, so their slots are not simply free."""
+        """Nobody knows whether their rows are on the disk, so their slots are not simply free."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
@@ -308,7 +308,7 @@ class Writer:
             batch.placed = [each for each in batch.placed if id(each[1]) not in unsure]
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
-        """False where it fails: what then is on the disk nobody knows."""
+        """Sync the records; False where that fails, and nobody knows what is on the disk."""
         try:
             if entries:
                 self._state.slot_file.sync()
@@ -319,7 +319,7 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Of a store that is not durable: bring to the disk what is offered already, or forget it
+        """For a store that is not durable: bring to the disk what is offered already, or forget it
         where that fails."""
         entries = self._offered.take()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
@@ -360,8 +360,9 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Of blocks forgotten by name; False where the disk failed. What was cleared needs neither.
-        Without a record even an index made anew from the records cannot bring a block back."""
+        """Remove blocks forgotten by name; False where the disk failed. What was cleared needs
+        neither. Without a record even an index made anew from the records cannot bring a block
+        back."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)
@@ -423,7 +424,7 @@ class Writer:
             stats.stored_bytes_saved += sum(saved(entry.encoded_bytes) for _, entry in kept)
 
     def _abandon_queue(self) -> None:
-        """Time is over: end the calls whose blocks were not written."""
+        """The time to close is over: end the calls whose blocks were not written."""
         done: list[Job[Stored]] = []
         with self._state.lock:
             for write in self.queue.take(len(self.queue)):

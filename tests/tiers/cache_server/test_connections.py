@@ -139,7 +139,7 @@ def test_what_finds_no_room_is_said(plane: Plane, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_only_the_disk_has_are_read_up(kind: str) -> None:
+def test_blocks_that_only_the_disk_has_are_promoted(kind: str) -> None:
     store = MemoryStore(LAYOUT, 1000 * LAYOUT.page_bytes, name="ssd")
     keys = make_keys(32)
     buffers = make_buffers(32, LAYOUT)

@@ -180,7 +180,7 @@ def test_a_shared_store_gets_every_block_at_once_and_the_other_one_in_need() -> 
     assert own.lookup(keys(1, 2)) == [Answer.MISS] * 2
     assert shared.lookup(keys(1, 2)) == [Answer.HIT] * 2
     hierarchy.poll()  # takes the completions in, which give the slots back
-    slab.drop(slab.keys())
+    slab.forget(slab.keys())
     assert hierarchy.find(keys(1, 2)).tiers == ["shared", "shared"]
     hierarchy.end_load(hierarchy.begin_load(keys(1, 2)))
     hierarchy.poll()

@@ -12,8 +12,7 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierBusy, TierClosed
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.look_up import FIRST_BLOCKS
-from stratakv.tiers.hierarchy.tickets import Prefix
+from stratakv.tiers.hierarchy.look_up import FIRST_BLOCKS, Prefix
 
 from ..rig import LAYOUT, WAIT_SECONDS, Rig, keys, with_rig
 

@@ -49,7 +49,7 @@ class Drill:
         return self.hierarchy.traffic()["ssd"]
 
     def wait_for(self, reached: Callable[[], bool], seconds: float) -> None:
-        """As an engine that sleeps: nothing is polled that did not ask for it."""
+        """Wait like an engine that sleeps: nothing is polled that did not ask for it."""
         deadline = time.monotonic() + seconds
         while not reached():
             assert time.monotonic() < deadline, "not within the time"

@@ -37,9 +37,8 @@ from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierError
 from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
-from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from stratakv.tiers.hierarchy.promotions import LoadTicket
-from stratakv.tiers.hierarchy.tickets import StoreTicket
 from stratakv.tiers.ssd import SsdStore
 
 LAYOUT = BlockLayout(1, 4, 1, 8, "float32")

@@ -158,7 +158,7 @@ def test_keys_given_together_are_ordered_as_given(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_memory_is_bounded(name: str) -> None:
-    """Of many keys that came and went, a policy still refers to no more than it says."""
+    """A policy still refers to no more keys than it says after many came and went."""
     policy = POLICIES[name](CAPACITY)
     chains = [[b"%d/%d" % (i, j) for j in range(8)] for i in range(4000)]
     before = [sys.getrefcount(key) for chain in chains for key in chain]

@@ -14,13 +14,13 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.policies.choice import DEFAULT_SSD_POLICY, POLICIES, policy_factory
 from stratakv.tiers.ssd.folder import opening
-from stratakv.tiers.ssd.index.index_file import Row, batch_of
+from stratakv.tiers.ssd.index.index_file import Row
 from stratakv.tiers.ssd.index.slot_index import Entry, SlotIndex
 from stratakv.tiers.ssd.store import SsdStore
 
 from ..blocks import ODD, SMALL, filled_buffers, make_keys
 from ..store_contract import SECONDS, check_store, fetch, put
-from .stores import Open, store_keys
+from .stores import Open, batch_of, store_keys
 
 SLOTS = 24
 

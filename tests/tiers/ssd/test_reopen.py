@@ -24,12 +24,12 @@ from stratakv.tiers.ssd.disk.slot_file import SlotFile
 from stratakv.tiers.ssd.disk.space import plan_slots
 from stratakv.tiers.ssd.folder import guard
 from stratakv.tiers.ssd.folder.identity import read_note
-from stratakv.tiers.ssd.index.index_file import IndexFile, Row, batch_of
+from stratakv.tiers.ssd.index.index_file import IndexFile, Row
 from stratakv.tiers.ssd.index.slot_index import FreeSlots, SlotIndex, SlotList
 
 from ..blocks import SMALL, make_buffers, make_keys, payload_of
 from ..store_contract import SECONDS, fetch, put
-from .stores import Open, store_keys
+from .stores import Open, batch_of, store_keys
 
 BYTES_PER_ENTRY = 256
 LOOKUPS_PER_SECOND = 500_000

@@ -91,7 +91,7 @@ def _forge(path: Path, key: bytes, sealed_with: MacKey | None = None) -> None:
 
 
 def _refused(path: Path, damaged: set[bytes], defect: Defect = Defect.CHECKSUM) -> None:
-    """Those are misses, once and for all; all others have their own bytes (`fetch` sees to it)."""
+    """The keys are misses, once and for all; all others have their own bytes (see `fetch`)."""
     store = _open(path)
     assert store.lookup(KEYS) == [Answer.HIT] * len(KEYS)
     found = dict(zip(KEYS, fetch(store, KEYS), strict=True))
@@ -139,7 +139,7 @@ def test_a_forged_block_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_store_with_the_same_key_is_refused(path: Path, tmp_path: Path) -> None:
-    """Of another model whose blocks have the same names; the row is made to fit."""
+    """A record of another model whose blocks have the same names; the row is made to fit."""
     other = _make(tmp_path / "other", namespace=b"another model")
     theirs, ours = _rows(other)[KEYS[5]], _rows(path)[KEYS[5]]
     _write(path, ours.slot, _read(other, theirs.slot))

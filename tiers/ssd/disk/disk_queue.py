@@ -126,7 +126,7 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait for so many requests to end; number and result (bytes, or an errno below zero) of
+        """Wait for `at_least` requests to end; number and result (bytes, or an errno below zero) of
         all that have."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
@@ -150,7 +150,7 @@ class AioContext:
         return ended
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Give the context back; nothing may be under way."""
         self._call(self._numbers.destroy, self._context)
 
     def _call(self, number: int, *arguments: object) -> int:
@@ -166,7 +166,7 @@ Result = int | Exception
 
 
 class DiskQueue(Protocol):
-    """Belongs to one thread."""
+    """The requests of one thread to one file."""
 
     @property
     def is_blocking(self) -> bool:

@@ -47,7 +47,7 @@ class Work(Protocol):
     once. What `prepare` and `start` raise is the result of the run."""
 
     def prepare(self, run: range, scratch: Scratch) -> None:
-        """Do what has to be done before the disk is."""
+        """Do what comes before the disk."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         """Start the request of this number for a run that is prepared."""

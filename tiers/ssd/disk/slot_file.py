@@ -46,7 +46,7 @@ class Scratch:
 
     @cached_property
     def encoded(self) -> memoryview:
-        """Room for one encoded payload; only who meets one has it."""
+        """Room for one encoded payload, allocated when the first one is met."""
         return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
@@ -75,17 +75,12 @@ class SlotFile:
             os.close(self._buffered)
             raise
 
-    @property
-    def is_direct(self) -> bool:
-        """False where the file system refuses O_DIRECT."""
-        return self._direct is not None
-
     def scratch(self) -> Scratch:
         """Pages for one run of at most `run_slots`."""
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
     def open_queue(self, most: int) -> DiskQueue:
-        """For one thread's requests to this file, at most so many at once."""
+        """A queue for one thread's requests to this file, at most `most` at once."""
         return open_queue(self._direct, self._buffered, most)
 
     def start_read(
@@ -139,12 +134,12 @@ class SlotFile:
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def encoded_record_bytes(self, size: int) -> int:
-        """What moves for an encoded payload of `size` bytes."""
+        """Bytes that move for an encoded payload of `size` bytes."""
         return HEADER_PAGE_BYTES + _whole_pages(size)
 
     def saved_bytes(self, size: int) -> int:
-        """What need not move of a slot whose encoded payload has `size` bytes; of one without a
-        codec, which has 0, nothing."""
+        """Bytes of a slot that need not move for an encoded payload of `size` bytes; 0 without a
+        codec, where `size` is 0."""
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
     def erase(self, slots: Sequence[int]) -> None:
@@ -164,7 +159,7 @@ class SlotFile:
             os.close(self._direct)
 
     def _open_direct(self) -> int | None:
-        """A descriptor that passes by the page cache, None where a trial read is refused."""
+        """A descriptor that bypasses the page cache, None where a trial read is refused."""
         descriptor = None
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

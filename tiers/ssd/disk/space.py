@@ -66,7 +66,7 @@ def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
 
 
 def plan_slots(slot_bytes: int, num_slots: int) -> SpacePlan:
-    """A store of so many slots."""
+    """The plan of a store of `num_slots` slots."""
     leaf_pages = -(-num_slots // _ROWS_PER_PAGE)
     return SpacePlan(
         num_slots=num_slots,

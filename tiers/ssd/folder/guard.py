@@ -94,11 +94,11 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """How long nothing may come."""
+        """Seconds that the child may stand still."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Until `over`, or until the child has stood still for too long."""
+        """Wait until `over`, or end the child once it has stood still for too long."""
         while True:
             left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:
@@ -119,16 +119,6 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
         if len(values) != count * VALUE_BYTES:
             return
         yield RowBatch(slots, values)
-
-
-def find_damage(folder: Path, timeout_seconds: float) -> str | None:
-    """What is wrong with the index in `folder`, None if nothing is."""
-    try:
-        for _batch in read_rows(folder, timeout_seconds):
-            pass
-    except IndexDamaged as damage:
-        return str(damage)
-    return None
 
 
 def move_aside(folder: Path) -> Path:

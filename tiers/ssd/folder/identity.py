@@ -118,7 +118,7 @@ class FullNamespace(NamedTuple):
     key_id: bytes = b""  # no key: plain checksums
 
     def pack(self) -> bytes:
-        """As an identity carries it."""
+        """The bytes that an identity carries."""
         return self._unsealed() + (_SEAL + self.key_id if self.key_id else b"")
 
     def seal(self, key: MacKey) -> Seal:
@@ -146,7 +146,7 @@ def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> Ful
 
 
 def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespace) -> Identity:
-    """As index and identity file say it."""
+    """The identity that index and identity file hold."""
     text = (
         f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
         f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
@@ -177,7 +177,7 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
 
 
 def key_name(key_id: bytes) -> str:
-    """For people."""
+    """The name of a key in messages."""
     return f"the MAC key {key_id.hex()[:16]}" if key_id else "no MAC key"
 
 

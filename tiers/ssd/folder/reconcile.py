@@ -26,7 +26,7 @@ from ..index.index_file import Row
 # Kinds of problems. A row whose record is not the right one has the kind of its `record.Defect`.
 INDEX = "index"  # lost or damaged
 IDENTITY = "identity"  # the index and the identity file do not agree
-RANGE = "range"  # a row names a slot that there is not
+RANGE = "range"  # a row names a slot that does not exist
 TWICE = "twice"  # two rows for one key
 UNREADABLE = "unreadable"  # the disk did not give a record that a row names
 SIZE = "size"  # a file is missing, or larger than it may be
@@ -87,7 +87,7 @@ class Found(NamedTuple):
 class RecordFile:
     """A slot file opened for reading only, past the page cache where that can be.
 
-    `seal` is what seals its records. Where that is not to be had, `verifies` is false: then headers
+    `seal` is what seals its records. Where there is none, `verifies` is false: then headers
     are looked at and payloads are not.
     """
 
@@ -164,7 +164,7 @@ class RecordFile:
 
 
 def record_bytes_of(block_bytes: int) -> int:
-    """What a record of such a block takes in the file."""
+    """Bytes that a record of such a block takes in the file."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
@@ -204,7 +204,7 @@ class Reconciler:
         self._encoded_bytes: dict[int, int] = {}  # by slot, of orphans that a codec made
 
     def run(self, rows: Iterable[Row], records: Iterator[Found]) -> None:
-        """Walk through both."""
+        """Walk through rows and records."""
         waiting = iter(rows)
         row = next(waiting, None)
         unreadable = 0
@@ -291,5 +291,5 @@ class Reconciler:
 
 
 def _encoded_bytes(header: RecordHeader) -> int:
-    """As a row says it."""
+    """The length of what was encoded, as a row has it: 0 without a codec."""
     return header.payload_bytes if header.codec else 0

@@ -97,14 +97,6 @@ class RowBatch(NamedTuple):
         return Columns(slots[:count], keys, *fields)
 
 
-def batch_of(rows: Sequence[Row]) -> RowBatch:
-    """A batch of rows that are in the order of their slots."""
-    return RowBatch(
-        b"".join(_SLOT.pack(row.slot) for row in rows),
-        b"".join(_VALUE.pack(*row[1:]) for row in rows),
-    )
-
-
 class Identity(NamedTuple):
     """What the store was made for. Another layout, namespace or format has another store."""
 
@@ -143,9 +135,6 @@ class IndexFile:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    def file_bytes(self) -> int:
-        return _size(self._data)
 
     def identity(self) -> Identity | None:
         """None where the index is new. Raises IndexDamaged."""

@@ -15,19 +15,18 @@ from ..state import StoreState
 from .index_file import IndexFile
 from .slot_index import Entry
 
-# Blocks of a store that is not durable between two moments: offered from memory and acknowledged,
-# but not yet synced and without a row.
-# They go to the disk together, many batches at once, at the latest `SYNC_SECONDS` after the first
-# of them was offered. Used by one thread.
-
+ROWS_PER_COMMIT = 4096
+_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
 SYNC_SECONDS = 2.0  # the most that a power cut or a kill takes
 
 
 class OfferedBlocks:
-    """By slot, of one batch the head last."""
+    """Blocks of a store that is not durable, offered from memory and acknowledged, but not yet
+    synced and without a row. They go to the disk together, many batches at once, at the latest
+    `SYNC_SECONDS` after the first of them was offered. Used by one thread."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, Entry] = {}  # by slot; of one batch the head last
         self._due_at = 0.0
 
     def __len__(self) -> int:
@@ -40,11 +39,11 @@ class OfferedBlocks:
         self._entries.update((entry.slot, entry) for entry in reversed(entries))
 
     def is_due(self) -> bool:
-        """Whether they are to be brought to the disk now."""
+        """Whether to bring them to the disk now."""
         return len(self) >= ROWS_PER_COMMIT or (bool(self) and not self.seconds_left())
 
     def seconds_left(self) -> float:
-        """Until they are due, though no more come."""
+        """Seconds until they are due if no more come."""
         return max(0.0, self._due_at - time.monotonic())
 
     def take(self) -> list[Entry]:
@@ -62,13 +61,8 @@ class OfferedBlocks:
                 del self._entries[entry.slot]
 
 
-ROWS_PER_COMMIT = 4096
-
-_AHEAD_SHARE = 16  # at most this part of the slots is freed before it is needed
-
-
 class RowWriter:
-    """`released` is told which entries' rows are gone, under the lock."""
+    """Writes and removes rows. `released` is told under the lock whose rows are gone."""
 
     def __init__(
         self,

@@ -31,15 +31,13 @@ from typing import NamedTuple, TypeVar
 from ...policies.base import EvictionPolicy
 from .index_file import Row, RowBatch
 
-# Slots in an order that changes with every use: a linked list that lies in two arrays.
-# Eight bytes a slot whether it is listed or not, every change O(1), no memory taken or given
-# back.
-
 _NOWHERE = 2**32 - 1
 
 
 class SlotList:
-    """Some of the slots 0 to `num_slots - 1`, each at most once. One thread at a time."""
+    """Slots in an order that changes with every use: some of 0 to `num_slots - 1`, each at most
+    once. A linked list in two arrays: eight bytes a slot whether it is listed or not, every change
+    O(1), no memory taken or given back. One thread at a time."""
 
     def __init__(self, num_slots: int) -> None:
         self._end = num_slots  # stands before the first slot and after the last one
@@ -51,7 +49,7 @@ class SlotList:
         return self._after[slot] != _NOWHERE
 
     def __iter__(self) -> Iterator[int]:
-        """From the first to the last one; the list must not change meanwhile."""
+        """The slots from first to last; the list must not change meanwhile."""
         slot = self._after[self._end]
         while slot != self._end:
             yield slot
@@ -85,17 +83,14 @@ class SlotList:
             self._after[slot] = _NOWHERE
 
 
-# The free slots, one byte each: the lowest are given out first, so neighbours where there are
-# any.
-# A search for the next free byte runs at the speed of memory, so a batch costs one pass over what
-# is taken below it (a million slots: 30 µs), and a slot that comes back costs nothing to put in
-# order.
-
 _FREE = b"\1"
 
 
 class FreeSlots:
-    """Which of the slots 0 to `num_slots - 1` are free; all of them at first."""
+    """Which of the slots 0 to `num_slots - 1` are free, one byte each; all of them at first. The
+    lowest are given out first, so neighbours where there are any. A search for the next free byte
+    runs at the speed of memory, so a batch costs one pass over what is taken below it (a million
+    slots: 30 µs), and a slot that comes back costs nothing to put in order."""
 
     def __init__(self, num_slots: int) -> None:
         self._flags = bytearray(_FREE * num_slots)
@@ -122,12 +117,12 @@ class FreeSlots:
         return slots
 
     def take_range(self, start: int, stop: int) -> None:
-        """As `take_these` of all from `start` to before `stop`."""
+        """Does what `take_these` does, for all from `start` to before `stop`."""
         self._flags[start:stop] = bytes(stop - start)
         self._count -= stop - start
 
     def take_these(self, slots: Sequence[int]) -> None:
-        """Take these; none of them is taken yet."""
+        """Take these slots, all of which must be free."""
         deque(map(self._flags.__setitem__, slots, repeat(0)), maxlen=0)
         self._count -= len(slots)
 
@@ -197,7 +192,7 @@ class SlotIndex:
         return self._policy is not None and self._policy.learns
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """From now on this policy, which holds nothing yet, chooses the victims. It begins with
+        """Have this policy, which holds nothing yet, choose the victims from now on. It begins with
         the order of last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
@@ -281,7 +276,7 @@ class SlotIndex:
         return [slot for slot, _ in there if slot in self._free]
 
     def make_room(self, count: int) -> int:
-        """Evict so that `count` slots become free once what is leaving has left; how many."""
+        """Evict until `count` slots will be free once what is leaving has left; return how many."""
         wanted = count - len(self._free)
         for slot in self._leaving:
             if wanted <= 0:
@@ -426,7 +421,7 @@ class SlotIndex:
         self._free.take_these(slots)
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """Of two rows for a key the older one, left by a removal that failed, is to be removed
+        """The older of two rows for a key, left by a removal that failed, is to be removed
         again."""
         if self.num_slots - len(self._free) == len(self._slots):
             return
@@ -472,5 +467,5 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
 
 
 def _scatter(into: MutableSequence[_T], slots: Iterable[int], values: Iterable[_T]) -> None:
-    """`into[slot] = value` for all of them, without a turn of a Python loop for each."""
+    """`into[slot] = value` for all of them, without a Python loop."""
     deque(map(into.__setitem__, slots, values), maxlen=0)
