@@ -23,8 +23,8 @@ from .base import ConnectorMetadata, CopyJob, FrontState, LoadReport
 from .counters import OffloadCounters
 from .economics import MEETING_PARTS, PIECES_AT_ONCE
 from .incoming import COPY_FAULT, SPOILT, fault_of
-from .jobs import JobIds
-from .read_times import ReadTimes
+from .rates import ReadTimes
+from .transfer import JobIds
 
 
 @dataclass(slots=True)

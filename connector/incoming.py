@@ -18,8 +18,8 @@ from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import ConnectorMetadata, CopyJob, LoadReport
 from .counters import OffloadCounters
-from .jobs import JobIds
-from .read_times import ReadTimes
+from .rates import ReadTimes
+from .transfer import JobIds
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
 SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tiers.hierarchy.hierarchy import Hierarchy
-from ..tiers.hierarchy.look_up import Prefix
+from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
 from .economics import Economics, Plan
-from .jobs import Remembered
-from .read_times import ReadTimes
+from .rates import ReadTimes
+from .transfer import Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.

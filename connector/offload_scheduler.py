@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ..tiers.alarm import Alarm
 from ..tiers.block import key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.mailbox import Alarm
 from .back_loads import BackLoads
 from .base import (
     NOTHING_FINISHED,
@@ -35,15 +35,13 @@ from .base import (
     MatchKind,
     RequestView,
 )
-from .break_even import Calibration, in_words
 from .counters import OffloadCounters
-from .economics import NOTHING, Choice, Economics
+from .economics import NOTHING, Calibration, Choice, Economics, in_words
 from .incoming import Incoming
-from .jobs import JobIds, Remembered
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
-from .read_times import ReadTimes
-from .transfer import CopySignal
+from .rates import ReadTimes
+from .transfer import CopySignal, JobIds, Remembered
 
 log = logging.getLogger(__name__)
 

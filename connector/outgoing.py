@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
 from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
-from .jobs import JobIds
+from .transfer import JobIds
 
 # What one job ahead of need moves at most: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2

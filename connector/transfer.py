@@ -5,8 +5,40 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+# Numbers for copy jobs, and a memory of requests that does not grow.
+
+T = TypeVar("T")
+
+
+class JobIds:
+    """Counts up; no number is given twice."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+
+class Remembered(OrderedDict[str, T], Generic[T]):
+    """The newest `most` entries by request id; older ones are forgotten."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def put(self, request_id: str, value: T) -> None:
+        """Remember, as the newest."""
+        self[request_id] = value
+        self.move_to_end(request_id)
+        if len(self) > self._most:
+            self.popitem(last=False)
+
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from .client.base import EngineClient, EngineDead
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import LOG_LEVELS, engine_config
+from .request import pack_token_ids, unpack_token_ids
 from .sampling_params import SamplingParams
 from .settings.readers import one_of, switch
-from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
-from .text.tokenizer import Tokenizer
-from .token_ids import pack_token_ids, unpack_token_ids
+from .text.tokenizer import Tokenizer, with_spelt_bad_words
 from .wire import AddRequest
 
 if TYPE_CHECKING:

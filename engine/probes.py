@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .models.linear import Linear
+from .models.layers import Linear
 
 _TRIES = 5
 _COPY_BYTES = 64 * 2**20

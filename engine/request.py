@@ -8,14 +8,39 @@ instead of rebuilding lists.
 from __future__ import annotations
 
 import enum
+import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from .sampling_params import SamplingParams
+
+# Token ids as bytes: little-endian int32, as they travel to the core and are hashed.
+# whether an id is in range is for the core to say.
+
+BYTES_PER_TOKEN = 4
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Raises ValueError for an id that is no integer of 32 bits."""
+    try:
+        return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error as error:
+        raise ValueError(
+            "token ids must be integers from 0 up to the vocabulary size; one of them is not even "
+            "a 32-bit integer"
+        ) from error
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Raises ValueError for a length that is no multiple of four bytes."""
+    if len(packed) % BYTES_PER_TOKEN:
+        raise ValueError(f"packed token ids take 4 bytes each, and {len(packed)} bytes came")
+    return list(struct.unpack(f"<{len(packed) // BYTES_PER_TOKEN}i", packed))
+
 
 TokenArray = npt.NDArray[np.int32]
 # Computes the digests of the full blocks that `request` has and `request.block_hashes` lacks.
@@ -220,3 +245,43 @@ class Request:
     def _extend_hashes(self) -> None:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
+
+
+@dataclass(slots=True)
+class Progress:
+    """The scheduler's notes on one request, from arrival to end: what ends it, when it got how
+    far, and what it had computed or loaded before. Moments are monotonic; None: not yet."""
+
+    end_ids: frozenset[int]
+    scheduled: float | None = None
+    first_token: float | None = None
+    load_seconds: float = 0.0
+    # What its last load brought, by tier, until it runs.
+    loaded_by_tier: dict[str, int] = field(default_factory=dict)
+    # The leading tokens that were there, or that a tier had promised, and why they may be missing.
+    lost_tokens: int = 0
+    lost_cause: str = ""
+
+    def lose(self, num_tokens: int, cause: str) -> None:
+        """The first `num_tokens` tokens may have to be computed again."""
+        if num_tokens >= self.lost_tokens:
+            self.lost_tokens, self.lost_cause = num_tokens, cause
+
+    def timings(self, request: Request, now: float) -> dict[str, float]:
+        """What the last output reports, in seconds (and the number of preemptions).
+
+        A request that ended before a moment spent all its time in the stage before it. Loads of a
+        request that waits for them are part of `queue_seconds`.
+        """
+        arrival = request.arrival_seconds
+        scheduled = now if self.scheduled is None else self.scheduled
+        first_token = now if self.first_token is None else self.first_token
+        return {
+            "queue_seconds": scheduled - arrival,
+            "prefill_seconds": first_token - scheduled,
+            "decode_seconds": now - first_token,
+            "load_seconds": self.load_seconds,
+            "first_token_seconds": first_token - arrival,
+            "total_seconds": now - arrival,
+            "num_preemptions": float(request.num_preemptions),
+        }

@@ -16,8 +16,8 @@ from pathlib import Path
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest
 
 from .leftovers import check_nothing_left, check_references, is_busy

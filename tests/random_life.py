@@ -25,8 +25,8 @@ from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout

@@ -20,8 +20,8 @@ from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .checked_logprobs import check_logprobs

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
     from ..llm import LLM
-    from ..text.bad_words import with_spelt_bad_words
+    from ..text.tokenizer import with_spelt_bad_words
 
     if args.prompt is None:
         raise ConfigError("stratakv generate needs --prompt TEXT, or --prompt - for standard input")

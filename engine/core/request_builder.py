@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 
 from ...tiers.block import tenant_salt
-from ..request import BlockHasher, Request, TokenArray
+from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams
-from ..token_ids import BYTES_PER_TOKEN
 from ..wire import AddRequest
 
 

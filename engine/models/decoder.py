@@ -18,8 +18,7 @@ from torch import Tensor
 
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
-from .elementwise import Elementwise
-from .linear import Linear
+from .layers import Elementwise, Linear
 from .rope import rope_tables
 from .spec import ModelSpec
 

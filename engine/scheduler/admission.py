@@ -13,11 +13,10 @@ from enum import Enum
 from ...connector.base import KVConnectorScheduler, Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
-from ..request import EventKind, Request, RequestStatus
+from ..request import EventKind, Progress, Request, RequestStatus
 from .meeting import count_reused
 from .places import Places
 from .pressure import MemoryPressure
-from .progress import Progress
 from .step import StepBuilder
 
 

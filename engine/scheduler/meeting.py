@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import Request
-from .progress import Progress
+from ..request import Progress, Request
 
 
 class Meetings:

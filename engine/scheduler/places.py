@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import EventKind, Request, RequestStatus
+from ..request import EventKind, Progress, Request, RequestStatus
 from .meeting import Meetings
 from .parking import CarPark
-from .progress import Progress
 
 # The queue of requests that wait, first come, first served.
 # Its length is bounded by the scheduler, which refuses requests.

@@ -15,8 +15,8 @@ from typing import cast
 
 from ..client.base import EngineClient
 from ..logprobs import PositionLogprobs, PromptLogprobs
+from ..request import BYTES_PER_TOKEN, unpack_token_ids
 from ..sampling_params import SamplingParams
-from ..token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from ..wire import AddRequest, TokenOutput
 from .detokenizer import IncrementalDetokenizer
 from .tokenizer import Tokenizer

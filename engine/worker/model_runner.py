@@ -20,13 +20,13 @@ from ...connector.base import NOTHING_TO_MOVE, ConnectorWorkerOutput, KVConnecto
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
-from ..models.elementwise import Elementwise
+from ..models.layers import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
-from .forward.step_inputs import StepInputs, step_order
+from .forward.forward import StepInputs, step_order
 from .input_batch import HeldRow, InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
 from .prompt_logprobs import PromptLogprobsCollector

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from stratakv.connector.base import ConnectorWorkerOutput, MatchKind
-from stratakv.connector.break_even import COPIES, LEAST_READ_BYTES, in_words
 from stratakv.connector.device.cpu import CpuCopyDevice
-from stratakv.connector.economics import Economics
+from stratakv.connector.economics import COPIES, LEAST_READ_BYTES, Economics, in_words
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.tiers.base import ReadSample
 from stratakv.tiers.errors import TierClosed

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.connector.break_even import in_words
-from stratakv.connector.economics import Economics
+from stratakv.connector.economics import Economics, in_words
 from stratakv.engine.cli.serve import _tell_start
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from stratakv.tiers.alarm import Alarm
-from stratakv.tiers.hierarchy import mailbox
+from stratakv.tiers import mailbox
 from stratakv.tiers.hierarchy.guarded_store import Breaker
+from stratakv.tiers.mailbox import Alarm
 
 PRODUCT = "stratakv."
 

@@ -18,9 +18,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..alarm import Alarm
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
+from ..mailbox import Alarm
 from ..tag import Proof, Proofs
 from .plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan, parse_faults, parse_rule
 

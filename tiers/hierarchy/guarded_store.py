@@ -23,8 +23,8 @@ from ..base import Answer, StoreTier, TierStats
 from ..block import KEY_BYTES
 from ..errors import TierBusy
 from ..histogram import IO_SECONDS, Histogram
+from ..mailbox import Mailbox
 from ..tag import Proof
-from .mailbox import Mailbox
 
 FAILURES, LATE_ANSWERS = 5, 3
 WINDOW_SECONDS = 1.0

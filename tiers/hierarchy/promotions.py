@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..base import SlabTier
+from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
-from .mailbox import Mailbox
 from .write_back import WriteBacks
 
 MISSED = "missed"  # the store had not what it had said, or it was damaged

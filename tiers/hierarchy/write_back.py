@@ -26,8 +26,8 @@ from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, SlabTier, Stored
 from ..block import ALIGNMENT
 from ..errors import TierBusy
+from ..mailbox import Mailbox
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
-from .mailbox import Mailbox
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.

@@ -15,7 +15,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...token_ids import BYTES_PER_TOKEN
+from ...request import BYTES_PER_TOKEN
 from ..front import Front
 from .answer import Answer, Part, UsageField
 from .body import decode_body, read_body

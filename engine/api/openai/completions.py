@@ -16,7 +16,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ..front import Front, as_list
 from .answer import Answer, Part, UsageField
 from .body import decode_body, read_body

@@ -13,9 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams
 from ...text.output_processor import TextOutput, generate_text
-from ...token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from ...wire import OVERLOADED, AddRequest
 from ..errors import ENGINE, ApiError
 from ..front import Front

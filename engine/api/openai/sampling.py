@@ -17,7 +17,7 @@ from ...sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from ...text.bad_words import with_spelt_bad_words
+from ...text.tokenizer import with_spelt_bad_words
 from ..errors import ApiError
 from ..front import Front
 from .protocol import SamplingFields

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..block_table import NO_SLOT
 from ..runtime.device_runtime import DeviceRuntime, Mark
+from .forward import StepInputs
 from .kernel_attention import Chunks, Decodes, KernelPlan
-from .step_inputs import StepInputs
 
 
 class _Buffer(NamedTuple):

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ...models.decoder import Decoder
 from ..runtime.device_runtime import DeviceRuntime, Work
-from .forward import Launch
+from .forward import Launch, StepInputs
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
-from .step_inputs import StepInputs
 
 # Decode steps recorded once for each batch size that is worth it, and run again from the record.
 # A decode step is hundreds of small launches whose Python takes longer than the device does.

@@ -16,8 +16,8 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.core import loop as core_loop
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 

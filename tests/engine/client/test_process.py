@@ -22,8 +22,8 @@ from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import EngineConfig
 from stratakv.engine.llm import EventLoopThread
 from stratakv.engine.options import engine_config
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.settings.values import ConfigError
 

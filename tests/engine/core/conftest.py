@@ -14,8 +14,8 @@ import pytest
 from stratakv.engine.config import EngineConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from ...stepping import step_outputs

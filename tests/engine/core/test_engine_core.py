@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stratakv.engine.core.engine_core import MAX_FAILED_STEPS, EngineCore
+from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.token_ids import pack_token_ids
 from stratakv.engine.wire import OVERLOADED, AddRequest
 from stratakv.tiers.settings.values import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stratakv.engine.models.linear import Linear, _can_pack
+from stratakv.engine.models.layers import Linear, _can_pack
 
 ROWS = (0, 1, 2, 15, 16, 17, 64, 300)
 

@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.request import pack_token_ids, unpack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.text.output_processor import OutputProcessor, TextOutput, generate_text
 from stratakv.engine.text.tokenizer import Tokenizer
-from stratakv.engine.token_ids import pack_token_ids, unpack_token_ids
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .small_tokenizers import TOKENIZERS, WORDS

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stratakv.engine.models.decoder import Decoder
-from stratakv.engine.models.linear import Linear
+from stratakv.engine.models.layers import Linear
 from stratakv.engine.sampling import copies, logprobs, sampler
 from stratakv.engine.worker.kv_pool import KvPool
 from stratakv.engine.worker.runtime import runtimes

@@ -8,12 +8,7 @@ import random
 import pytest
 
 from stratakv.tiers.admission import AdmissionFilter, AdmitAll
-from stratakv.tiers.admission.filters import (
-    BURST_SECONDS,
-    SECONDS_PER_DAY,
-    WhileUsed,
-    WriteBudget,
-)
+from stratakv.tiers.admission.filters import BURST_SECONDS, SECONDS_PER_DAY, WhileUsed, WriteBudget
 from stratakv.tiers.errors import TierConfigError
 
 from ..blocks import make_keys

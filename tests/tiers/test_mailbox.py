@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 
-from stratakv.tiers.alarm import Alarm
+from stratakv.tiers.mailbox import Alarm
 
 WAIT_SECONDS = 10.0
 

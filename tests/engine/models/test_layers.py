@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from stratakv.engine.models.elementwise import Elementwise
+from stratakv.engine.models.layers import Elementwise
 
 # bfloat16 is rounded in other places.
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2**-6}
