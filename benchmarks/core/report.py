@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench core`: from seconds to rates, ratios, a table and a plot.
-
-Knows nothing of how the seconds were taken.
-"""
+"""The figures of `stratakv bench core`: from seconds to rates, ratios, a table and a plot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the device can do at most: copies on it, copies to and from the CPU, a matrix product.
 
-The other sections are held against these figures of the same run. Knows nothing of kernels of ours.
+The other sections are held against these figures of the same run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sections of `stratakv bench gpu` leave: ceilings, rows, ratios, the targets' verdicts.
 
-The JSON is written after every section, so a run that is cut off keeps what it had. Knows nothing
-of how anything was measured.
+The JSON is written after every section, so a run that is cut off keeps what it had.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
 The figure is the median of the ratios within a round; their quartiles tell how far they spread.
 Where two rounds meet the limit runs twice in a row: the spread of those ratios, which would be 1 if
 the machine were still, is the floor below which no difference means anything. Where a figure has
-several limits, the strictest decides: the one whose median ratio is least. Knows nothing of what
-is measured.
+several limits, the strictest decides: the one whose median ratio is least.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class WrongWork(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Comparison:
     """`ours` and `limit` do one round's work and give its rate; so do `rivals`, other limits by
     name, any of which may be the strictest, and `beside`, on which nothing stands."""
 
@@ -44,7 +43,7 @@ class Contest:
 class Outcome:
     """The rates of all rounds."""
 
-    contest: Contest
+    comparison: Comparison
     ours: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
     besides: list[float] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Outcome:
     @property
     def by_limit(self) -> dict[str, list[float]]:
         """The rates of each limit, in rounds."""
-        return {self.contest.limit_name: self.limits, **self.rivals}
+        return {self.comparison.limit_name: self.limits, **self.rivals}
 
     @property
     def strictest(self) -> str:
@@ -107,7 +106,7 @@ class Outcome:
             }
         strictest = self.by_limit[self.strictest]
         return {
-            "unit": self.contest.unit,
+            "unit": self.comparison.unit,
             "limit": self.strictest,
             "median": median(self.ours),
             "limit_median": median(strictest),
@@ -127,17 +126,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def take_rounds(contest: Contest, rounds: int) -> Outcome:
+def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
     """Both in each round; who comes first changes from round to round. Both once before, uncounted:
     threads, files and processors are warm then."""
-    outcome = Outcome(contest, rivals={name: [] for name in contest.rivals})
-    contest.ours()
-    contest.limit()
+    outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
+    comparison.ours()
+    comparison.limit()
     for number in range(rounds):
-        turns = [(contest.ours, outcome.ours), (contest.limit, outcome.limits)]
-        turns += [(take, outcome.rivals[name]) for name, take in contest.rivals.items()]
-        if contest.beside is not None:
-            turns.insert(0, (contest.beside, outcome.besides))
+        turns = [(comparison.ours, outcome.ours), (comparison.limit, outcome.limits)]
+        turns += [(take, outcome.rivals[name]) for name, take in comparison.rivals.items()]
+        if comparison.beside is not None:
+            turns.insert(0, (comparison.beside, outcome.besides))
         for take, rates in reversed(turns) if number % 2 else turns:
             rates.append(take())
     return outcome

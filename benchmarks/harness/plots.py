@@ -3,7 +3,7 @@
 
 Every one says at its foot on which machine, when and by which version it was measured. matplotlib
 is imported only here and only when a picture is drawn: tables and JSON do without it, and
-`draw_and_tell` says what is missing. Knows nothing of how figures are measured.
+`draw_and_tell` says what is missing.
 """
 
 from __future__ import annotations

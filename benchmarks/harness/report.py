@@ -2,7 +2,7 @@
 """What every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
-the others may nest. Knows nothing of what was measured.
+the others may nest.
 """
 
 from __future__ import annotations

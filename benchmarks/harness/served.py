@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `stratakv serve` process and a client that times its first token, as a user would see it.
 
-Knows nothing of phases or of what is asked. One request at a time over plain HTTP, so
-nothing of the client's own machinery sits in the figures.
+One request at a time over plain HTTP, so that the client's own work is in no figure.
 """
 
 from __future__ import annotations

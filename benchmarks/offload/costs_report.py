@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables and the plot of the sections in which `stratakv bench offload` steps engines itself.
-
-Knows nothing of how they were measured.
-"""
+"""The tables and the plot of the sections of `stratakv bench offload` that step engines."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
 A run of an engine with tiers is charged for the threads behind it too, also for what they do after
 the last token, up to the engine's next run; one without tiers has no such threads. Only one engine
-runs at a time. Knows nothing of what is asked.
+runs at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of `stratakv bench offload`: what is asked in each, and what no figure is made of.
-
-Knows nothing of how servers are started or what becomes of the answers.
-"""
+"""The phases of `stratakv bench offload`: what is asked in each, and what no figure is made of."""
 
 from __future__ import annotations
 

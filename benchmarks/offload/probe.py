@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the SSD store of this machine takes to read blocks: what "a hundred times slower" means.
-
-Knows nothing of engines.
-"""
+"""Seconds that this machine's SSD store takes to read blocks: the unit of "100 times slower"."""
 
 from __future__ import annotations
 

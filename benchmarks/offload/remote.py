@@ -2,7 +2,7 @@
 """The phase `remote` of `stratakv bench offload`: what one engine computed, another one is asked.
 
 A cache server and an engine that computes every document, which then goes; and a second engine that
-has nothing of its own. Knows nothing of the other phases.
+has nothing of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table.
-
-Knows nothing of servers or of how answers were had.
-"""
+"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table."""
 
 from __future__ import annotations
 

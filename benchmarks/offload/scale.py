@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench offload`, how much each of them does, and what is promised.
-
-Knows nothing of how anything is measured.
-"""
+"""The sections of `stratakv bench offload`, how much each of them does, and what is promised."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@
     convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
     streaming   the time of steps while blocks leave the pool ahead of need
 
-Every section holds an engine with tiers against the same one without, in pairs. Knows nothing of
-reports.
+Every section holds an engine with tiers against the same one without, in pairs.
 """
 
 from __future__ import annotations

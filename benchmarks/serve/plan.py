@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stratakv bench serve` is asked to do, from its options. Knows nothing of how it is done."""
+"""What `stratakv bench serve` is asked to do, from its options."""
 
 from __future__ import annotations
 

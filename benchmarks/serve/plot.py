@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of `stratakv bench serve`, as a PNG file. Knows nothing of how figures are measured."""
+"""The plot of `stratakv bench serve`, as a PNG file."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ side:
     ITL   inter-token latency: one number for each event after the first, which may hold more than
           one token where the client or the server was behind
     E2EL  end-to-end latency: to the last byte
-Knows nothing of servers, or of how answers were had.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 
     client   verb, count, numbers of blocks      far end   the blocks, or (having got them) a byte
 
-One far end for each client, in a process of its own, with warm memory of its own. Knows nothing of
-keys, checksums or the service.
+One far end for each client, in a process of its own, with warm memory of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import Blocks
-from .transports import SECONDS, Way
+from .transports import SECONDS, Transport
 
 _HEAD = struct.Struct("<BI")
 _LOAD, _STORE = 1, 2
 _DONE = b"k"
 
 
-class RawWay(Way):
+class RawTransport(Transport):
     """The client's end."""
 
     def __init__(self, blocks: Blocks, *, port: int, ca_file: Path | None = None) -> None:

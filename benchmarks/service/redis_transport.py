@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redis over raw sockets: GET and SET of whole blocks, many commands on their way at once.
 
-The client is ours, for redis-py is slower than the server. Knows nothing of the server's process.
+The client is ours, for redis-py is slower than the server.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from ..harness.comparison import WrongWork
 from .blocks import Blocks
 from .raw_transport import prepare, receive
-from .transports import SECONDS, Way
+from .transports import SECONDS, Transport
 
 AHEAD = 8  # commands that are sent before their replies are read
 _OK = b"+OK\r\n"
 _END = b"\r\n"
 
 
-class RedisWay(Way):
+class RedisTransport(Transport):
     """The client's end. `prefix` keeps the keys of clients apart."""
 
     def __init__(self, blocks: Blocks, *, port: int, prefix: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the plot of `stratakv bench service`. Knows nothing of how it was measured."""
+"""The table and the plot of `stratakv bench service`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ def print_service(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
     rows = []
     for name, ratio in report.ratios.items():
-        contest = report.figures["contests"].get(name)
+        comparison = report.figures["contests"].get(name)
         cells = ["", "", "", ""]
         value = f"{ratio:,.0f}"
-        if contest is not None:
-            ours, limit = contest["median"] / 1e9, contest["limit_median"] / 1e9
-            costs = (contest[key] for key in ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb"))
-            cells = [f"{ours:.2f} / {limit:.2f}", contest["limit"], " / ".join(map(_short, costs))]
+        if comparison is not None:
+            ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
+            costs = (comparison[key] for key in ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb"))
+            cells = [
+                f"{ours:.2f} / {limit:.2f}",
+                comparison["limit"],
+                " / ".join(map(_short, costs)),
+            ]
             cells.append(_spread(report, f"{name}_aa"))
             value = f"{ratio:.2f}"
         gate = GATES.get(name)
@@ -71,7 +75,7 @@ def plot_service(report: Report, path: Path) -> Path:
                 if ratio is None:
                     continue
                 x = place + (number - len(counts) / 2 + 0.5) * width
-                colours = _THEIRS if case.way in _OTHERS else _OURS
+                colours = _THEIRS if case.transport in _OTHERS else _OURS
                 bars = axes.bar([x], [ratio], 0.94 * width, color=colours[min(number, 1)])
                 axes.bar_label(bars, labels=[f"{ratio:.2f}"], fontsize=7, padding=2)
                 gate = GATES.get(row_name(case.name, size, clients))

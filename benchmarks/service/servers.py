@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, in processes of their own: `stratakv cache-server` and redis-server.
-
-Knows nothing of clients.
-"""
+"""The servers of a run, in processes of their own: `stratakv cache-server` and redis-server."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from ...tiers import record
 from ...tiers.ssd import reader, record_writer
 from ...tiers.tag import NO_TAG, Proof
-from ..harness.comparison import Contest
+from ..harness.comparison import Comparison
 from .store_case import StoreCase
 from .swap import swapped
 
 NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
 
 
-def contests(case: StoreCase) -> list[Contest]:
+def comparisons(case: StoreCase) -> list[Comparison]:
     """Reads, then writes. Rates with hashing against rates without."""
     return [
-        Contest(name, "bytes/s", "no hashing", work, _plainly(work))
+        Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
         for name, work in zip(NAMES, (case.read, case.write), strict=True)
     ]
 

@@ -110,16 +110,16 @@ class Results:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.plan = report.figures.setdefault("plan", {})
-        self.contests = report.figures.setdefault("contests", {})
+        self.comparisons = report.figures.setdefault("contests", {})
         self.first_writes = report.figures.setdefault("first_writes", {})
         self.spreads = report.figures.setdefault("spreads", {})
 
     def add(self, outcome: Outcome, figure: Callable[[float], float] = float) -> None:
         """`figure` makes what is promised from the ratio of the rates, where that is another."""
-        name = outcome.contest.name
-        self.contests[name] = outcome.figures()
+        name = outcome.comparison.name
+        self.comparisons[name] = outcome.figures()
         self.report.ratios[name] = figure(outcome.ratio)
-        self.report.limits[f"{name}_limit"] = self.contests[name]["limit_median"]
+        self.report.limits[f"{name}_limit"] = self.comparisons[name]["limit_median"]
         for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
             self.spreads[spread] = quartiles([figure(ratio) for ratio in ratios])
 
@@ -130,8 +130,8 @@ def measure_slab(results: Results, scale: Scale) -> None:
     for size, block_bytes in SIZES.items():
         case = SlabCase(block_bytes, slab_bytes)
         try:
-            for contest in case.contests(size):
-                results.add(take_rounds(contest, scale.slab_rounds))
+            for comparison in case.comparisons(size):
+                results.add(take_rounds(comparison, scale.slab_rounds))
         finally:
             case.close()
             gc.collect()
@@ -143,15 +143,15 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
     results.plan |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
     results.first_writes[size] = case.first_write_rate
     try:
-        for contest in case.contests(size):
-            results.add(take_rounds(contest, scale.rounds))
-        results.add(take_rounds(case.churn_contest(size), scale.turnovers))
+        for comparison in case.comparisons(size):
+            results.add(take_rounds(comparison, scale.rounds))
+        results.add(take_rounds(case.churn_comparison(size), scale.turnovers))
         if size == _SMALLEST:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
             results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
-            for contest in checksum_case.contests(case):
-                results.add(take_rounds(contest, scale.rounds), checksum_case.cost)
+            for comparison in checksum_case.comparisons(case):
+                results.add(take_rounds(comparison, scale.rounds), checksum_case.cost)
             case.clear()
     finally:
         case.close()
@@ -160,7 +160,7 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
 
 def measure_index(results: Results, folder: Path, scale: Scale) -> None:
     case = IndexCase(folder, scale.index_entries)
-    outcome = take_rounds(case.contest(), scale.index_rounds)
+    outcome = take_rounds(case.comparison(), scale.index_rounds)
     ratios = results.report.ratios
     ratios[REOPEN] = 1 / outcome.ratio
     results.report.figures["reopen"] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers promise of each ratio. Knows nothing of how one is measured."""
+"""What the tiers promise of each ratio."""
 
 from __future__ import annotations
 

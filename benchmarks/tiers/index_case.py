@@ -24,7 +24,7 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from ..harness.comparison import Contest, WrongWork
+from ..harness.comparison import Comparison, WrongWork
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
 from .swap import swapped
@@ -56,9 +56,9 @@ class IndexCase:
         finally:
             opened.close()
 
-    def contest(self) -> Contest:
+    def comparison(self) -> Comparison:
         """Rates of rows; the ratio is one of speeds, so its inverse is one of times."""
-        return Contest("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
+        return Comparison("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
 
     def reopen(self) -> float:
         """Open the store, whole; rows a second."""

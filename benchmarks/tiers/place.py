@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the benchmark works: a folder on the disk that is checked first and gone afterwards, and
-the host's pool of huge pages. Knows nothing of what is written there.
+the host's pool of huge pages.
 """
 
 from __future__ import annotations

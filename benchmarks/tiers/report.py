@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the plot of `stratakv bench tiers`. Knows nothing of how anything was measured."""
+"""The table and the plot of `stratakv bench tiers`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def print_tiers(report: Report) -> None:
     rows = []
     for name, ratio in report.ratios.items():
         gate = GATES[name]
-        contest = report.figures["contests"].get(name)
+        comparison = report.figures["contests"].get(name)
         rates = ["", ""]
-        if contest is not None:
-            ours, limit = contest["median"] / 1e9, contest["limit_median"] / 1e9
-            rates = [f"{ours:.2f} / {limit:.2f}", contest["limit"]]
+        if comparison is not None:
+            ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
+            rates = [f"{ours:.2f} / {limit:.2f}", comparison["limit"]]
         value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
         spreads = [_spread(report, name), _spread(report, f"{name}_aa")]
         verdict = "met" if gate.is_met(ratio) else "missed"
@@ -46,15 +46,20 @@ def print_tiers(report: Report) -> None:
 def _print_disk_limits(report: Report) -> None:
     """Every limit of the disk in one table; the one that decides has a mark."""
     rows = []
-    for name, contest in report.figures["contests"].items():
-        if "beside_ratio" not in contest:
+    for name, comparison in report.figures["contests"].items():
+        if "beside_ratio" not in comparison:
             continue
-        ours = contest["median"]
-        only = {contest["limit"]: {"median": contest["limit_median"], "ratio": report.ratios[name]}}
-        for limit, cell in contest.get("by_limit", only).items():
-            mark = "decides" if limit == contest["limit"] else ""
+        ours = comparison["median"]
+        only = {
+            comparison["limit"]: {
+                "median": comparison["limit_median"],
+                "ratio": report.ratios[name],
+            }
+        }
+        for limit, cell in comparison.get("by_limit", only).items():
+            mark = "decides" if limit == comparison["limit"] else ""
             rows.append(_limit_row(name, limit, ours, cell["median"], cell["ratio"], mark))
-        beside = contest["beside_median"], contest["beside_ratio"]
+        beside = comparison["beside_median"], comparison["beside_ratio"]
         limit = f"{report.figures['plan']['disk_limit']}, eight buffers"
         rows.append(_limit_row(name, limit, ours, *beside, "in a cache: promises nothing"))
     title = (
@@ -101,7 +106,7 @@ def plot_tiers(report: Report, path: Path) -> Path:
     axes.margins(x=0.02, y=0.12)
     plan = report.figures["plan"]
     pages = "huge" if plan["huge_pages"] else "plain"
-    several = any("by_limit" in contest for contest in report.figures["contests"].values())
+    several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
     disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
     axes.set_title(
         "Slab and SSD store against this machine's memory and disk, in turns\n"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges functions of the product for as long as a measurement lasts. For comparisons with what
-the product does not offer; knows nothing of which."""
+the product does not offer.
+"""
 
 from __future__ import annotations
 

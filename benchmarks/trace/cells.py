@@ -2,7 +2,7 @@
 """The cells of the tables: one replay each, in this process or in workers.
 
 A cell is a few plain values, so that it can go to another process, where the traces are read or
-generated again. Knows nothing of tables, ratios or the command line.
+generated again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 Of what is resident and what has just been asked for, the blocks whose next use is nearest stay; of
 equal ones the deepest goes. That is exact for block hits under the prefix rule, because a chain's
-block is never asked for later than the blocks behind it. Knows nothing of policies.
+block is never asked for later than the blocks behind it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plot of `stratakv bench trace`: hits by capacity, and writes against hits.
-
-Knows nothing of how the figures were measured.
-"""
+"""The plot of `stratakv bench trace`: hits by capacity, and writes against hits."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of `stratakv bench trace`: from answers to JSON, ratios and tables.
 
-    gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
-    worst_points_below_lru    the most that any cell of the policy stays below LRU, in points
-    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter and without
-    admission_points_lost_TRACE_PAIR                  what write-back hits more without the filter
-    admission_points_below_write_through_TRACE_PAIR   what write-through hits more
-
-Knows nothing of how a trace is replayed.
+gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
+worst_points_below_lru    the most that any cell of the policy stays below LRU, in points
+admission_written_over_write_through_TRACE_PAIR   blocks written with the filter and without
+admission_points_lost_TRACE_PAIR                  what write-back hits more without the filter
+admission_points_below_write_through_TRACE_PAIR   what write-through hits more
 """
 
 from __future__ import annotations

@@ -60,17 +60,19 @@ def measure(report: Report, scale: Scale) -> None:
         "copies_are_timed_by": "the wall clock",
         "submissions_are_timed_by": "processor seconds of the calling thread",
     }
-    contests = report.figures["contests"] = {}
+    comparisons = report.figures["contests"] = {}
     submissions = report.figures["submissions"] = {}
     ratios = {}
     for size, block_bytes in SIZES.items():
         rig = Rig(block_bytes, region_bytes)
         try:
-            for contest in CopyCase(rig).contests(size):
-                outcome = take_rounds(contest, scale.rounds)
-                contests[contest.name] = outcome.figures()
-                ratios[contest.name] = outcome.ratio
-                report.limits[f"{contest.name}_limit"] = contests[contest.name]["limit_median"]
+            for comparison in CopyCase(rig).comparisons(size):
+                outcome = take_rounds(comparison, scale.rounds)
+                comparisons[comparison.name] = outcome.figures()
+                ratios[comparison.name] = outcome.ratio
+                report.limits[f"{comparison.name}_limit"] = comparisons[comparison.name][
+                    "limit_median"
+                ]
             taken = take_submissions(rig, scale.submissions)
             submissions[submit_name(size)] = taken.figures()
             ratios[submit_name(size)] = taken.ratio

@@ -2,7 +2,7 @@
 """Blocks from pool to slab and back, in jobs as the engine makes them, against memcpy.
 
 The limit moves as many bytes between as random places of plain memory, in pieces of the same
-length, by as many threads. Knows nothing of who asks for copies.
+length, by as many threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 
 from ...connector.device.base import Event, Stream
-from ..harness.comparison import Contest, WrongWork
+from ..harness.comparison import Comparison, WrongWork
 from .rig import WAIT_SECONDS, Bytes, Pairs, Rig, copy_plainly
 from .scale import JOB_BLOCKS, MOVES, RUN_BLOCKS, copy_name
 
@@ -22,7 +22,7 @@ class CopyCase:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
 
-    def contests(self, size: str) -> list[Contest]:
+    def comparisons(self, size: str) -> list[Comparison]:
         """One for each of MOVES, in its order."""
         run = max(1, min(RUN_BLOCKS, self._rig.num_blocks // 4))
         sides = (
@@ -33,7 +33,7 @@ class CopyCase:
             (self.move_both_ways, self.copy_both_ways),
         )
         return [
-            Contest(copy_name(move, size), "bytes/s", "memcpy", ours, limit)
+            Comparison(copy_name(move, size), "bytes/s", "memcpy", ours, limit)
             for move, (ours, limit) in zip(MOVES, sides, strict=True)
         ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the plot of `stratakv bench transfer`. Knows nothing of how it was measured."""
+"""The table and the plot of `stratakv bench transfer`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def print_transfer(report: Report) -> None:
     rows = []
     for name, gate in GATES.items():
         ratio = report.ratios[name]
-        contest = report.figures["contests"].get(name)
-        if contest is not None:
-            rates = [f"{contest['median'] / 1e9:.2f}", f"{contest['limit_median'] / 1e9:.2f}"]
+        comparison = report.figures["contests"].get(name)
+        if comparison is not None:
+            rates = [f"{comparison['median'] / 1e9:.2f}", f"{comparison['limit_median'] / 1e9:.2f}"]
             value = f"{ratio:.2f}"
         else:
             taken = report.figures["submissions"][name]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one run of `stratakv bench transfer` does, and what it promises of each ratio.
-
-Knows nothing of how anything is measured.
-"""
+"""How much one run of `stratakv bench transfer` does, and what it promises of each ratio."""
 
 from __future__ import annotations
 

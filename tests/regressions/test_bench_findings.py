@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.harness.comparison import Contest, take_rounds
+from stratakv.benchmarks.harness.comparison import Comparison, take_rounds
 from stratakv.benchmarks.harness.report import Report, environment, median
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.tiers import disk_limit
@@ -423,12 +423,12 @@ def test_u10_a_policy_that_is_told_of_no_prompts_is_lru() -> None:
 
 def test_t14_the_strictest_of_several_limits_decides() -> None:
     deep, few, ours = [2.0, 2.0, 2.0], [3.0, 4.0, 4.0], [3.0, 2.0, 2.0]
-    contest = Contest(
+    comparison = Comparison(
         "read", "bytes/s", "deep",
         ours.pop, deep.pop,
         rivals={"few": few.pop},
     )  # fmt: skip
-    outcome = take_rounds(contest, 2)
+    outcome = take_rounds(comparison, 2)
     figures = outcome.figures()
     assert outcome.ratio == figures["by_limit"]["few"]["ratio"] == median([2 / 4, 3 / 4])
     assert figures["by_limit"]["deep"]["ratio"] == median([2 / 2, 3 / 2])
@@ -471,7 +471,7 @@ def test_t14_the_same_buffers_with_few_requests_at_a_time(
 def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", 2 * MIB, QUICK, "loop")
     try:
-        _, reads = case.contests("2MiB")
+        _, reads = case.comparisons("2MiB")
         assert set(reads.rivals) == {f"loop x{depth}" for depth in (8, 16, 32)}
         figures = take_rounds(reads, 2).figures()
     finally:

@@ -2,8 +2,7 @@
 """Paged decode: how much of the device's copy bandwidth it reads K and V with.
 
 Requests times context, then groups, head and block sizes, types, scales, window and soft cap. The
-cases of the targets come first, since a section's time is bounded. Knows nothing of how launches
-are timed.
+cases of the targets come first, since a section's time is bounded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """What a peer of the attention kernels is to `peers.py`, and how foreign functions are called.
 
 Versions of a peer differ in the names of their arguments, so a call passes those that a function
-has. Knows nothing of any peer.
+has.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 Peers come from the folder of `--peers`, appended to the path so that it never shadows what is
 installed, or from what is installed. None has to be there: whatever a peer cannot do, gets wrong or
 breaks on is a note. This section is the last one, because a kernel that breaks the device's context
-takes everything after it along. Knows nothing of what a peer looks like inside.
+takes everything after it along.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Paged prefill: floating-point operations a second of chunks over contexts of several lengths.
 
 What the mask leaves out does not count. The cases of the target come first, since a section's time
-is bounded. Knows nothing of how launches are timed, and nothing of peers.
+is bounded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """KV writes: how much of the device's copy bandwidth they move their bytes with.
 
 K and V are slices of one qkv tensor, as behind a fused projection. The floor of the bytes is what
-must be read and written once: keys, values, slots, and scales where there are some. Knows nothing
-of how launches are timed.
+must be read and written once: keys, values, slots, and scales where there are some.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Blocks out of the pool and in again: every method, at every size, in every direction.
 
 Jobs of 64 blocks lie scattered in the pool and in a page-locked slab. Every byte of every job is
-compared before it is timed. Knows nothing of how a method copies.
+compared before it is timed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of the ceilings, the copies and the interference. Knows nothing of how to measure."""
+"""The plots of the ceilings, the copies and the interference."""
 
 from __future__ import annotations
 

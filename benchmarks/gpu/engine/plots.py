@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of the whole-engine sections. Knows nothing of how to measure."""
+"""The plots of the whole-engine sections."""
 
 from __future__ import annotations
 

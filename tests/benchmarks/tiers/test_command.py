@@ -28,14 +28,14 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = json.loads((tmp_path / "tiers.json").read_text())
     assert list(written["ratios"]) == list(GATES)
     assert all(math.isfinite(ratio) for ratio in written["ratios"].values())
-    for name, contest in written["figures"]["contests"].items():
-        assert contest["median"] > 0 and contest["limit_median"] > 0
-        assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 2
+    for name, comparison in written["figures"]["contests"].items():
+        assert comparison["median"] > 0 and comparison["limit_median"] > 0
+        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) >= 2
         if name.startswith("ssd"):
-            assert contest["limit"].startswith("loop")
+            assert comparison["limit"].startswith("loop")
         if name.startswith("ssd"):
-            assert len(contest["beside_rounds"]) == len(contest["rounds"])
-        assert written["limits"][f"{name}_limit"] == contest["limit_median"]
+            assert len(comparison["beside_rounds"]) == len(comparison["rounds"])
+        assert written["limits"][f"{name}_limit"] == comparison["limit_median"]
     plan = written["figures"]["plan"]
     assert (plan["disk_limit"], plan["huge_pages"]) == ("loop", False)
     assert written["figures"]["first_writes"].keys() == SIZES.keys()
