@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 from .blocks import Blocks
 from .mooncake_transport import MooncakeTransport
 from .raw_transport import RawTransport
-from .redis_transport import RedisTransport
-from .transports import SECONDS, ConnectionTransport, CopyTransport, Plan, TierTransport, Transport
+from .transports import (
+    SECONDS,
+    ConnectionTransport,
+    CopyTransport,
+    Plan,
+    RedisTransport,
+    TierTransport,
+    Transport,
+)
 
 TRANSPORTS: dict[str, Any] = {
     "copy": CopyTransport,

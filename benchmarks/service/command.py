@@ -128,10 +128,10 @@ class Measurement:
         }
         figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
 
-    def take(self, clients: Sequence[int]) -> None:
+    def take(self, counts: Sequence[int]) -> None:
         """Fill the report. Raises WrongWork where something did not do what it should."""
-        self._report.figures["plan"]["clients"] = list(clients)
-        for number in clients:
+        self._report.figures["plan"]["clients"] = list(counts)
+        for number in counts:
             for size, block_bytes in SIZES.items():
                 clients = Clients(number, block_bytes, self._footprint // block_bytes)
                 try:

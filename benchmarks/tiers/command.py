@@ -11,9 +11,12 @@ spread, and how far the limit spreads against itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from rich.console import Console
 from ...engine.settings import readers
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
+from ...tiers.shared_memory import HUGE_PAGE_BYTES
 from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
 from ..harness.plots import draw_and_tell
 from ..harness.report import Report, median
@@ -29,11 +33,68 @@ from . import checksum_case
 from .codec_case import measure_codecs, print_codecs
 from .gates import BYTES_PER_ENTRY, GATES, LOOK_UPS, LOOK_UPS_WHILE_CHURNING, REOPEN
 from .index_case import IndexCase
-from .place import check_huge_pages, working_folder
 from .report import plot_tiers, print_tiers
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import StoreCase
+
+MOUNTS = Path("/proc/self/mountinfo")
+MEMINFO = Path("/proc/meminfo")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@contextlib.contextmanager
+def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
+    """A new folder below `path`, removed with all it holds. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        kind = file_system_of(path)
+        if kind in _IN_MEMORY:
+            raise ConfigError(
+                f"--path {path} is on {kind}, which is memory and says nothing of a disk; choose "
+                "a folder on the disk to be measured"
+            )
+        free = shutil.disk_usage(path).free
+        if free < needed_bytes:
+            raise ConfigError(
+                f"--path {path} has {free:,} bytes free and the benchmark takes {needed_bytes:,}; "
+                "make room or choose another folder"
+            )
+        folder = tempfile.TemporaryDirectory(prefix="stratakv-bench-", dir=path)
+    except OSError as error:
+        raise ConfigError(
+            f"--path {path} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
+    with folder as name:
+        yield Path(name)
+
+
+def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
+    """The kind of file system that `path` is on; None where the kernel does not say."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return None
+
+
+def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
+    """Raises ConfigError where the host's pool has not so much free."""
+    found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(found.get("HugePages_Free", "0"))
+    needed = -(-needed_bytes // HUGE_PAGE_BYTES)
+    if free < needed:
+        raise ConfigError(
+            f"--huge-pages takes {needed} free pages of the host's pool, which has {free}; run "
+            f"`sysctl vm.nr_hugepages={needed}` or leave the option out"
+        )
+
 
 # What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
 HUGE_BYTES = 140 * MIB

@@ -17,11 +17,9 @@ from pathlib import Path
 
 from ...tiers.admission import make_filter
 from ...tiers.policies.choice import policy_factory
-from .baselines import replay_heads_first
 from .contenders import ADMIT_ALL
 from .formats import read_trace
-from .opt import replay_opt
-from .replay import Outcome, ReplayTier, replay
+from .replay import Outcome, ReplayTier, replay, replay_heads_first, replay_opt
 from .synthetic import SHAPES, generate
 from .trace import Trace
 from .two_tiers import Arrangement, TwoTierOutcome, replay_two_tiers

@@ -36,8 +36,7 @@ from .cells import (
 )
 from .contenders import ADMIT_ALL, choose_filter, choose_policy
 from .formats import TraceError, trace_files, trace_name
-from .plot import plot_traces
-from .report import fill_report, print_traces
+from .report import fill_report, plot_traces, print_traces
 from .synthetic import AGENTS, CHAT
 from .trace import Trace
 from .two_tiers import Arrangement

@@ -12,19 +12,103 @@ from __future__ import annotations
 
 import argparse
 import gc
+from pathlib import Path
 
 from rich.console import Console
 
 from ..harness.comparison import WrongWork, take_rounds
-from ..harness.plots import draw_and_tell
-from ..harness.report import Report
+from ..harness.plots import MISSED, draw_and_tell, new_figure, save_figure
+from ..harness.report import Report, print_table
 from ..tiers.slab_case import footprint_bytes
-from .copy_case import CopyCase
+from .copy_case import CopyCase, take_submissions
 from .layer_ranges import take_layer_ranges
-from .report import plot_transfer, print_layer_ranges, print_transfer
 from .rig import Rig
-from .scale import FULL, GATES, JOB_BLOCKS, QUICK, RUN_BLOCKS, SIZES, Scale, submit_name
-from .submit_case import take_submissions
+from .scale import (
+    FULL,
+    GATES,
+    JOB_BLOCKS,
+    MOVES,
+    QUICK,
+    RUN_BLOCKS,
+    SIZES,
+    Scale,
+    copy_name,
+    submit_name,
+)
+
+_COLOURS = ("#2b6cb0", "#63a4d8", "#2f7d4f", "#7fbf98", "#b7791f")
+_LABELS = {
+    "pool_to_slab": "pool to slab, scattered blocks",
+    "slab_to_pool": "slab to pool, scattered blocks",
+    "pool_to_slab_runs": f"pool to slab, runs of {RUN_BLOCKS}",
+    "slab_to_pool_runs": f"slab to pool, runs of {RUN_BLOCKS}",
+    "both_ways": "both ways at once",
+}
+
+
+def print_transfer(report: Report) -> None:
+    """What a person reads: figure, limit, ratio, gate."""
+    rows = []
+    for name, gate in GATES.items():
+        ratio = report.ratios[name]
+        comparison = report.figures["contests"].get(name)
+        if comparison is not None:
+            rates = [f"{comparison['median'] / 1e9:.2f}", f"{comparison['limit_median'] / 1e9:.2f}"]
+            value = f"{ratio:.2f}"
+        else:
+            taken = report.figures["submissions"][name]
+            rates = [
+                f"{1e6 * taken['submit_cpu_seconds']:.0f} us",
+                f"{1e6 * taken['copy_cpu_seconds']:.0f} us",
+            ]
+            value = f"{ratio:.3f}"
+        verdict = "met" if gate.is_met(ratio) else "missed"
+        rows.append([name.replace("_", " "), *rates, value, gate.wanted, verdict])
+    columns = ["what", "GB/s", "memcpy GB/s", "ratio", "gate", ""]
+    print_table("Pool and slab on the CPU device, against memcpy in turn", columns, rows)
+
+
+def print_layer_ranges(report: Report) -> None:
+    """What computing while layers are still being loaded gains; nothing is promised of it."""
+    rows = []
+    for name, cell in report.figures["layer_ranges"].items():
+        parts = [f"{1e3 * cell[key]:.1f}" for key in ("copy_seconds", "compute_seconds")]
+        ratios = [f"{cell[key]:.2f}" for key in ("most_to_win", "ratio", "cpu_ratio")]
+        quartiles = "{:.2f} to {:.2f}".format(*cell["ratio_quartiles"])
+        rows.append([name.replace("_", " "), *parts, *ratios, quartiles])
+    columns = ["cached, suffix, ranges", "copy ms", "compute ms", "at most", "ratio", "cpu ratio",
+               "quartiles"]  # fmt: skip
+    print_table("Loaded whole, over loaded by layers: time to the first token", columns, rows)
+
+
+def plot_transfer(report: Report, path: Path) -> Path:
+    """Bars of the copying ratios by size of block, and of what submitting costs."""
+    figure, panels = new_figure(1, 2, (9.6, 4.4), width_ratios=(3, 1))
+    copies, submits = panels[0]
+    width = 0.8 / len(MOVES)
+    for index, (move, colour) in enumerate(zip(MOVES, _COLOURS, strict=True)):
+        places = [place + (index - len(MOVES) / 2 + 0.5) * width for place in range(len(SIZES))]
+        ratios = [report.ratios[copy_name(move, size)] for size in SIZES]
+        copies.bar(places, ratios, width=0.9 * width, color=colour, label=_LABELS[move])
+    copies.set_xticks(range(len(SIZES)), list(SIZES))
+    copies.set_title("Blocks copied between pool and slab, share of memcpy's rate", fontsize=9)
+    copies.set_xlabel("block", fontsize=8)
+    shares = [100 * report.ratios[submit_name(size)] for size in SIZES]
+    bars = submits.bar(list(SIZES), shares, color=_COLOURS[0], width=0.6)
+    submits.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], fontsize=8, padding=2)
+    submits.set_title("Handing a job over,\n% of its copying time", fontsize=9)
+    submits.set_xlabel("block", fontsize=8)
+    submits.tick_params(axis="x", labelsize=7)
+    for axes, gate, words in (
+        (copies, GATES[copy_name(MOVES[0], next(iter(SIZES)))].least or 0.0, "promised: at least"),
+        (submits, 100 * (GATES[submit_name(next(iter(SIZES)))].most or 0.0), None),
+    ):
+        label = None if words is None else f"{words} {gate:g} (right: at most)"
+        axes.axhline(gate, color=MISSED, linewidth=1, label=label)
+        axes.margins(y=0.15)
+    handles, labels = copies.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7.5, frameon=False)
+    return save_figure(figure, report.environment, path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,12 +119,12 @@ def test_u02_every_picture_names_machine_date_and_version(
 def draw(report: Report, path: Path) -> None:
     from stratakv.benchmarks.core.report import plot_core
     from stratakv.benchmarks.harness.plots import plot_phases
-    from stratakv.benchmarks.offload.costs_report import plot_costs
-    from stratakv.benchmarks.serve.plot import plot_serve
+    from stratakv.benchmarks.offload.report import plot_costs
+    from stratakv.benchmarks.serve.report import plot_serve
     from stratakv.benchmarks.service.report import plot_service
     from stratakv.benchmarks.tiers.report import plot_tiers
-    from stratakv.benchmarks.trace.plot import plot_traces
-    from stratakv.benchmarks.transfer.report import plot_transfer
+    from stratakv.benchmarks.trace.report import plot_traces
+    from stratakv.benchmarks.transfer.command import plot_transfer
 
     if "phases" in report.figures:
         plot_phases(report.figures["phases"], report.environment, path)

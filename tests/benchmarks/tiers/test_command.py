@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
-from stratakv.benchmarks.tiers import command, place
+from stratakv.benchmarks.tiers import command
+from stratakv.benchmarks.tiers.command import file_system_of, working_folder
 from stratakv.benchmarks.tiers.gates import GATES
-from stratakv.benchmarks.tiers.place import file_system_of, working_folder
 from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
@@ -83,10 +83,10 @@ def test_huge_pages_that_are_not_there_are_refused(
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1 kB\nHugePages_Free:       7\n")
-    monkeypatch.setattr(place.check_huge_pages, "__defaults__", (meminfo,))
+    monkeypatch.setattr(command.check_huge_pages, "__defaults__", (meminfo,))
     assert main(["bench", "tiers", "--huge-pages", "--out", str(tmp_path)]) == 2
     assert "takes 70 free pages of the host's pool, which has 7" in capsys.readouterr().err
-    place.check_huge_pages(7 * 2**21)
+    command.check_huge_pages(7 * 2**21)
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers.scale import MIB
-from stratakv.benchmarks.transfer.copy_case import CopyCase
+from stratakv.benchmarks.transfer.copy_case import CopyCase, Submissions, take_submissions
 from stratakv.benchmarks.transfer.rig import Rig, copy_plainly
 from stratakv.benchmarks.transfer.scale import (
     GATES,
@@ -20,7 +20,6 @@ from stratakv.benchmarks.transfer.scale import (
     copy_name,
     submit_name,
 )
-from stratakv.benchmarks.transfer.submit_case import Submissions, take_submissions
 from stratakv.connector.device import cpu
 
 SMALL = "64KiB"
