@@ -69,6 +69,11 @@ class Report:
         partial.replace(path)
         return path
 
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """What `write` has written. Raises OSError, ValueError."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of `values`, which must not be empty."""

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.models.spec import ModelSpec
-from ..harness.plots import new_figure, save_figure
+from ..harness.plots import (
+    COLOURS,
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    label_bars,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, median, percentile, print_table
 from ..harness.served import Answer
 from .scale import CONVOY, GATES, TOLD, WORST_CASE
@@ -190,9 +199,6 @@ def print_limits(report: Report) -> None:
     )
 
 
-_MET, _MISSED = "#2b6cb0", "#c53030"
-
-
 def print_costs(report: Report) -> None:
     """The ratios with their gates, and the cells of the worst case."""
     rows = []
@@ -242,32 +248,39 @@ def plot_costs(report: Report, path: Path) -> Path:
     """Bars of the gated ratios, and the cells of the worst case where they were measured."""
     names = [name for name in GATES if name in report.ratios]
     cells = report.figures.get(WORST_CASE, {})
-    figure, panels = new_figure(1, 1 + bool(cells), (6.4 + 5.2 * bool(cells), 4.4))
+    heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)
+    figure, panels = new_figure(len(heights), 1, 0.3 + sum(heights), height_ratios=heights)
     axes = panels[0][0]
-    ratios = [report.ratios[name] for name in names]
-    met = [GATES[name].is_met(report.ratios[name]) for name in names]
-    bars = axes.barh(names, ratios, color=[_MET if each else _MISSED for each in met])
-    axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], fontsize=8, padding=2)
+    colours = [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in names]
+    labels = [name.replace("_", " ") for name in names]
+    label_bars(
+        axes, axes.barh(labels, [report.ratios[name] for name in names], color=colours), "%.2f"
+    )
     for place, name in enumerate(names):
         gate = GATES[name].least or GATES[name].most or 0.0
-        axes.vlines(gate, place - 0.45, place + 0.45, color="#b7791f")
-    axes.set_title("With tiers, against without. Lines: gates", fontsize=9)
+        axes.vlines(gate, place - 0.45, place + 0.45, color=GATE, linewidth=2)
+    caption(axes, "With tiers, against without (orange: promised)")
     if cells:
-        _plot_cells(panels[0][1], cells)
-    for each in panels[0]:
+        _plot_cells(panels[1][0], cells)
+    for each in panels.flat:
         each.invert_yaxis()
-        each.tick_params(labelsize=7)
+        each.tick_params(labelsize=8)
         each.margins(x=0.12)
     return save_figure(figure, report.environment, path)
 
 
 def _plot_cells(axes: Any, cells: dict[str, dict[str, Any]]) -> None:
-    ratios = [(cell["cpu_ratio"], cell["wall_ratio"]) for cell in cells.values()]
-    places = range(len(cells))
-    axes.plot([cpu for cpu, _ in ratios], places, "o", color=_MET, label="processor seconds")
-    axes.plot([wall for _, wall in ratios], places, "x", color="#2f7d4f", label="wall")
-    axes.set_yticks(places, list(cells))
-    axes.axvline(GATES["worst_case"].least or 0.0, color="#b7791f")
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    for key, mark, colour, label in (
+        ("cpu_ratio", "o", MET, "processor seconds"),
+        ("wall_ratio", "x", COLOURS[1], "wall"),
+    ):
+        ratios = [cell[key] for cell in cells.values()]
+        axes.plot(ratios, list(cells), mark, color=colour, label=label)
+    axes.axvline(GATES["worst_case"].least or 0.0, color=GATE)
     axes.set_xscale("log")
-    axes.legend(fontsize=7)
-    axes.set_title("Worst case, cell by cell (log)", fontsize=9)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks([1.0, 1.5, 2.0, 3.0])
+    caption(axes, "Worst case, cell by cell: without tiers over with (log)", legend=True)

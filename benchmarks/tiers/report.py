@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..harness.plots import GATE, MET, MISSED, new_figure, save_figure
+from ..harness.plots import (
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    draw_bars,
+    mark_gates,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, print_table
 from .gates import GATES
 from .scale import SIZES
@@ -83,35 +92,32 @@ def _spread(report: Report, name: str) -> str:
 
 def plot_tiers(report: Report, path: Path) -> Path:
     """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
-    figure, panels = new_figure(1, 1, (9.6, 4.4))
-    axes = panels[0][0]
-    step = len(SIZES) + 0.6
-    cases = [
-        (number * step + place, size, f"{family}_{size}")
-        for number, family in enumerate(_FAMILIES)
-        for place, size in enumerate(SIZES)
+    figure, [[axes]] = new_figure(1, 1, 4.6)
+    names = [[f"{family}_{size}" for family in _FAMILIES] for size in SIZES]
+    ratios = [[report.ratios[name] for name in row] for row in names]
+    colours = [
+        [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
+        for row in names
     ]
-    for place, _, name in cases:
-        gate, ratio = GATES[name], report.ratios[name]
-        bars = axes.bar([place], [ratio], color=MET if gate.is_met(ratio) else MISSED)
-        axes.bar_label(bars, labels=[f"{ratio:.2f}"], fontsize=8, padding=2)
-        axes.hlines(gate.least or 0.0, place - 0.45, place + 0.45, color=GATE)
-    axes.set_xticks([place for place, _, _ in cases], [size for _, size, _ in cases], fontsize=7)
-    families = axes.secondary_xaxis(location=0)
-    middles = [number * step + (len(SIZES) - 1) / 2 for number in range(len(_FAMILIES))]
-    families.set_xticks(middles, [f"\n{label}" for label in _FAMILIES.values()], fontsize=9)
-    families.tick_params(length=0)
+    series = dict(zip(SIZES, ratios, strict=True))
+    draw_bars(axes, list(_FAMILIES.values()), series, colours, fmt="%.2f")
+    width = 0.84 / len(SIZES)
+    for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
+        places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
+        gates = [GATES[name].least for name in row]
+        mark_gates(axes, dict(zip(places, gates, strict=True)), width, GATE)
+        for place in places:
+            axes.annotate(size, (place, 0), (0, 4), textcoords="offset points", rotation=90,
+                          ha="center", fontsize=8, color="white")  # fmt: skip
     axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
-    axes.set_ylabel("share of the limit")
-    axes.margins(x=0.02, y=0.12)
     plan = report.figures["plan"]
     pages = "huge" if plan["huge_pages"] else "plain"
     several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
     disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
-    axes.set_title(
-        "Slab and SSD store against this machine's memory and disk, in turns\n"
-        f"1.0: memcpy (slab), {disk} with O_DIRECT at random places, {pages} pages "
-        "(ssd). Orange: promised at least",
-        fontsize=8.5,
+    title = (
+        "Slab and SSD store, as a share of what memory and disk can do\n"
+        f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
+        "Orange: promised"
     )
+    caption(axes, title, y="share of the limit")
     return save_figure(figure, report.environment, path)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..harness.plots import MET, new_figure, save_figure
+from ..harness.plots import MET, add_legend, caption, new_figure, save_figure
 from ..harness.report import Report, print_table
 from .cells import HEADS_FIRST, LRU, OPT, Answer, Cell, PairCell
 from .contenders import ADMIT_ALL
@@ -205,17 +205,13 @@ _DASHED = (OPT, HEADS_FIRST)
 def plot_traces(report: Report, path: Path) -> Path:
     """One column for each trace: one tier above, two tiers below."""
     names = list(report.figures["one_tier"])
-    figure, panels = new_figure(2, len(names), (4.4 * len(names) + 1.0, 7.4))
+    figure, panels = new_figure(2, len(names), 6.2)
     for column, name in enumerate(names):
         _plot_hits(panels[0][column], report.figures["one_tier"][name], report, name)
         _plot_writes(panels[1][column], report.figures["two_tiers"][name])
-    panels[0][0].set_ylabel("hits, % of prompt blocks")
-    for column, axes in enumerate(panels[1]):
-        axes.invert_yaxis()
-        axes.tick_params(labelleft=column == 0)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8,
-                  frameon=False)  # fmt: skip
+        panels[1][column].tick_params(labelleft=column == 0)
+    panels[0][0].set_ylabel("hits, % of prompt blocks", fontsize=9)
+    add_legend(figure, panels[0][0], columns=6)
     return save_figure(figure, report.environment, path)
 
 
@@ -235,8 +231,8 @@ def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) ->
     axes.set_xscale("log")
     axes.set_xticks(percents, [str(percent) for percent in percents])
     axes.minorticks_off()
-    axes.set_title(name, fontsize=10)
-    axes.set_xlabel("tier, % of distinct blocks")
+    axes.tick_params(labelsize=8)
+    caption(axes, name, "one tier, % of distinct blocks")
 
 
 def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
@@ -245,15 +241,16 @@ def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]
     pair = list(pairs)[len(pairs) // 2]
     rows = pairs[pair]
     written = [cells["written_per_block"] for cells in rows.values()]
-    bars = axes.barh(list(rows), written, color=MET, height=0.6)
-    axes.bar_label(
-        bars, labels=[f"{cells['hit_percent']:.1f} % hits" for cells in rows.values()],
-        fontsize=8, padding=3,
-    )  # fmt: skip
+    names = [name.replace(", ", "\n").replace("admission ", "") for name in rows]
+    bars = axes.barh(names, written, color=MET, height=0.6)
+    for bar, cells in zip(bars, rows.values(), strict=True):
+        axes.annotate(
+            f"{cells['hit_percent']:.1f} %", (bar.get_width(), bar.get_y() + 0.3), (3, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.invert_yaxis()
     axes.tick_params(labelsize=8)
-    axes.set_xlim(0, 1.45 * max(*written, 0.01))
+    axes.set_xlim(0, 1.6 * max(*written, 0.01))
     upper, lower = pair.split("_over_")
-    axes.set_xlabel(
-        f"two tiers, {upper} % over {lower} % of distinct blocks:\n"
-        "blocks written below for each prompt block", fontsize=8,
-    )  # fmt: skip
+    x = "blocks written below per\nprompt block; % of hits"
+    caption(axes, f"two tiers, {upper} % over {lower} %", x)

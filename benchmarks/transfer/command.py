@@ -17,7 +17,16 @@ from pathlib import Path
 from rich.console import Console
 
 from ..harness.comparison import WrongWork, take_rounds
-from ..harness.plots import MISSED, draw_and_tell, new_figure, save_figure
+from ..harness.plots import (
+    COLOURS,
+    GATE,
+    add_legend,
+    caption,
+    draw_and_tell,
+    draw_bars,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, print_table
 from ..tiers.slab_case import footprint_bytes
 from .copy_case import CopyCase, take_submissions
@@ -36,7 +45,6 @@ from .scale import (
     submit_name,
 )
 
-_COLOURS = ("#2b6cb0", "#63a4d8", "#2f7d4f", "#7fbf98", "#b7791f")
 _LABELS = {
     "pool_to_slab": "pool to slab, scattered blocks",
     "slab_to_pool": "slab to pool, scattered blocks",
@@ -83,31 +91,24 @@ def print_layer_ranges(report: Report) -> None:
 
 def plot_transfer(report: Report, path: Path) -> Path:
     """Bars of the copying ratios by size of block, and of what submitting costs."""
-    figure, panels = new_figure(1, 2, (9.6, 4.4), width_ratios=(3, 1))
-    copies, submits = panels[0]
-    width = 0.8 / len(MOVES)
-    for index, (move, colour) in enumerate(zip(MOVES, _COLOURS, strict=True)):
-        places = [place + (index - len(MOVES) / 2 + 0.5) * width for place in range(len(SIZES))]
-        ratios = [report.ratios[copy_name(move, size)] for size in SIZES]
-        copies.bar(places, ratios, width=0.9 * width, color=colour, label=_LABELS[move])
-    copies.set_xticks(range(len(SIZES)), list(SIZES))
-    copies.set_title("Blocks copied between pool and slab, share of memcpy's rate", fontsize=9)
-    copies.set_xlabel("block", fontsize=8)
-    shares = [100 * report.ratios[submit_name(size)] for size in SIZES]
-    bars = submits.bar(list(SIZES), shares, color=_COLOURS[0], width=0.6)
-    submits.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], fontsize=8, padding=2)
-    submits.set_title("Handing a job over,\n% of its copying time", fontsize=9)
-    submits.set_xlabel("block", fontsize=8)
+    figure, [[copies, submits]] = new_figure(1, 2, 4.4, width_ratios=(5, 2))
+    sizes = list(SIZES)
+    series = {
+        _LABELS[move]: [report.ratios[copy_name(move, size)] for size in sizes] for move in MOVES
+    }
+    light_and_dark = (COLOURS[0], COLOURS[5], COLOURS[1], COLOURS[6], COLOURS[3])
+    draw_bars(copies, sizes, series, light_and_dark)
+    caption(copies, "Blocks copied between pool and slab", "block", "share of memcpy's rate")
+    shares = [100 * report.ratios[submit_name(size)] for size in sizes]
+    draw_bars(submits, sizes, {"": shares}, fmt="%.1f")
     submits.tick_params(axis="x", labelsize=7)
-    for axes, gate, words in (
-        (copies, GATES[copy_name(MOVES[0], next(iter(SIZES)))].least or 0.0, "promised: at least"),
-        (submits, 100 * (GATES[submit_name(next(iter(SIZES)))].most or 0.0), None),
-    ):
-        label = None if words is None else f"{words} {gate:g} (right: at most)"
-        axes.axhline(gate, color=MISSED, linewidth=1, label=label)
-        axes.margins(y=0.15)
-    handles, labels = copies.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7.5, frameon=False)
+    caption(submits, "Handing a job over", "block", "% of its copying time")
+    least = GATES[copy_name(MOVES[0], sizes[0])].least or 0.0
+    most = 100 * (GATES[submit_name(sizes[0])].most or 0.0)
+    words = f"promised: at least {least:g}; right: at most {most:g} %"
+    copies.axhline(least, color=GATE, linewidth=1.5, label=words)
+    submits.axhline(most, color=GATE, linewidth=1.5, zorder=0)
+    add_legend(figure, copies, columns=2)
     return save_figure(figure, report.environment, path)
 
 

@@ -20,6 +20,7 @@ import pytest
 from stratakv.benchmarks.harness.comparison import Comparison, take_rounds
 from stratakv.benchmarks.harness.report import Report, environment, median
 from stratakv.benchmarks.offload import command as offload
+from stratakv.benchmarks.redraw import draw
 from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
@@ -56,10 +57,6 @@ OFFLOAD = RESULTS / "2026-11-21-offload-cpu-2-cores.json"
 LAYOUT = BlockLayout(16, 2, 2, 8, "float32")
 
 
-def load_report(path: Path) -> Report:
-    return Report(**json.loads(path.read_text()))
-
-
 # Pictures (U2) and tables without them (U4).
 
 
@@ -77,7 +74,7 @@ def test_u02_whiskers_reach_only_where_something_was_measured(
         return plain(self, x, y, yerr=yerr, **options)
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
-    report = load_report(OFFLOAD)
+    report = Report.read(OFFLOAD)
     offload.show(report, tmp_path / "offload.json")
     ((medians, (below, above)),) = drawn
     phases = report.figures["phases"].values()
@@ -104,7 +101,7 @@ def test_u02_every_picture_names_machine_date_and_version(
         plain(self, *words, **options)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    report = load_report(RESULTS / f"{name}.json")
+    report = Report.read(RESULTS / f"{name}.json")
     draw(report, tmp_path / "picture.png")
     machine = report.environment
     version = machine.get("version", "")  # reports of before 2026-11-22 have none
@@ -114,25 +111,6 @@ def test_u02_every_picture_names_machine_date_and_version(
     for part in (machine["cpu"], f"{machine['cores']} cores", machine["date"]):
         assert part in foot[0]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-def draw(report: Report, path: Path) -> None:
-    from stratakv.benchmarks.core.report import plot_core
-    from stratakv.benchmarks.harness.plots import plot_phases
-    from stratakv.benchmarks.offload.report import plot_costs
-    from stratakv.benchmarks.serve.report import plot_serve
-    from stratakv.benchmarks.service.report import plot_service
-    from stratakv.benchmarks.tiers.report import plot_tiers
-    from stratakv.benchmarks.trace.report import plot_traces
-    from stratakv.benchmarks.transfer.command import plot_transfer
-
-    if "phases" in report.figures:
-        plot_phases(report.figures["phases"], report.environment, path)
-        return
-    {
-        "core": plot_core, "serve": plot_serve, "service": plot_service, "tiers": plot_tiers,
-        "trace": plot_traces, "transfer": plot_transfer, "offload": plot_costs,
-    }[report.name](report, path)  # fmt: skip
 
 
 def test_u02_a_report_knows_its_version() -> None:

@@ -149,7 +149,7 @@ def test_right_peers_are_measured(tmp_path: Path) -> None:
     assert {target.name for target in peers.SECTION.targets} <= results.report.ratios.keys()
     assert len(notes(results)) == 4  # what each of them is
     assert any("less work" in note for note in notes(results))
-    path = peers.plot(results, tmp_path / "plots")
+    path = peers.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
 
