@@ -36,7 +36,7 @@ def draw(report: Report, path: Path) -> list[Path]:
         drawn = [section.plot(results, path.parent) for section in SECTIONS]
         return [each for each in drawn if each is not None]
     if "phases" in report.figures:
-        return [plot_phases(report.figures["phases"], report.environment, path)]
+        return [plot_phases(report, path)]
     return [_DRAW[report.name](report, path)]
 
 

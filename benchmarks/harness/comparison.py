@@ -13,8 +13,9 @@ several limits, the strictest decides: the one whose median ratio is least.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,31 @@ from .report import median
 
 class WrongWork(RuntimeError):
     """Something did not do what its figure would claim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """At least, or at most, so much."""
+
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """In words of the table."""
+        sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
+        return f"{sign} {value:,g}{self.unit}"
+
+    def is_met(self, value: float) -> bool:
+        """Whether the value keeps it."""
+        if self.least is not None:
+            return value >= self.least
+        return self.most is not None and value <= self.most
+
+    def verdict(self, value: float) -> str:
+        """In a word of the table."""
+        return "met" if self.is_met(value) else "missed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +152,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def spread_of(spreads: Mapping[str, Sequence[float]], name: str) -> str:
+    """Quartiles in a cell of a table; empty where there are none."""
+    low, high = spreads.get(name, (None, None))
+    if low is None or high is None:
+        return ""
+    return f"{low:.2f}..{high:.2f}" if high < 1000 else f"{low / 1e3:.0f}k..{high / 1e3:.0f}k"
+
+
 def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
     """Both in each round; who comes first changes from round to round. Both once before, uncounted:
     threads, files and processors are warm then."""
@@ -140,3 +174,16 @@ def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
         for take, rates in reversed(turns) if number % 2 else turns:
             rates.append(take())
     return outcome
+
+
+@contextlib.contextmanager
+def swapped(owner: object, **values: object) -> Iterator[None]:
+    """Attributes of a module or a class have other values meanwhile."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.extras import install_extra
+from .report import Report
 
 WIDTH_INCHES, DPI = 8.0, 100  # 800 pixels wide
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"
@@ -152,11 +153,10 @@ def draw_and_tell(draw: Callable[[], Path | None]) -> None:
         print(f"written: {path}")
 
 
-def plot_phases(
-    phases: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any], path: Path
-) -> Path:
+def plot_phases(report: Report, path: Path) -> Path:
     """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
     and none below, where nothing was measured."""
+    phases = report.figures["phases"]
     figure, panels = new_figure(1, 1, 4.4)
     axes = panels[0][0]
     names = list(phases)
@@ -180,4 +180,4 @@ def plot_phases(
         "Where the document's KV cache was found: median, whisker to the 99th percentile",
         fontsize=9,
     )
-    return save_figure(figure, environment, path)
+    return save_figure(figure, report.environment, path)

@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...engine import probes
 from ...engine.config import CacheConfig
@@ -37,6 +36,7 @@ from ...engine.models.spec import load_model_spec
 from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.values import ConfigError, check_device
+from ..harness.command import progress, tell_failure
 from ..harness.comparison import WrongWork
 from ..harness.documents import documents, question
 from ..harness.plots import draw_and_tell, plot_phases
@@ -212,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
-        console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
+        tell_failure("offload", error)
         return 1
     show(report, path)
     return 0
@@ -238,8 +238,7 @@ def show(report: Report, path: Path) -> None:
     if PHASES_SECTION in report.figures:
         print_phases(report)
         print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
-        phases = report.figures["phases"]
-        plots.append(lambda: plot_phases(phases, report.environment, path.with_suffix(".png")))
+        plots.append(lambda: plot_phases(report, path.with_suffix(".png")))
     if any(name in report.figures for name in COSTS):
         print_costs(report)
         print("With tiers and without, equal prompts gave equal tokens.")
@@ -307,7 +306,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
     phases = {name: Phase() for name in PHASES}
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        _progress(console) as bar,
+        progress(console) as bar,
     ):
         total = len(texts) * (2 * len(WARM_PHASES) + 2) + 4
         steps = bar.add_task("starting", total=total)
@@ -361,7 +360,7 @@ def measure_costs(
         return
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        _progress(console) as bar,
+        progress(console) as bar,
     ):
         scale = QUICK_COSTS if quick else FULL_COSTS
         steps = bar.add_task("pairs", total=num_pairs(chosen, scale))
@@ -388,9 +387,3 @@ def measure_limits(directory: Path) -> dict[str, float]:
         "memory_copy_gb_per_second": memory_copy_gb_per_second(),
         "disk_read_gb_per_second": disk_read_gb_per_second(directory),
     }
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    return Progress(*columns, console=console)

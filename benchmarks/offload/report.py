@@ -205,8 +205,7 @@ def print_costs(report: Report) -> None:
     for name, gate in GATES.items():
         if name in report.ratios:
             ratio = report.ratios[name]
-            verdict = "met" if gate.is_met(ratio) else "missed"
-            rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, verdict])
+            rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, gate.verdict(ratio)])
     told = [name for name in TOLD if name in report.ratios]
     rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
     columns = ["with tiers, against without", "ratio", "gate", ""]

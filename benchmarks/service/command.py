@@ -16,15 +16,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
 from ...tiers.settings.values import ConfigError
+from ..harness.command import run_and_tell
 from ..harness.comparison import Comparison, WrongWork, quartiles, take_rounds
-from ..harness.plots import draw_and_tell
 from ..harness.report import Report, median
 from ..tiers.scale import layout_of
 from ..tiers.slab_case import footprint_bytes
@@ -71,17 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     clients = _clients(arguments.clients) or scale.clients
     cases = _cases(arguments.cases)
     report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
-    try:
-        Measurement(report, scale, cases, arguments.redis_server).take(clients)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError, TierError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench service: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_service(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_service(report, arguments.out / "service.png"))
-    return 0
+    measurement = Measurement(report, scale, cases, arguments.redis_server)
+    work = partial(measurement.take, clients)
+    return run_and_tell(
+        report, arguments.out, work, print_service, plot_service, WrongWork, TierError
+    )
 
 
 def _clients(given: str | None) -> list[int]:

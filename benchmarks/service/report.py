@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..harness.comparison import spread_of
 from ..harness.plots import (
     GATE,
     MISSED,
@@ -38,12 +39,22 @@ def print_service(report: Report) -> None:
                 comparison["limit"],
                 " / ".join(map(_short, costs)),
             ]
-            cells.append(_spread(report, f"{name}_aa"))
+            cells.append(spread_of(report.figures["spreads"], f"{name}_aa"))
             value = f"{ratio:.2f}"
         gate = GATES.get(name)
-        verdict = "" if gate is None else ("met" if gate.is_met(ratio) else "missed")
+        verdict = "" if gate is None else gate.verdict(ratio)
         wanted = "" if gate is None else f"{gate.wanted} {verdict}"
-        rows.append([name, cells[0], cells[1], value, _spread(report, name), *cells[2:], wanted])
+        rows.append(
+            [
+                name,
+                cells[0],
+                cells[1],
+                value,
+                spread_of(report.figures["spreads"], name),
+                *cells[2:],
+                wanted,
+            ]
+        )
     columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "cpu s/GB", "A/A", "gate"]
     title = (
         "The cache service against this machine's loopback and memory, measured in turn. cpu s/GB: "
@@ -56,13 +67,6 @@ def print_service(report: Report) -> None:
 
 def _short(value: float) -> str:
     return f"{value:.2f}"
-
-
-def _spread(report: Report, name: str) -> str:
-    low, high = report.figures["spreads"].get(name, (None, None))
-    if low is None:
-        return ""
-    return f"{low:.2f}..{high:.2f}" if high < 1000 else f"{low / 1e3:.0f}k..{high / 1e3:.0f}k"
 
 
 def plot_service(report: Report, path: Path) -> Path:

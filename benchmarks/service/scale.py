@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..tiers.gates import Gate
+from ..harness.comparison import Gate
 from ..tiers.scale import MIB
 
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB}

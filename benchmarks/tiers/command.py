@@ -20,20 +20,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from ...engine.settings import readers
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
+from ..harness.command import run_and_tell
 from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
-from ..harness.plots import draw_and_tell
 from ..harness.report import Report, median
-from . import checksum_case
-from .codec_case import measure_codecs, print_codecs
-from .gates import BYTES_PER_ENTRY, GATES, LOOK_UPS, LOOK_UPS_WHILE_CHURNING, REOPEN
+from . import cost_cases
+from .cost_cases import measure_codecs
 from .index_case import IndexCase
-from .report import plot_tiers, print_tiers
+from .report import (
+    BYTES_PER_ENTRY,
+    GATES,
+    LOOK_UPS,
+    LOOK_UPS_WHILE_CHURNING,
+    REOPEN,
+    plot_tiers,
+    print_tiers,
+)
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import StoreCase
@@ -138,20 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
     scale = QUICK if arguments.quick else FULL
     options = " --quick" * arguments.quick + " --huge-pages" * arguments.huge_pages
     report = Report("tiers", f"stratakv bench tiers{options}")
-    try:
+
+    def take() -> None:
         with working_folder(path, scale.needed_bytes) as folder:
             disk = Disk(folder, arguments.limit, arguments.huge_pages)
             measure(report, disk, scale)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError, TierError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench tiers: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_tiers(report)
-    print_codecs(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_tiers(report, arguments.out / "tiers.png"))
-    return 0
+
+    return run_and_tell(report, arguments.out, take, print_tiers, plot_tiers, WrongWork, TierError)
 
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
@@ -211,8 +209,8 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
             results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
-            for comparison in checksum_case.comparisons(case):
-                results.add(take_rounds(comparison, scale.rounds), checksum_case.cost)
+            for comparison in cost_cases.comparisons(case):
+                results.add(take_rounds(comparison, scale.rounds), cost_cases.cost)
             case.clear()
     finally:
         case.close()

@@ -24,10 +24,9 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from ..harness.comparison import Comparison, WrongWork
+from ..harness.comparison import Comparison, WrongWork, swapped
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
-from .swap import swapped
 
 _LAYOUT = layout_of(4096)
 _COMMIT_ROWS = 4096

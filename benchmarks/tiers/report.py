@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from ..harness.comparison import Gate, spread_of
 from ..harness.plots import (
     GATE,
     MET,
@@ -16,9 +18,14 @@ from ..harness.plots import (
     save_figure,
 )
 from ..harness.report import Report, print_table
-from .gates import GATES
+from .cost_cases import NAMES as CHECKSUM_NAMES
+from .cost_cases import print_codecs
 from .scale import SIZES
 
+LOOK_UPS = "index_lookups_per_second"
+LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
+BYTES_PER_ENTRY = "index_bytes_per_entry"
+REOPEN = "reopen_over_sequential_read"
 # What a picture calls them.
 _FAMILIES = {
     "slab_put": "slab, put",
@@ -27,6 +34,24 @@ _FAMILIES = {
     "ssd_read_cold": "ssd, cold read",
     "ssd_churn": "ssd, turned over",
 }
+
+
+def _gates() -> dict[str, Gate]:
+    gates = {}
+    for size in SIZES:
+        small = size == "256KiB"
+        gates[f"slab_put_{size}"] = gates[f"slab_get_{size}"] = Gate(least=0.8)
+        gates[f"ssd_write_{size}"] = Gate(least=0.7 if small else 0.85)
+        gates[f"ssd_read_cold_{size}"] = Gate(least=0.9)
+        gates[f"ssd_churn_{size}"] = Gate(least=0.5 if small else 0.85)
+    gates |= dict(zip(CHECKSUM_NAMES, (Gate(most=0.08), Gate(most=0.15)), strict=True))
+    gates[LOOK_UPS] = gates[LOOK_UPS_WHILE_CHURNING] = Gate(least=500_000)
+    gates[BYTES_PER_ENTRY] = Gate(most=256)
+    gates[REOPEN] = Gate(most=1.5)
+    return gates
+
+
+GATES: Mapping[str, Gate] = _gates()
 
 
 def print_tiers(report: Report) -> None:
@@ -40,8 +65,11 @@ def print_tiers(report: Report) -> None:
             ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
             rates = [f"{ours:.2f} / {limit:.2f}", comparison["limit"]]
         value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
-        spreads = [_spread(report, name), _spread(report, f"{name}_aa")]
-        verdict = "met" if gate.is_met(ratio) else "missed"
+        spreads = [
+            spread_of(report.figures["spreads"], name),
+            spread_of(report.figures["spreads"], f"{name}_aa"),
+        ]
+        verdict = gate.verdict(ratio)
         rows.append([name.replace("_", " "), *rates, value, *spreads, f"{gate.wanted} {verdict}"])
     columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate"]
     title = (
@@ -50,6 +78,7 @@ def print_tiers(report: Report) -> None:
     )
     print_table(title, columns, rows)
     _print_disk_limits(report)
+    print_codecs(report)
 
 
 def _print_disk_limits(report: Report) -> None:
@@ -83,11 +112,6 @@ def _limit_row(
 ) -> list[str]:
     rates = f"{ours / 1e9:.2f} / {theirs / 1e9:.2f}"
     return [name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark]
-
-
-def _spread(report: Report, name: str) -> str:
-    low, high = report.figures["spreads"].get(name, (None, None))
-    return "" if low is None else f"{low:.2f}..{high:.2f}"
 
 
 def plot_tiers(report: Report, path: Path) -> Path:

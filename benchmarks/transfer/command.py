@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
+from ..harness.command import run_and_tell
 from ..harness.comparison import WrongWork, take_rounds
 from ..harness.plots import (
     COLOURS,
     GATE,
     add_legend,
     caption,
-    draw_and_tell,
     draw_bars,
     new_figure,
     save_figure,
@@ -70,10 +69,10 @@ def print_transfer(report: Report) -> None:
                 f"{1e6 * taken['copy_cpu_seconds']:.0f} us",
             ]
             value = f"{ratio:.3f}"
-        verdict = "met" if gate.is_met(ratio) else "missed"
-        rows.append([name.replace("_", " "), *rates, value, gate.wanted, verdict])
+        rows.append([name.replace("_", " "), *rates, value, gate.wanted, gate.verdict(ratio)])
     columns = ["what", "GB/s", "memcpy GB/s", "ratio", "gate", ""]
     print_table("Pool and slab on the CPU device, against memcpy in turn", columns, rows)
+    print_layer_ranges(report)
 
 
 def print_layer_ranges(report: Report) -> None:
@@ -120,18 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal."""
     scale = QUICK if arguments.quick else FULL
     report = Report("transfer", "stratakv bench transfer" + " --quick" * arguments.quick)
-    try:
-        measure(report, scale)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench transfer: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_transfer(report)
-    print_layer_ranges(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_transfer(report, arguments.out / "transfer.png"))
-    return 0
+
+    work = partial(measure, report, scale)
+    return run_and_tell(report, arguments.out, work, print_transfer, plot_transfer, WrongWork)
 
 
 def measure(report: Report, scale: Scale) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..tiers.gates import Gate
+from ..harness.comparison import Gate
 from ..tiers.scale import MIB
 
 SIZES: Mapping[str, int] = {

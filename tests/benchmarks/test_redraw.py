@@ -44,8 +44,8 @@ def test_only_existing_pictures_where_asked(name: str, tmp_path: Path) -> None:
 
 def test_a_gpu_run_has_a_picture_for_each_section(tmp_path: Path) -> None:
     rows = [
-        {"case": f"pinned_{way}_gb_per_second", "piece_bytes": 2**21, "value": 25.0}
-        for way in ("to_host", "to_device")
+        {"case": f"pinned_{direction}_gb_per_second", "piece_bytes": 2**21, "value": 25.0}
+        for direction in ("to_host", "to_device")
     ]
     report = Report("gpu", "stratakv bench gpu", environment={"date": "2026-11-23"})
     report.figures = {"ceilings": {"rows": rows}}

@@ -25,11 +25,7 @@ from ..section import Section
 from ..stopwatch import time_launches
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
-from .peer import Peer, PeerRefused
-from .peer_flash_attention import FlashAttention3
-from .peer_flashinfer import FlashInfer
-from .peer_torch import TorchAttention
-from .peer_vllm import VllmTriton
+from .peer import FlashAttention3, FlashInfer, Peer, PeerRefused, TorchAttention, VllmTriton
 
 NAME = "peers"
 # FlashInfer last: it may compile for minutes, and the others should be through by then.
@@ -148,7 +144,11 @@ SECTION = Section(
     run,
     draw_peers,
     (
-        Target("prefill_over_peer_triton", "prefill, times faster than vLLM's Triton", least=2.0),
+        Target(
+            "prefill_over_peer_triton",
+            "prefill, times faster than vLLM's Triton",
+            least=2.0,
+        ),
         Target("prefill_over_fa3", "prefill over FlashAttention-3", least=0.70),
     ),
 )

@@ -112,9 +112,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
             "pool": f"fp8, {case.scales} scales" if case.scales else "bfloat16",
             "sets": len(sets),
             "floor_bytes": case.floor_bytes,
-            "seconds": timing.median,
-            "seconds_p10": timing.p10,
-            "seconds_p90": timing.p90,
+            **timing.figures(),
             "gb_per_second": rate,
             "over_device_copy": share,
         },
@@ -175,5 +173,11 @@ SECTION = Section(
     "KV writes",
     run,
     draw_writes,
-    (Target("write_over_byte_floor", "KV write over device copy, 8192 tokens, bf16", least=0.80),),
+    (
+        Target(
+            "write_over_byte_floor",
+            "KV write over device copy, 8192 tokens, bf16",
+            least=0.80,
+        ),
+    ),
 )
