@@ -8,7 +8,6 @@ WrongWork where it did something else than it claims.
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,17 +22,7 @@ from ...engine.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
 from ...tiers.block import DIGEST_BYTES, Identity
-
-
-def pickle_sha256_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The digests of the full blocks in `token_ids`, each the parent of the next."""
-    digests = []
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        block = (parent, tuple(token_ids[start : start + block_size]), None)
-        parent = hashlib.sha256(pickle.dumps(block, protocol=5)).digest()
-        digests.append(parent)
-    return digests
-
+from .hash_peers import pickle_sha256_chain
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 4096

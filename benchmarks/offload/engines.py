@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,11 @@ class MeasuredEngine:
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
     ) -> None:
-        build = vars(offload)["build_offload"]
-        if wrap_store is not None:
-            build = partial(build, wrap_store=wrap_store)
+        real = vars(offload)["build_offload"]
+
+        def build(*args: Any, **given: Any) -> Any:
+            return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
+
         with swapped(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         self.has_tiers = "kv_offload" in options

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from .blocks import Blocks
 from .mooncake_transport import MooncakeTransport
-from .raw_transport import RawTransport
+from .raw_transport import RawTransport, RedisTransport
 from .transports import (
     SECONDS,
     ConnectionTransport,
     CopyTransport,
     Plan,
-    RedisTransport,
     TierTransport,
     Transport,
 )

@@ -19,8 +19,8 @@ from stratakv.benchmarks.core.cases import (
     Case,
     Decodes,
     WrongWork,
-    pickle_sha256_chain,
 )
+from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
 from stratakv.benchmarks.core.report import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.harness.report import Report
 from stratakv.engine.cli.main import main
