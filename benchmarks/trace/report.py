@@ -205,7 +205,7 @@ _DASHED = (OPT, HEADS_FIRST)
 def plot_traces(report: Report, path: Path) -> Path:
     """One column for each trace: one tier above, two tiers below."""
     names = list(report.figures["one_tier"])
-    figure, panels = new_figure(2, len(names), 6.2)
+    figure, panels = new_figure(2, len(names), 6.0)
     for column, name in enumerate(names):
         _plot_hits(panels[0][column], report.figures["one_tier"][name], report, name)
         _plot_writes(panels[1][column], report.figures["two_tiers"][name])
@@ -252,5 +252,5 @@ def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]
     axes.tick_params(labelsize=8)
     axes.set_xlim(0, 1.6 * max(*written, 0.01))
     upper, lower = pair.split("_over_")
-    x = "blocks written below per\nprompt block; % of hits"
+    x = "written per prompt block\n(beside the bars: hits)"
     caption(axes, f"two tiers, {upper} % over {lower} %", x)

@@ -114,7 +114,7 @@ def test_look_ups(client: _Client) -> None:
     with server_with_room() as server:
         client.open("transport", _plan(where(server), "memory"))
         assert all(seconds > 0 for seconds in client.look_up("transport", 3, COUNT))
-        server.room().clear()
+        server.tenant_store().clear()
         with pytest.raises(WrongWork, match="did not find every block"):
             client.look_up("transport", 1, COUNT)
         client.shut("transport")
