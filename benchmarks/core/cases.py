@@ -2,7 +2,7 @@
 """What `stratakv bench core` times: pieces of work on the real hasher, cache manager and scheduler.
 
 A piece of work is a function without arguments that may be called again and again, and that raises
-WrongWork where it did something else than it claims. Knows nothing of clocks or of reports.
+WrongWork where it did something else than it claims.
 """
 
 from __future__ import annotations

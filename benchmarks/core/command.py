@@ -14,10 +14,8 @@ import gc
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from ...tiers.settings.values import ConfigError
-from ..harness.plots import draw_and_tell
+from ..harness.command import run_and_tell
 from ..harness.report import Report
 from .cases import (
     NUM_WAITING,
@@ -49,22 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
         repeats = 5 if arguments.quick else 25
     if not 1 <= repeats <= MAX_REPEATS:
         raise ConfigError(f"--repeats takes a number from 1 to {MAX_REPEATS}, not {repeats}")
-    try:
-        report = measure(repeats)
-        path = report.write(arguments.out)
-    except (WrongWork, OSError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench core: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_core(report)
-    print(f"written: {path}")
-    draw_and_tell(lambda: plot_core(report, arguments.out / "core.png"))
-    return 0
-
-
-def measure(repeats: int) -> Report:
-    """Every figure and ratio. Raises WrongWork where something did not do what it should."""
     report = Report("core", "stratakv bench core")
+    return run_and_tell(
+        report, arguments.out, lambda: measure(report, repeats), print_core, plot_core, WrongWork
+    )
+
+
+def measure(report: Report, repeats: int) -> None:
+    """Fill the report. Raises WrongWork where something did not do what it should."""
     cases = make_cases(repeats)
     # As the engine does before its first step: what is there stays, and is not looked at again.
     gc.collect()
@@ -74,7 +64,6 @@ def measure(repeats: int) -> Report:
     finally:
         gc.unfreeze()
     fill_report(report, cases, rounds)
-    return report
 
 
 def make_cases(repeats: int) -> list[Case]:

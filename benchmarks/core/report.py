@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench core`: from seconds to rates, ratios, a table and a plot.
-
-Knows nothing of how the seconds were taken.
-"""
+"""The figures of `stratakv bench core`: from seconds to rates, ratios, a table and a plot."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness.plots import new_figure, save_figure
+from ..harness.plots import GATE, caption, draw_bars, mark_gates, new_figure, save_figure
 from ..harness.report import Report, median, print_table
 from .cases import BLOCK_SIZE, NUM_RUNNING, NUM_WAITING, PROMPT_TOKENS, Case, hashed_dtype
 
@@ -127,28 +125,22 @@ def _reference(name: str) -> str:
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
-def _short(rate: float) -> str:
-    return f"{rate / 1e6:.1f} M" if rate >= 1e6 else f"{rate:,.0f}"
-
-
 def plot_core(report: Report, path: Path) -> Path:
     """Bars of the medians by unit, with a line where a reference is known."""
     rates = report.figures["rates"]
-    figure, panels = new_figure(2, 2, (9.6, 5.4))
+    figure, panels = new_figure(2, 2, 5.6)
     for axes, (unit, title) in zip(panels.flat, _PANELS, strict=True):
         names = [name for name in rates if rates[name]["unit"] == unit]
         medians = [rates[name]["median"] for name in names]
-        labels = [name.replace("_", "\n") for name in names]
-        bars = axes.bar(labels, medians, color="#2b6cb0", width=0.6)
-        axes.bar_label(bars, labels=[_short(value) for value in medians], fontsize=8, padding=2)
-        for position, name in enumerate(names):
-            if name in REFERENCE:
-                low, high = REFERENCE[name]
-                axes.hlines((low + high) / 2, position - 0.4, position + 0.4, color="#b7791f")
-        axes.set_title(f"{title}, {unit}", fontsize=10)
+        labels = ["\n".join(textwrap.wrap(name.replace("_", " "), 14)) for name in names]
+        draw_bars(axes, labels, {"": medians}, fmt="{:,.0f}")
+        lines: dict[float, float | None] = {
+            place: sum(REFERENCE[name]) / 2 for place, name in enumerate(names) if name in REFERENCE
+        }
+        mark_gates(axes, lines, 0.9, GATE)
+        caption(axes, f"{title}, {unit}")
         if max(medians) > 10 * min(medians):
             axes.set_yscale("log")
         axes.margins(y=0.2)
-        axes.tick_params(labelsize=8)
-    figure.suptitle(f"Lines: {REFERENCE_SOURCE}", fontsize=8, color="#b7791f")
+    figure.suptitle(f"Lines: {REFERENCE_SOURCE}", fontsize=9, color=GATE)
     return save_figure(figure, report.environment, path)

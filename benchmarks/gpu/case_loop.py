@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case after the other: what a fault of one means for the others.
-
-Knows nothing of what a case is but its name.
-"""
+"""One case after the other: what a fault of one means for the others."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the device can do at most: copies on it, copies to and from the CPU, a matrix product.
 
-The other sections are held against these figures of the same run. Knows nothing of kernels of ours.
+The other sections are held against these figures of the same run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from .copies.plots import plot_ceilings
 from .copies.streams import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
 from .place import Place, WrongResult, check_close
+from .plots import draw_ceilings
 from .results import Results
 from .section import Section
 from .stopwatch import Launch, time_launches
@@ -152,14 +151,4 @@ def _run_and_check(
             raise WrongResult(f"{what}: the bytes on the two sides differ")
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """`gpu-ceilings.png`."""
-    return plot_ceilings(
-        results.rows(NAME),
-        results.ceilings,
-        results.report.environment,
-        directory / "gpu-ceilings.png",
-    )
-
-
-SECTION = Section(NAME, "Ceilings of the device", run, plot)
+SECTION = Section(NAME, "Ceilings of the device", run, draw_ceilings)

@@ -19,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from ...tiers.settings.values import ConfigError
+from ..harness.command import tell_failure
 from ..harness.plots import draw_and_tell
 from ..harness.report import Report, print_table
 from . import ceilings
@@ -128,8 +128,7 @@ def run_section(section: Section, place: Place, results: Results) -> bool:
     except Exception as error:  # Triton's errors have no base of their own
         logger.debug("section %s", section.name, exc_info=True)
         results.add_note(section.name, f"failed: {type(error).__name__}: {error}")
-        message = f"bench gpu, {section.name}: {error}"
-        Console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
+        tell_failure(f"gpu, {section.name}", error)
         return False
     finally:
         place.release_memory()

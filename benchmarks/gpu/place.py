@@ -2,7 +2,7 @@
 """Where the sections of `stratakv bench gpu` run, and how large they may be.
 
 A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes: it
-shows that the benchmark works and says nothing of any GPU. Knows nothing of what a section does.
+shows that the benchmark works and says nothing of any GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sections of `stratakv bench gpu` leave: ceilings, rows, ratios, the targets' verdicts.
 
-The JSON is written after every section, so a run that is cut off keeps what it had. Knows nothing
-of how anything was measured.
+The JSON is written after every section, so a run that is cut off keeps what it had.
 """
 
 from __future__ import annotations
@@ -12,32 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..harness.comparison import Gate
 from ..harness.report import Report
 
 Row = dict[str, Any]  # one measured case: "case" names it, the other entries are plain values
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A promise about one ratio or figure."""
+class Target(Gate):
+    """A promise about one ratio or figure: its name in `ratios`, and what it is."""
 
-    name: str  # of the entry in `ratios`
+    name: str
     what: str
-    least: float | None = None
-    most: float | None = None
-    unit: str = ""
-
-    @property
-    def wanted(self) -> str:
-        """The promise in words of the table."""
-        sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
-        return f"{sign} {value:g}{self.unit}"
-
-    def is_met(self, value: float) -> bool:
-        """Whether a measured value keeps the promise."""
-        if self.least is not None and value < self.least:
-            return False
-        return self.most is None or value <= self.most
 
 
 class Results:

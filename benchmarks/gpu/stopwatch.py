@@ -35,6 +35,10 @@ class Timing:
     def of(cls, seconds: Sequence[float]) -> Timing:
         return cls(median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
+    def figures(self) -> dict[str, float]:
+        """The entries of a row."""
+        return {"seconds": self.median, "seconds_p10": self.p10, "seconds_p90": self.p90}
+
 
 def time_launches(
     place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True

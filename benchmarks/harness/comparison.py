@@ -8,14 +8,14 @@
 The figure is the median of the ratios within a round; their quartiles tell how far they spread.
 Where two rounds meet the limit runs twice in a row: the spread of those ratios, which would be 1 if
 the machine were still, is the floor below which no difference means anything. Where a figure has
-several limits, the strictest decides: the one whose median ratio is least. Knows nothing of what
-is measured.
+several limits, the strictest decides: the one whose median ratio is least.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,33 @@ class WrongWork(RuntimeError):
     """Something did not do what its figure would claim."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """At least, or at most, so much."""
+
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """In words of the table."""
+        sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
+        return f"{sign} {value:,g}{self.unit}"
+
+    def is_met(self, value: float) -> bool:
+        """Whether the value keeps it."""
+        if self.least is not None:
+            return value >= self.least
+        return self.most is not None and value <= self.most
+
+    def verdict(self, value: float) -> str:
+        """In a word of the table."""
+        return "met" if self.is_met(value) else "missed"
+
+
 @dataclass(frozen=True, slots=True)
-class Contest:
+class Comparison:
     """`ours` and `limit` do one round's work and give its rate; so do `rivals`, other limits by
     name, any of which may be the strictest, and `beside`, on which nothing stands."""
 
@@ -44,7 +69,7 @@ class Contest:
 class Outcome:
     """The rates of all rounds."""
 
-    contest: Contest
+    comparison: Comparison
     ours: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
     besides: list[float] = field(default_factory=list)
@@ -53,7 +78,7 @@ class Outcome:
     @property
     def by_limit(self) -> dict[str, list[float]]:
         """The rates of each limit, in rounds."""
-        return {self.contest.limit_name: self.limits, **self.rivals}
+        return {self.comparison.limit_name: self.limits, **self.rivals}
 
     @property
     def strictest(self) -> str:
@@ -107,7 +132,7 @@ class Outcome:
             }
         strictest = self.by_limit[self.strictest]
         return {
-            "unit": self.contest.unit,
+            "unit": self.comparison.unit,
             "limit": self.strictest,
             "median": median(self.ours),
             "limit_median": median(strictest),
@@ -127,17 +152,38 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def take_rounds(contest: Contest, rounds: int) -> Outcome:
+def spread_of(spreads: Mapping[str, Sequence[float]], name: str) -> str:
+    """Quartiles in a cell of a table; empty where there are none."""
+    low, high = spreads.get(name, (None, None))
+    if low is None or high is None:
+        return ""
+    return f"{low:.2f}..{high:.2f}" if high < 1000 else f"{low / 1e3:.0f}k..{high / 1e3:.0f}k"
+
+
+def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
     """Both in each round; who comes first changes from round to round. Both once before, uncounted:
     threads, files and processors are warm then."""
-    outcome = Outcome(contest, rivals={name: [] for name in contest.rivals})
-    contest.ours()
-    contest.limit()
+    outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
+    comparison.ours()
+    comparison.limit()
     for number in range(rounds):
-        turns = [(contest.ours, outcome.ours), (contest.limit, outcome.limits)]
-        turns += [(take, outcome.rivals[name]) for name, take in contest.rivals.items()]
-        if contest.beside is not None:
-            turns.insert(0, (contest.beside, outcome.besides))
+        turns = [(comparison.ours, outcome.ours), (comparison.limit, outcome.limits)]
+        turns += [(take, outcome.rivals[name]) for name, take in comparison.rivals.items()]
+        if comparison.beside is not None:
+            turns.insert(0, (comparison.beside, outcome.besides))
         for take, rates in reversed(turns) if number % 2 else turns:
             rates.append(take())
     return outcome
+
+
+@contextlib.contextmanager
+def swapped(owner: object, **values: object) -> Iterator[None]:
+    """Attributes of a module or a class have other values meanwhile."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -2,7 +2,7 @@
 """Long documents to ask questions about: the help texts of Python's standard library.
 
 Every machine that runs the benchmark has them, they are real prose and code, and nothing has to be
-downloaded. Knows nothing of engines; makes token ids with the tokenizer it is given.
+downloaded.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """One streamed answer over HTTP, with the time at which each of its events came.
 
 The socket's pieces are kept with their times while the answer comes, and are read only once it is
-whole: beside a server on the same machine, a client that parses between events would be measured
-as latency. Knows nothing of workloads.
+whole: beside a server on the same machine, a client that parses between events would be measured as
+latency.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     open     sessions begin at random times, however many still run; the gaps are exponential, so
              arrivals are a Poisson process of the rate asked for
 
-A session's own requests follow each other at once. Requests that fail are kept and counted. Knows
-nothing of what is asked or of what is made of the answers.
+A session's own requests follow each other at once. Requests that fail are kept and counted.
 """
 
 from __future__ import annotations

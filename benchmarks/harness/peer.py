@@ -3,7 +3,7 @@
 
 The parent asks in lines of JSON on the peer's standard input and reads lines from its standard
 output. Both sides stand here: `Peer` for the parent, `serve` for the child. The child gets the
-environment that the engine core gets, which is to its advantage. Knows nothing of models.
+environment that the engine core gets, which is to its advantage.
 """
 
 from __future__ import annotations

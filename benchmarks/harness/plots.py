@@ -3,23 +3,27 @@
 
 Every one says at its foot on which machine, when and by which version it was measured. matplotlib
 is imported only here and only when a picture is drawn: tables and JSON do without it, and
-`draw_and_tell` says what is missing. Knows nothing of how figures are measured.
+`draw_and_tell` says what is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...engine.extras import install_extra
+from .report import Report
 
+WIDTH_INCHES, DPI = 8.0, 100  # 800 pixels wide
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"
 NO_MATPLOTLIB = (
     "no picture: that takes matplotlib, which is not installed; run in a clone of StrataKV: "
     f"{install_extra('bench')}"
 )
-_COLOURS = {
+REFERENCE = "#555555"  # lines that figures are held against
+COLOURS = ("#2b6cb0", "#2f7d4f", "#b7791f", "#97266d", "#8a8f98", "#63a4d8", "#7fbf98")
+_PHASES = {
     "cold": "#8a8f98",
     "pool": "#2f7d4f",
     "cpu": "#2b6cb0",
@@ -28,17 +32,85 @@ _COLOURS = {
 }
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:
-    """A figure and its panels, an array of `rows` by `columns`; `size` is in inches. Raises
-    ModuleNotFoundError without matplotlib."""
+def new_figure(rows: int, columns: int, height: float, **options: Any) -> Any:
+    """A figure and its panels, an array of `rows` by `columns`; all figures are as wide, so that
+    their text is as large. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    size = (WIDTH_INCHES, height)
     return pyplot.subplots(
         rows, columns, figsize=size, layout="constrained", squeeze=False, **options
     )
+
+
+def draw_bars(
+    axes: Any,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    colours: Sequence[Any] = COLOURS,
+    fmt: str | None = None,
+    size: float = 8,
+) -> None:
+    """A group of bars for each name, in it one for each series; None is no bar. A colour is that of
+    a series, or a list of one for each bar of it."""
+    width = 0.84 / len(series)
+    for number, (label, values) in enumerate(series.items()):
+        there = [place for place, value in enumerate(values) if value is not None]
+        places = [place - 0.42 + width * (number + 0.5) for place in there]
+        heights, colour = [values[place] for place in there], colours[number % len(colours)]
+        if not isinstance(colour, str):
+            colour = [colour[place] for place in there]
+        bars = axes.bar(places, heights, 0.94 * width, color=colour, label=label or None)
+        if fmt is not None:
+            label_bars(axes, bars, fmt, size)
+    axes.set_xticks(range(len(names)), names, fontsize=size)
+    axes.margins(x=0.02, y=0.14)
+
+
+def label_bars(axes: Any, bars: Any, fmt: str, size: float = 8) -> None:
+    """The value of each bar at its end, on white, so that no line runs through it."""
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    axes.bar_label(bars, fmt=fmt, fontsize=size, padding=2, bbox=white)
+
+
+def mark_gates(axes: Any, gates: Mapping[float, float | None], width: float, colour: str) -> None:
+    """A short line for what is promised of the bar at each place; None is no promise."""
+    there = {place: gate for place, gate in gates.items() if gate is not None}
+    starts, ends = [place - width / 2 for place in there], [place + width / 2 for place in there]
+    axes.hlines(list(there.values()), starts, ends, color=colour, linewidth=2)
+
+
+def draw_lines(
+    axes: Any,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    colours: Sequence[str] = COLOURS,
+    **options: Any,
+) -> None:
+    """A line with marks for each series of points that has any, from the left to the right."""
+    for number, (label, points) in enumerate(series.items()):
+        if points:
+            xs, ys = zip(*sorted(points), strict=True)
+            colour = colours[number % len(colours)]
+            axes.plot(xs, ys, label=label, **{"marker": ".", "color": colour} | options)
+
+
+def caption(axes: Any, title: str, x: str = "", y: str = "", *, legend: bool = False) -> None:
+    """What a panel shows, and what its axes are."""
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    if legend:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def add_legend(figure: Any, axes: Any, columns: int, handles: Sequence[Any] = ()) -> None:
+    """One legend for all panels, above them: of what `axes` has, and of further handles."""
+    drawn, _ = axes.get_legend_handles_labels()
+    figure.legend(handles=[*drawn, *handles], loc="outside upper center", ncols=columns, fontsize=8,
+                  frameon=False)  # fmt: skip
 
 
 def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path:
@@ -47,9 +119,9 @@ def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path
 
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(footer(environment), fontsize=6.5, color="#666666", x=0.995, ha="right")
+    figure.supxlabel(footer(environment), fontsize=7.5, color="#555555", x=0.995, ha="right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
     pyplot.close(figure)
     return path
 
@@ -81,18 +153,17 @@ def draw_and_tell(draw: Callable[[], Path | None]) -> None:
         print(f"written: {path}")
 
 
-def plot_phases(
-    phases: Mapping[str, Mapping[str, Any]], environment: Mapping[str, Any], path: Path
-) -> Path:
+def plot_phases(report: Report, path: Path) -> Path:
     """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
     and none below, where nothing was measured."""
-    figure, panels = new_figure(1, 1, (6.4, 3.8))
+    phases = report.figures["phases"]
+    figure, panels = new_figure(1, 1, 4.4)
     axes = panels[0][0]
     names = list(phases)
     medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
     highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
     above = [high - median for high, median in zip(highs, medians, strict=True)]
-    colours = [_COLOURS.get(name, "#555555") for name in names]
+    colours = [_PHASES.get(name, "#555555") for name in names]
     axes.bar(names, medians, color=colours, width=0.6)
     axes.errorbar(
         names, medians, yerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
@@ -109,4 +180,4 @@ def plot_phases(
         "Where the document's KV cache was found: median, whisker to the 99th percentile",
         fontsize=9,
     )
-    return save_figure(figure, environment, path)
+    return save_figure(figure, report.environment, path)

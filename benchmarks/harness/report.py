@@ -2,7 +2,7 @@
 """What every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
-the others may nest. Knows nothing of what was measured.
+the others may nest.
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class Report:
         partial.write_text(json.dumps(body, indent=2, allow_nan=False) + "\n")
         partial.replace(path)
         return path
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """What `write` has written. Raises OSError, ValueError."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

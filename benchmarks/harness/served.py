@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `stratakv serve` process and a client that times its first token, as a user would see it.
 
-Knows nothing of phases or of what is asked. One request at a time over plain HTTP, so
-nothing of the client's own machinery sits in the figures.
+One request at a time over plain HTTP, so that the client's own work is in no figure.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +47,7 @@ class ServedModel:
 
     def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
         self._log = log
-        self._port = _free_port()
+        [self._port] = free_ports(1)
         command = [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *arguments]
         command += ["--host", HOST, "--port", str(self._port), "--enable-dev-routes"]
         with log.open("ab") as sink:
@@ -181,8 +181,10 @@ def _answer(token_ids: list[int], first: float, total: float, usage: dict[str, o
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -8,7 +8,7 @@
     unique              prompts that share nothing: what serving costs without any cache
 
 Everything follows from a seed. The text is the standard library's own documentation, so tokens are
-as long, and outputs as likely, as in real use. Knows nothing of HTTP or of measuring.
+as long, and outputs as likely, as in real use.
 """
 
 from __future__ import annotations

@@ -27,25 +27,33 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...engine import probes
 from ...engine.config import CacheConfig
 from ...engine.models.spec import load_model_spec
 from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.values import ConfigError, check_device
+from ..harness.command import progress, tell_failure
 from ..harness.comparison import WrongWork
 from ..harness.documents import documents, question
 from ..harness.plots import draw_and_tell, plot_phases
 from ..harness.report import Report
 from ..harness.served import Answer, ServedModel, ServerFailed
-from . import limits
+from ..service.servers import cache_server
 from .child import ChildFailed, measure_in_child
-from .costs_report import plot_costs, print_costs
-from .phases import Ask, BenchmarkFailed, ask_cold, ask_pool, ask_tier, check_phases, warm_up
-from .remote import measure_remote
-from .report import PHASES, WARM_PHASES, Phase, Plan, fill_report, print_phases
+from .report import (
+    PHASES,
+    WARM_PHASES,
+    Phase,
+    Plan,
+    fill_report,
+    plot_costs,
+    print_costs,
+    print_phases,
+)
 from .scale import (
     COSTS,
     FULL_COSTS,
@@ -56,6 +64,110 @@ from .scale import (
     num_pairs,
 )
 from .scale import PHASES as PHASES_SECTION
+
+SERVER_TO_SPARE = 1.5
+Work = Callable[[ServedModel], None]
+
+
+def measure_remote(plan: Plan, log: Path, write: Work, read: Work) -> None:
+    """Start all three. `write` asks the first engine for every document, `read` the second."""
+    with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as server:
+        words = plan.remote_arguments(f"grpc://127.0.0.1:{server.port}")
+        with ServedModel(words, log) as first:
+            write(first)
+        # It has gone in an orderly way, so the server has everything.
+        with ServedModel(words, log) as second:
+            read(second)
+
+
+# What a warm phase must find of the document in its tier; the rest is block rounding.
+_EXPECTED_HIT = 0.95
+_PAID_METRIC = "stratakv:load_seconds_paid_total"
+
+Ask = Callable[[str, int, str], Answer]
+
+
+class BenchmarkFailed(RuntimeError):
+    """A phase gave other tokens, or was not answered from its tier."""
+
+
+def warm_up(server: ServedModel) -> None:
+    """The first request of a process pays for lazy initialisation; that is not what is measured."""
+    server.ask([1, 2, 3], 2)
+
+
+def ask_cold(
+    server: ServedModel, ask: Ask, count: int, phase: Phase
+) -> dict[tuple[str, int], list[int]]:
+    """Every question of every warm phase with empty caches; the tokens all must agree on."""
+    warm_up(server)
+    expected = {}
+    for document in range(count):
+        for name in WARM_PHASES:
+            server.reset("all")
+            answer = ask("cold", document, name)
+            phase.answers.append(answer)
+            expected[name, document] = answer.token_ids
+    server.reset("all")
+    return expected
+
+
+def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
+    """Each document right after another question about it."""
+    for document in range(count):
+        ask("pool: first question", document, "prime")
+        phase.answers.append(ask("pool", document, "pool"))
+
+
+def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
+    """Each document in turn, so that the ones before it have taken its place in the pool."""
+    paid = server.metric(_PAID_METRIC)
+    for document in range(count):
+        phase.answers.append(ask(tier, document, tier))
+    phase.seconds_loading = server.metric(_PAID_METRIC) - paid
+
+
+def check_phases(
+    plan: Plan, phases: dict[str, Phase], expected: dict[tuple[str, int], list[int]]
+) -> None:
+    """Raise BenchmarkFailed unless tokens agree and each phase was answered from its tier."""
+    for answer in phases["cold"].answers:
+        if answer.cached_tokens:
+            raise BenchmarkFailed(f"a cold request found {answer.cached_tokens} cached tokens")
+    for name in WARM_PHASES:
+        for document, answer in enumerate(phases[name].answers):
+            if answer.token_ids != expected[name, document]:
+                raise BenchmarkFailed(
+                    f"phase {name}, document {document + 1}: tokens {answer.token_ids} differ from "
+                    f"the cold ones {expected[name, document]}"
+                )
+            found = answer.cached_by_tier.get(name, 0)
+            if found < _EXPECTED_HIT * plan.prefix_tokens:
+                raise BenchmarkFailed(
+                    f"phase {name}, document {document + 1}: {found} of {plan.prefix_tokens} "
+                    f"tokens came from there, the others from {answer.cached_by_tier}"
+                )
+
+
+def memory_copy_gb_per_second() -> float:
+    """One thread copying memory, in 10⁹ bytes of payload a second."""
+    return probes.memory_copy_bytes_per_second() / 1e9
+
+
+def disk_read_gb_per_second(directory: Path) -> float:
+    """One thread reading a fresh file past the page cache, in 10⁹ bytes a second."""
+    return probes.disk_read_bytes_per_second(directory) / 1e9
+
+
+def matmul_gflops(threads: int) -> float:
+    """A float32 matrix product on `threads` threads, in 10⁹ operations a second."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return probes.multiply_operations_per_second() / 1e9
+    finally:
+        torch.set_num_threads(before)
+
 
 # With fewer, the pool's room beyond one request would keep part of each document.
 MIN_DOCUMENTS = 3
@@ -100,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
-        console.print(f"bench offload: {error}", style="red", markup=False, soft_wrap=True)
+        tell_failure("offload", error)
         return 1
     show(report, path)
     return 0
@@ -126,8 +238,7 @@ def show(report: Report, path: Path) -> None:
     if PHASES_SECTION in report.figures:
         print_phases(report)
         print("Every phase gave the tokens of the cold one, and was answered from its own tier.")
-        phases = report.figures["phases"]
-        plots.append(lambda: plot_phases(phases, report.environment, path.with_suffix(".png")))
+        plots.append(lambda: plot_phases(report, path.with_suffix(".png")))
     if any(name in report.figures for name in COSTS):
         print_costs(report)
         print("With tiers and without, equal prompts gave equal tokens.")
@@ -195,7 +306,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
     phases = {name: Phase() for name in PHASES}
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        _progress(console) as bar,
+        progress(console) as bar,
     ):
         total = len(texts) * (2 * len(WARM_PHASES) + 2) + 4
         steps = bar.add_task("starting", total=total)
@@ -249,7 +360,7 @@ def measure_costs(
         return
     with (
         tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        _progress(console) as bar,
+        progress(console) as bar,
     ):
         scale = QUICK_COSTS if quick else FULL_COSTS
         steps = bar.add_task("pairs", total=num_pairs(chosen, scale))
@@ -272,13 +383,7 @@ def measure_costs(
 def measure_limits(directory: Path) -> dict[str, float]:
     """Ceilings of this machine, before anything else runs on it."""
     return {
-        "matmul_gflops_per_second": limits.matmul_gflops(len(os.sched_getaffinity(0))),
-        "memory_copy_gb_per_second": limits.memory_copy_gb_per_second(),
-        "disk_read_gb_per_second": limits.disk_read_gb_per_second(directory),
+        "matmul_gflops_per_second": matmul_gflops(len(os.sched_getaffinity(0))),
+        "memory_copy_gb_per_second": memory_copy_gb_per_second(),
+        "disk_read_gb_per_second": disk_read_gb_per_second(directory),
     }
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    return Progress(*columns, console=console)

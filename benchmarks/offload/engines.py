@@ -3,15 +3,14 @@
 
 A run of an engine with tiers is charged for the threads behind it too, also for what they do after
 the last token, up to the engine's next run; one without tiers has no such threads. Only one engine
-runs at a time. Knows nothing of what is asked.
+runs at a time.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams
 from ...engine.wire import AddRequest, TokenOutput
 from ...tiers.base import StoreTier
+from ..harness.comparison import swapped
 
 Prompts = Sequence[Sequence[int]]
 WrapStore = Callable[[StoreTier], StoreTier]
@@ -82,7 +82,12 @@ class MeasuredEngine:
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
     ) -> None:
-        with _wrapping(wrap_store):
+        real = vars(offload)["build_offload"]
+
+        def build(*args: Any, **given: Any) -> Any:
+            return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
+
+        with swapped(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
@@ -206,22 +211,3 @@ class MeasuredEngine:
             if not self._wake.wait(_QUIET_SECONDS):
                 return
             self._wake.clear()
-
-
-@contextmanager
-def _wrapping(wrap_store: WrapStore | None) -> Iterator[None]:
-    """Have an engine that is built meanwhile put this around its stores."""
-    names = vars(offload)
-    real = names["build_offload"]
-    if wrap_store is None:
-        yield
-        return
-
-    def build(*args: Any, **options: Any) -> Any:
-        return real(*args, **options | {"wrap_store": wrap_store})
-
-    names["build_offload"] = build
-    try:
-        yield
-    finally:
-        names["build_offload"] = real

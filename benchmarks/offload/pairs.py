@@ -3,8 +3,7 @@
 
 Every pair must give the same tokens on both sides. Engines compute in other batches when they find
 other things cached, so rounding differs, and where the two likeliest tokens are as good as equal
-either may come: such a tie is counted, anything else stops the benchmark. Knows nothing of how
-engines are made or of what the prompts are for.
+either may come: such a tie is counted, anything else stops the benchmark.
 """
 
 from __future__ import annotations

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table.
-
-Knows nothing of servers or of how answers were had.
-"""
+"""The figures of `stratakv bench offload`: from answers to JSON, ratios and a table."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...engine.models.spec import ModelSpec
+from ..harness.plots import (
+    COLOURS,
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    label_bars,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, median, percentile, print_table
 from ..harness.served import Answer
+from .scale import CONVOY, GATES, TOLD, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
@@ -188,3 +197,89 @@ def print_limits(report: Report) -> None:
             for name, figure, limit, ratio in rows
         ],
     )
+
+
+def print_costs(report: Report) -> None:
+    """The ratios with their gates, and the cells of the worst case."""
+    rows = []
+    for name, gate in GATES.items():
+        if name in report.ratios:
+            ratio = report.ratios[name]
+            rows.append([name.replace("_", " "), f"{ratio:.3f}", gate.wanted, gate.verdict(ratio)])
+    told = [name for name in TOLD if name in report.ratios]
+    rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
+    columns = ["with tiers, against without", "ratio", "gate", ""]
+    print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
+    cells = report.figures.get(WORST_CASE, {})
+    if cells:
+        print_table(
+            "Worst case: one request at a time, without tiers over with",
+            ["cell", "cpu", "wall", "ms/token with", "without", "cached tokens"],
+            [_row(name, cell) for name, cell in cells.items()],
+        )
+    print_convoys(report)
+
+
+def print_convoys(report: Report) -> None:
+    """What requests together behind one prefix gain, by tier."""
+    convoys = report.figures.get(CONVOY, {})
+    if convoys:
+        print_table(
+            "Convoy: requests at once behind one prefix, without tiers over with",
+            ["prefix from", "cpu", "wall", "ms/token with", "without", "cached tokens"],
+            [_row(tier, figures) for tier, figures in convoys.items()],
+        )
+
+
+def _row(name: str, figures: dict[str, Any]) -> list[str]:
+    cached = figures["cached_tokens"]
+    return [
+        name,
+        f"{figures['cpu_ratio']:.3f}",
+        f"{figures['wall_ratio']:.3f}",
+        f"{1e3 * figures['cpu_seconds_per_token_with_tiers']:.4f}",
+        f"{1e3 * figures['cpu_seconds_per_token_without']:.4f}",
+        " ".join(f"{tier} {tokens}" for tier, tokens in cached.items() if tokens) or "-",
+    ]
+
+
+def plot_costs(report: Report, path: Path) -> Path:
+    """Bars of the gated ratios, and the cells of the worst case where they were measured."""
+    names = [name for name in GATES if name in report.ratios]
+    cells = report.figures.get(WORST_CASE, {})
+    heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)
+    figure, panels = new_figure(len(heights), 1, 0.3 + sum(heights), height_ratios=heights)
+    axes = panels[0][0]
+    colours = [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in names]
+    labels = [name.replace("_", " ") for name in names]
+    label_bars(
+        axes, axes.barh(labels, [report.ratios[name] for name in names], color=colours), "%.2f"
+    )
+    for place, name in enumerate(names):
+        gate = GATES[name].least or GATES[name].most or 0.0
+        axes.vlines(gate, place - 0.45, place + 0.45, color=GATE, linewidth=2)
+    caption(axes, "With tiers, against without (orange: promised)")
+    if cells:
+        _plot_cells(panels[1][0], cells)
+    for each in panels.flat:
+        each.invert_yaxis()
+        each.tick_params(labelsize=8)
+        each.margins(x=0.12)
+    return save_figure(figure, report.environment, path)
+
+
+def _plot_cells(axes: Any, cells: dict[str, dict[str, Any]]) -> None:
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    for key, mark, colour, label in (
+        ("cpu_ratio", "o", MET, "processor seconds"),
+        ("wall_ratio", "x", COLOURS[1], "wall"),
+    ):
+        ratios = [cell[key] for cell in cells.values()]
+        axes.plot(ratios, list(cells), mark, color=colour, label=label)
+    axes.axvline(GATES["worst_case"].least or 0.0, color=GATE)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks([1.0, 1.5, 2.0, 3.0])
+    caption(axes, "Worst case, cell by cell: without tiers over with (log)", legend=True)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench offload`, how much each of them does, and what is promised.
-
-Knows nothing of how anything is measured.
-"""
+"""The sections of `stratakv bench offload`, how much each of them does, and what is promised."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from ...engine.models.spec import load_model_spec
 from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..tiers.gates import Gate
+from ..harness.comparison import Gate
 
 PHASES = "phases"  # time to first token, by HTTP
 NO_HIT, WORST_CASE, CONVOY, STREAMING = "no_hit", "worst_case", "convoy", "streaming"

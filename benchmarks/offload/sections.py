@@ -10,23 +10,26 @@
     convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
     streaming   the time of steps while blocks leave the pool ahead of need
 
-Every section holds an engine with tiers against the same one without, in pairs. Knows nothing of
-reports.
+Every section holds an engine with tiers against the same one without, in pairs.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
+import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from ...tiers.admission import DEFAULT_FILTER
-from ...tiers.base import StoreTier
+from ...tiers.base import Stored, StoreTier
+from ...tiers.block import BlockLayout, pack_key
 from ...tiers.fault_injection.plan import FaultPlan, Rule
 from ...tiers.fault_injection.store import FaultyStore
+from ...tiers.ssd.store import SsdStore
 from ..harness.report import median
 from .engines import MeasuredEngine, Prompts, Run, RunFailed
 from .pairs import Pairs
-from .probe import read_seconds
 from .scale import (
     CONVOY,
     MIXES,
@@ -44,6 +47,42 @@ from .scale import (
     pairs_of,
 )
 from .workbench import FILLERS, Bench, Figures, blocks_of, greedy, prime
+
+_READS = 5
+_SECONDS = 60.0
+_LEAST_BYTES = 64 * 2**20
+
+
+def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
+    """The median of reading `count` blocks in one batch. Raises RunFailed."""
+    capacity = max(_LEAST_BYTES, 2 * count * layout.slot_bytes)
+    store = SsdStore(folder, layout, capacity)
+    size = layout.slot_bytes
+    try:
+        with mmap.mmap(-1, count * size) as memory, memoryview(memory) as view:
+            buffers = [view[i * size : (i + 1) * size] for i in range(count)]
+            try:
+                return _read(store, buffers)
+            finally:
+                for buffer in buffers:
+                    buffer.release()
+    finally:
+        store.close(_SECONDS)
+
+
+def _read(store: SsdStore, buffers: list[memoryview]) -> float:
+    keys = [pack_key(number.to_bytes(32, "little")) for number in range(len(buffers))]
+    outcomes = store.store(keys, buffers).result(_SECONDS)
+    if outcomes.count(Stored.KEPT) != len(keys):
+        raise RunFailed("the SSD store did not keep the blocks of the probe")
+    taken = []
+    for _ in range(_READS):
+        began = time.perf_counter()
+        proofs = store.load(keys, buffers).result(_SECONDS)
+        taken.append(time.perf_counter() - began)
+        if None in proofs:
+            raise RunFailed("the SSD store did not give back the blocks of the probe")
+    return median(taken)
 
 
 def expect_nothing_cached(pairs: Pairs, what: str) -> None:

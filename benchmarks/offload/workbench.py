@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sections of `stratakv bench offload` work with: engines, texts, prefixes in the tiers.
-
-Knows nothing of what a section measures.
-"""
+"""What the sections of `stratakv bench offload` share: engines, texts, prefixes in the tiers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ side:
     ITL   inter-token latency: one number for each event after the first, which may hold more than
           one token where the client or the server was behind
     E2EL  end-to-end latency: to the last byte
-Knows nothing of servers, or of how answers were had.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..harness.http_stream import StreamedAnswer
 from ..harness.load_client import LoadRun
+from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table
 
 TIERS = ("pool", "cpu", "ssd")
@@ -182,3 +183,43 @@ def _number(value: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
+
+
+_LABELS = {
+    "transformers_serial": "transformers,\none at a time",
+    "transformers_padded": "transformers,\npadded batch",
+    "http": "StrataKV\nover HTTP",
+    "engine": "StrataKV's\nengine alone",
+}
+
+
+def plot_serve(report: Report, path: Path) -> Path:
+    """Left: output tokens a second by who made them. Right: hit rates, measured and usual."""
+    figures = report.figures
+    panels = [name for name in ("comparison", "workloads") if name in figures]
+    figure, axes = new_figure(1, len(panels), 4.0)
+    for name, panel in zip(panels, axes[0], strict=True):
+        (_plot_comparison if name == "comparison" else _plot_hit_rates)(panel, figures[name])
+    return save_figure(figure, report.environment, path)
+
+
+def _plot_comparison(axes: Any, comparison: Mapping[str, Any]) -> None:
+    names = [name for name in _LABELS if name in comparison]
+    rates = [comparison[name]["output_throughput"] for name in names]
+    colours = [PLAIN if name.startswith("transformers") else COLOURS[1] for name in names]
+    draw_bars(axes, [_LABELS[name] for name in names], {"": rates}, [colours], "{:,.0f}", 7.5)
+    caption(axes, "The same unique prompts", y="output tokens a second")
+
+
+def _plot_hit_rates(axes: Any, workloads: Mapping[str, Any]) -> None:
+    places = range(len(workloads))
+    measured = [100 * figures.get("hit_rate", 0.0) for figures in workloads.values()]
+    usual = [100 * figures["usual_hit_rate"] for figures in workloads.values()]
+    bars = axes.barh([y - 0.2 for y in places], measured, 0.38, color=COLOURS[1], label="measured")
+    axes.barh([y + 0.2 for y in places], usual, 0.38, color=PLAIN, label="usual")
+    label_bars(axes, bars, "%.0f %%")
+    axes.set_yticks(list(places), list(workloads), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 110)
+    caption(axes, "Prompt tokens found in a cache, %")
+    axes.legend(fontsize=8, frameon=False, loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.08))

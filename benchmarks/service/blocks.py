@@ -2,7 +2,7 @@
 """The blocks of one end: shared memory, as an engine's slab is, warm and full of noise.
 
 Every block carries a stamp at both ends, new whenever it is stored, so that a load that brought
-nothing, or another block, is noticed. Knows nothing of how blocks move.
+nothing, or another block, is noticed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's process: opens ways, and moves all its blocks through one of them when it is told to.
+"""A client's process: opens transports, and moves all its blocks through one when told to.
 
-Orders and answers go through a pipe; clients begin a move together, at a barrier. Knows nothing of
-rates.
+Orders and answers go through a pipe; clients begin a move together, at a barrier.
 """
 
 from __future__ import annotations
@@ -13,18 +12,24 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, NamedTuple
 
 from .blocks import Blocks
-from .mooncake_transport import MooncakeWay
-from .raw_transport import RawWay
-from .redis_transport import RedisWay
-from .transports import SECONDS, ConnectionWay, CopyWay, Plan, TierWay, Way
+from .mooncake_transport import MooncakeTransport
+from .raw_transport import RawTransport, RedisTransport
+from .transports import (
+    SECONDS,
+    ConnectionTransport,
+    CopyTransport,
+    Plan,
+    TierTransport,
+    Transport,
+)
 
-WAYS: dict[str, Any] = {
-    "copy": CopyWay,
-    "connection": ConnectionWay,
-    "tier": TierWay,
-    "raw": RawWay,
-    "redis": RedisWay,
-    "mooncake": MooncakeWay,
+TRANSPORTS: dict[str, Any] = {
+    "copy": CopyTransport,
+    "connection": ConnectionTransport,
+    "tier": TierTransport,
+    "raw": RawTransport,
+    "redis": RedisTransport,
+    "mooncake": MooncakeTransport,
 }
 
 
@@ -73,15 +78,15 @@ class _Client:
         self._barrier = barrier
         self._random = random.Random(number)
         self._blocks = Blocks(block_bytes, count)
-        self._ways: dict[str, Way] = {}
+        self._transports: dict[str, Transport] = {}
         self._stamps: dict[str, list[bytes]] = {}
 
     def ready(self) -> None:
         """Said when the memory is there."""
 
     def open(self, name: str, plan: Plan) -> None:
-        """Open a way, and store every block once; where that fails it is closed again."""
-        self._ways[name] = WAYS[plan.kind](self._blocks, **plan.options)
+        """Open a transport, and store every block once; where that fails it is closed again."""
+        self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
         try:
             self.move(name, "store", 1)
         except BaseException:
@@ -89,18 +94,18 @@ class _Client:
             raise
 
     def shut(self, name: str) -> None:
-        """Close a way."""
-        self._ways.pop(name).close()
+        """Close a transport."""
+        self._transports.pop(name).close()
 
     def move(self, name: str, verb: str, passes: int) -> Moved:
         """Store or load all blocks so many times, each time in another order."""
-        way, blocks = self._ways[name], self._blocks
+        transport, blocks = self._transports[name], self._blocks
         orders = [self._random.sample(range(len(blocks)), len(blocks)) for _ in range(passes)]
         if verb == "store":
             self._stamps[name] = blocks.stamp()
         else:
             blocks.scrub()
-        act = getattr(way, verb)
+        act = getattr(transport, verb)
         self._barrier.wait(SECONDS)
         cpu = time.process_time()
         began = time.monotonic()
@@ -113,6 +118,6 @@ class _Client:
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call."""
-        way = self._ways[name]
-        assert isinstance(way, ConnectionWay)
-        return way.look_up(calls, keys)
+        transport = self._transports[name]
+        assert isinstance(transport, ConnectionTransport)
+        return transport.look_up(calls, keys)

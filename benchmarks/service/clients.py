@@ -2,7 +2,7 @@
 """The processes of a run: clients that move blocks together, and far ends that they need.
 
 All are started before anything is measured. Every wait has a deadline, and whatever goes wrong in a
-process ends the run. Knows nothing of the cache server.
+process ends the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Round(NamedTuple):
     cpu_seconds: float  # of the clients
 
 
-class Crew:
+class Clients:
     """So many clients, each with `count` blocks."""
 
     def __init__(self, clients: int, block_bytes: int, count: int) -> None:
@@ -55,8 +55,8 @@ class Crew:
         return len(self._clients)
 
     @contextlib.contextmanager
-    def way(self, name: str, plans: Sequence[Plan]) -> Iterator[None]:
-        """Have a way open, by a plan for each client."""
+    def transport(self, name: str, plans: Sequence[Plan]) -> Iterator[None]:
+        """Have a transport open, by a plan for each client."""
         self._order("open", [(name, plan) for plan in plans])
         yield
         self._order("shut", [(name,)] * len(self))

@@ -16,20 +16,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
 from ...tiers.settings.values import ConfigError
-from ..harness.comparison import Contest, WrongWork, quartiles, take_rounds
-from ..harness.plots import draw_and_tell
+from ..harness.command import run_and_tell
+from ..harness.comparison import Comparison, WrongWork, quartiles, take_rounds
 from ..harness.report import Report, median
 from ..tiers.scale import layout_of
 from ..tiers.slab_case import footprint_bytes
 from . import mooncake_transport, raw_transport
-from .clients import Crew, Round, cpu_seconds, far_ends
+from .clients import Clients, Round, cpu_seconds, far_ends
 from .report import plot_service, print_service
 from .scale import (
     CASES,
@@ -71,17 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     clients = _clients(arguments.clients) or scale.clients
     cases = _cases(arguments.cases)
     report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
-    try:
-        Measurement(report, scale, cases, arguments.redis_server).take(clients)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError, TierError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench service: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_service(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_service(report, arguments.out / "service.png"))
-    return 0
+    measurement = Measurement(report, scale, cases, arguments.redis_server)
+    work = partial(measurement.take, clients)
+    return run_and_tell(
+        report, arguments.out, work, print_service, plot_service, WrongWork, TierError
+    )
 
 
 def _clients(given: str | None) -> list[int]:
@@ -128,64 +121,64 @@ class Measurement:
         }
         figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
 
-    def take(self, clients: Sequence[int]) -> None:
+    def take(self, counts: Sequence[int]) -> None:
         """Fill the report. Raises WrongWork where something did not do what it should."""
-        self._report.figures["plan"]["clients"] = list(clients)
-        for number in clients:
+        self._report.figures["plan"]["clients"] = list(counts)
+        for number in counts:
             for size, block_bytes in SIZES.items():
-                crew = Crew(number, block_bytes, self._footprint // block_bytes)
+                clients = Clients(number, block_bytes, self._footprint // block_bytes)
                 try:
-                    self._take_cases(crew, size)
+                    self._take_cases(clients, size)
                 finally:
-                    crew.close()
+                    clients.close()
         self._take_look_ups()
         self._report.figures["plan"]["load_average_after"] = os.getloadavg()
 
-    def _take_cases(self, crew: Crew, size: str) -> None:
-        with self._limits(crew, "copy", "raw") as limits:
+    def _take_cases(self, clients: Clients, size: str) -> None:
+        with self._limits(clients, "copy", "raw") as limits:
             if self._is_wanted("shm", "tier", "data"):
-                self._take_server(crew, size, limits)
+                self._take_server(clients, size, limits)
             if self._is_wanted("grpc"):
                 with (
-                    self._server(crew, *_STREAMS_ONLY) as (pid, address),
-                    crew.way("grpc", [_plan(address, "streams")] * len(crew)),
+                    self._server(clients, *_STREAMS_ONLY) as (pid, address),
+                    clients.transport("grpc", [_plan(address, "streams")] * len(clients)),
                 ):
-                    self._contests(crew, size, "grpc", [pid], limits)
-            for way, peer in (("redis", self._with_redis), ("mooncake", self._with_mooncake)):
-                if way not in self._skipped and self._is_wanted(way):
-                    with peer(crew) as pids:
-                        self._contests(crew, size, way, pids, limits)
+                    self._comparisons(clients, size, "grpc", [pid], limits)
+            for transport, peer in (("redis", self._with_redis), ("mooncake", self._with_mooncake)):
+                if transport not in self._skipped and self._is_wanted(transport):
+                    with peer(clients) as pids:
+                        self._comparisons(clients, size, transport, pids, limits)
         if self._is_wanted("tls"):
-            self._take_tls(crew, size)
+            self._take_tls(clients, size)
 
-    def _take_server(self, crew: Crew, size: str, limits: dict[str, list[int]]) -> None:
-        with self._server(crew) as (pid, address):
+    def _take_server(self, clients: Clients, size: str, limits: dict[str, list[int]]) -> None:
+        with self._server(clients) as (pid, address):
             plans = {
                 "shm": _plan(address, "memory"),
                 "tier": Plan("tier", {"address": address}),
                 "data": _plan(address, "socket"),
             }
-            for way, plan in plans.items():
-                if self._is_wanted(way):
-                    with crew.way(way, [plan] * len(crew)):
-                        self._contests(crew, size, way, [pid], limits)
+            for transport, plan in plans.items():
+                if self._is_wanted(transport):
+                    with clients.transport(transport, [plan] * len(clients)):
+                        self._comparisons(clients, size, transport, [pid], limits)
 
-    def _take_tls(self, crew: Crew, size: str) -> None:
+    def _take_tls(self, clients: Clients, size: str) -> None:
         if shutil.which(OPENSSL) is None:
             self._skipped["tls"] = f"{OPENSSL}, which makes the certificate, is not installed"
             return
         with certificate() as files:
             flags = ("--tls-cert", str(files[0]), "--tls-key", str(files[1]))
             with (
-                self._limits(crew, "raw_tls", files=files) as limits,
-                self._server(crew, *flags) as (pid, address),
-                crew.way("tls", [_plan(address, "socket", files[0])] * len(crew)),
+                self._limits(clients, "raw_tls", files=files) as limits,
+                self._server(clients, *flags) as (pid, address),
+                clients.transport("tls", [_plan(address, "socket", files[0])] * len(clients)),
             ):
-                self._contests(crew, size, "tls", [pid], limits)
+                self._comparisons(clients, size, "tls", [pid], limits)
 
     @contextlib.contextmanager
     def _limits(
-        self, crew: Crew, *names: str, files: tuple[Path, Path] | None = None
+        self, clients: Clients, *names: str, files: tuple[Path, Path] | None = None
     ) -> Iterator[dict[str, list[int]]]:
         """Those limits of the wanted cases that are named; each with the processes beside it."""
         wanted = {case.limit for case in self._cases} & set(names)
@@ -193,41 +186,45 @@ class Measurement:
         pids: dict[str, list[int]] = {}
         with contextlib.ExitStack() as stack:
             if "copy" in wanted:
-                stack.enter_context(crew.way("copy", [Plan("copy")] * len(crew)))
+                stack.enter_context(clients.transport("copy", [Plan("copy")] * len(clients)))
                 pids["copy"] = []
             for name in wanted - {"copy"}:
                 ends = stack.enter_context(
                     far_ends(
-                        raw_transport.serve, crew.block_bytes, crew.count, files, clients=len(crew)
+                        raw_transport.serve,
+                        clients.block_bytes,
+                        clients.count,
+                        files,
+                        clients=len(clients),
                     )
                 )
                 plans = [Plan("raw", {"port": port, "ca_file": ca_file}) for _, port in ends]
-                stack.enter_context(crew.way(name, plans))
+                stack.enter_context(clients.transport(name, plans))
                 pids[name] = [child.process.pid for child, _ in ends]
             yield pids
 
     @contextlib.contextmanager
-    def _server(self, crew: Crew, *flags: str) -> Iterator[tuple[int, ServerAddress]]:
-        slot_bytes = layout_of(crew.block_bytes).slot_bytes
-        cpu_bytes = int(len(crew) * crew.count * slot_bytes * _SPARE)
+    def _server(self, clients: Clients, *flags: str) -> Iterator[tuple[int, ServerAddress]]:
+        slot_bytes = layout_of(clients.block_bytes).slot_bytes
+        cpu_bytes = int(len(clients) * clients.count * slot_bytes * _SPARE)
         with cache_server(cpu_bytes, *flags) as server:
             yield server.pid, ServerAddress("127.0.0.1", server.port)
 
     @contextlib.contextmanager
-    def _with_redis(self, crew: Crew) -> Iterator[list[int]]:
+    def _with_redis(self, clients: Clients) -> Iterator[list[int]]:
         with redis_server(self._redis) as server:
             plans = [
                 Plan("redis", {"port": server.port, "prefix": f"client{number}"})
-                for number in range(len(crew))
+                for number in range(len(clients))
             ]
-            with crew.way("redis", plans):
+            with clients.transport("redis", plans):
                 yield [server.pid]
 
     @contextlib.contextmanager
-    def _with_mooncake(self, crew: Crew) -> Iterator[list[int]]:
+    def _with_mooncake(self, clients: Clients) -> Iterator[list[int]]:
         """One process holds the memory of all clients, as a server would."""
-        count = len(crew) * crew.count
-        with far_ends(mooncake_transport.serve, crew.block_bytes, count, clients=1) as [
+        count = len(clients) * clients.count
+        with far_ends(mooncake_transport.serve, clients.block_bytes, count, clients=1) as [
             (child, told)
         ]:
             target, addresses = told
@@ -236,36 +233,47 @@ class Measurement:
                     "mooncake",
                     {
                         "target": target,
-                        "addresses": addresses[number * crew.count : (number + 1) * crew.count],
+                        "addresses": addresses[
+                            number * clients.count : (number + 1) * clients.count
+                        ],
                     },
                 )
-                for number in range(len(crew))
+                for number in range(len(clients))
             ]
-            with crew.way("mooncake", plans):
+            with clients.transport("mooncake", plans):
                 yield [child.process.pid]
 
-    def _is_wanted(self, *ways: str) -> bool:
-        return any(case.way in ways for case in self._cases)
+    def _is_wanted(self, *transports: str) -> bool:
+        return any(case.transport in transports for case in self._cases)
 
-    def _contests(
-        self, crew: Crew, size: str, way: str, pids: Sequence[int], limits: dict[str, list[int]]
+    def _comparisons(
+        self,
+        clients: Clients,
+        size: str,
+        transport: str,
+        pids: Sequence[int],
+        limits: dict[str, list[int]],
     ) -> None:
         for case in self._cases:
-            if case.way == way:
-                self._contest(crew, row_name(case.name, size, len(crew)), case, pids, limits)
+            if case.transport == transport:
+                self._comparison(
+                    clients, row_name(case.name, size, len(clients)), case, pids, limits
+                )
 
-    def _contest(
+    def _comparison(
         self,
-        crew: Crew,
+        clients: Clients,
         name: str,
         case: Case,
         pids: Sequence[int],
         limits: dict[str, list[int]],
     ) -> None:
-        ours = _Meter(crew, case.way, case.verb, pids, self._passes(crew, case))
-        limit = _Meter(crew, case.limit, case.verb, limits[case.limit], self._passes(crew, case))
+        ours = _Meter(clients, case.transport, case.verb, pids, self._passes(clients, case))
+        limit = _Meter(
+            clients, case.limit, case.verb, limits[case.limit], self._passes(clients, case)
+        )
         outcome = take_rounds(
-            Contest(name, "B/s", LIMITS[case.limit], ours, limit), self._scale.rounds
+            Comparison(name, "B/s", LIMITS[case.limit], ours, limit), self._scale.rounds
         )
         figures = self._report.figures
         costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
@@ -275,23 +283,26 @@ class Measurement:
         self._report.ratios[name] = outcome.ratio
         self._report.limits[f"{name}_limit"] = figures["contests"][name]["limit_median"]
 
-    def _passes(self, crew: Crew, case: Case) -> int:
+    def _passes(self, clients: Clients, case: Case) -> int:
         wanted = self._scale.copied_bytes if case.limit == "copy" else self._scale.sent_bytes
-        return max(1, round(wanted / (len(crew) * self._footprint)))
+        return max(1, round(wanted / (len(clients) * self._footprint)))
 
     def _take_look_ups(self) -> None:
         most = max(LOOK_UP_KEYS)
-        crew = Crew(1, _LOOK_UP_BLOCK_BYTES, most)
+        clients = Clients(1, _LOOK_UP_BLOCK_BYTES, most)
         try:
-            with self._server(crew) as (_, address), crew.way("shm", [_plan(address, "memory")]):
+            with (
+                self._server(clients) as (_, address),
+                clients.transport("shm", [_plan(address, "memory")]),
+            ):
                 for keys in LOOK_UP_KEYS:
-                    crew.look_up("shm", self._scale.look_ups, keys)  # to warm up
-                    seconds = crew.look_up("shm", self._scale.look_ups, keys)
+                    clients.look_up("shm", self._scale.look_ups, keys)  # to warm up
+                    seconds = clients.look_up("shm", self._scale.look_ups, keys)
                     rates = [keys / each for each in seconds]
                     self._report.ratios[look_up_name(keys)] = median(rates)
                     self._report.figures["spreads"][look_up_name(keys)] = quartiles(rates)
         finally:
-            crew.close()
+            clients.close()
 
 
 def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:
@@ -301,10 +312,12 @@ def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Pla
 
 
 class _Meter:
-    """One side of a contest: the rate of a round, and what rounds took of the processor."""
+    """One side of a comparison: the rate of a round, and what rounds took of the processor."""
 
-    def __init__(self, crew: Crew, way: str, verb: str, pids: Sequence[int], passes: int) -> None:
-        self._move: Callable[[], Round] = lambda: crew.move(way, verb, passes)
+    def __init__(
+        self, clients: Clients, transport: str, verb: str, pids: Sequence[int], passes: int
+    ) -> None:
+        self._move: Callable[[], Round] = lambda: clients.move(transport, verb, passes)
         self._pids = pids
         self._costs: list[float] = []
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's transfer engine over TCP: blocks between registered memory of two processes.
 
-The far end does nothing but hold memory; all blocks of a call are one batch. Knows nothing of the
-other ways.
+The far end does nothing but hold memory; all blocks of a call are one batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from ..harness.comparison import WrongWork
 from .blocks import Blocks
-from .transports import SECONDS, Way
+from .transports import SECONDS, Transport
 
 _HOST = "127.0.0.1"
 
@@ -34,7 +33,7 @@ def why_not() -> str:
     return "" if not done.returncode else f"it cannot be imported: {done.stderr[-200:].strip()}"
 
 
-class MooncakeWay(Way):
+class MooncakeTransport(Transport):
     """The client's end. `target` and `addresses` are the far end's."""
 
     def __init__(self, blocks: Blocks, *, target: str, addresses: list[int]) -> None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one run of `stratakv bench service` does, and what it promises of each ratio.
-
-Knows nothing of how anything is measured.
-"""
+"""How much one run of `stratakv bench service` does, and what it promises of each ratio."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..tiers.gates import Gate
+from ..harness.comparison import Gate
 from ..tiers.scale import MIB
 
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB}
@@ -18,10 +15,10 @@ LOOK_UP_KEYS = (1024, 4096)  # of one call
 
 
 class Case(NamedTuple):
-    """One row: `way` moves blocks as `verb` says, `limit` does the same without the service."""
+    """One row: `transport` moves blocks as `verb` says, `limit` the same without a service."""
 
     name: str
-    way: str
+    transport: str
     verb: str
     limit: str
     least: float | None = None  # of the ratio with one client; more are reported only

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, in processes of their own: `stratakv cache-server` and redis-server.
-
-Knows nothing of clients.
-"""
+"""The servers of a run, in processes of their own: `stratakv cache-server` and redis-server."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..harness.comparison import WrongWork
+from ..harness.served import free_ports
 
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 10.0
@@ -37,7 +35,7 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
     """A cache server with so much memory. Raises WrongWork where it does not start."""
-    port, data_port = _free_ports(2)
+    port, data_port = free_ports(2)
     command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "cache-server"]
     ports = ["--port", str(port), "--data-port", str(data_port), "--drain-seconds", "1"]
     with _running([*command, *ports, "--cpu-bytes", str(cpu_bytes), *flags], port) as server:
@@ -47,7 +45,7 @@ def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
 @contextlib.contextmanager
 def redis_server(binary: str) -> Iterator[Server]:
     """Redis without a disk. Raises WrongWork where it does not start."""
-    [port] = _free_ports(1)
+    [port] = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
         with _running([*command, "--save", "", "--appendonly", "no"], port) as server:
@@ -65,15 +63,8 @@ def certificate() -> Iterator[tuple[Path, Path]]:
     """A certificate of this host and its key, for a day. Raises WrongWork."""
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
-        command = [OPENSSL, "req", "-x509", "-newkey", "ec", "-pkeyopt"]
-        command += [
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "1",
-            "-subj",
-            "/CN=localhost",
-        ]
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
+        command = [OPENSSL, *words.split(), "-subj", "/CN=localhost"]
         command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
         command += ["-keyout", str(key), "-out", str(cert)]
         done = subprocess.run(
@@ -114,12 +105,3 @@ def _takes_connections(process: subprocess.Popen[bytes], port: int) -> bool:
             return True
         time.sleep(_PAUSE_SECONDS)
     return False
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

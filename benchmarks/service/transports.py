@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways that blocks take out of a client's memory and back: the promise, memcpy, the service.
+"""What carries blocks out of a client's memory and back: memcpy, a connection, a tier.
 
-Each has room for as many blocks as the client has, and moves any of them in any order. Knows
-nothing of rounds or clocks.
+Each has room for as many blocks as the client has, and moves any of them in any order.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _QUEUE_BYTES = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a client opens a way: which one, and what that needs."""
+    """How a client opens a transport: which one, and what that needs."""
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Way(ABC):
+class Transport(ABC):
     """`order` are numbers of blocks. Raises WrongWork where not all were moved."""
 
     @abstractmethod
@@ -57,7 +56,7 @@ class Way(ABC):
         """At the end."""
 
 
-class CopyWay(Way):
+class CopyTransport(Transport):
     """memcpy, to other memory of the same kind."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -77,8 +76,8 @@ class CopyWay(Way):
             copy(targets[index], sources[index], size)
 
 
-class ServiceWay(Way):
-    """What the ways to a cache server share: each block has the key it was stored under last."""
+class ServiceTransport(Transport):
+    """Shared by the transports to a cache server: a block has the key it was last stored under."""
 
     def __init__(self, blocks: Blocks, kind: str, ca_file: Path | None) -> None:
         self._blocks = blocks
@@ -110,7 +109,7 @@ class ServiceWay(Way):
             raise WrongWork(f"blocks went through {found or 'nothing'}, not {self._kind}")
 
 
-class ConnectionWay(ServiceWay):
+class ConnectionTransport(ServiceTransport):
     """A client's connection to a cache server, of one `kind`."""
 
     def __init__(
@@ -159,7 +158,7 @@ class ConnectionWay(ServiceWay):
         self._opened.close()
 
 
-class TierWay(ServiceWay):
+class TierTransport(ServiceTransport):
     """The tier that an engine has on a cache server, on the best connection there is."""
 
     def __init__(self, blocks: Blocks, *, address: ServerAddress) -> None:

@@ -11,29 +11,95 @@ spread, and how far the limit spreads against itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from ...engine.settings import readers
 from ...tiers.errors import TierError
 from ...tiers.settings.values import ConfigError
+from ...tiers.shared_memory import HUGE_PAGE_BYTES
+from ..harness.command import run_and_tell
 from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
-from ..harness.plots import draw_and_tell
 from ..harness.report import Report, median
-from . import checksum_case
-from .codec_case import measure_codecs, print_codecs
-from .gates import BYTES_PER_ENTRY, GATES, LOOK_UPS, LOOK_UPS_WHILE_CHURNING, REOPEN
+from . import cost_cases
+from .cost_cases import measure_codecs
 from .index_case import IndexCase
-from .place import check_huge_pages, working_folder
-from .report import plot_tiers, print_tiers
+from .report import (
+    BYTES_PER_ENTRY,
+    GATES,
+    LOOK_UPS,
+    LOOK_UPS_WHILE_CHURNING,
+    REOPEN,
+    plot_tiers,
+    print_tiers,
+)
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import StoreCase
+
+MOUNTS = Path("/proc/self/mountinfo")
+MEMINFO = Path("/proc/meminfo")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@contextlib.contextmanager
+def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
+    """A new folder below `path`, removed with all it holds. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        kind = file_system_of(path)
+        if kind in _IN_MEMORY:
+            raise ConfigError(
+                f"--path {path} is on {kind}, which is memory and says nothing of a disk; choose "
+                "a folder on the disk to be measured"
+            )
+        free = shutil.disk_usage(path).free
+        if free < needed_bytes:
+            raise ConfigError(
+                f"--path {path} has {free:,} bytes free and the benchmark takes {needed_bytes:,}; "
+                "make room or choose another folder"
+            )
+        folder = tempfile.TemporaryDirectory(prefix="stratakv-bench-", dir=path)
+    except OSError as error:
+        raise ConfigError(
+            f"--path {path} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
+    with folder as name:
+        yield Path(name)
+
+
+def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
+    """The kind of file system that `path` is on; None where the kernel does not say."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return None
+
+
+def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
+    """Raises ConfigError where the host's pool has not so much free."""
+    found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(found.get("HugePages_Free", "0"))
+    needed = -(-needed_bytes // HUGE_PAGE_BYTES)
+    if free < needed:
+        raise ConfigError(
+            f"--huge-pages takes {needed} free pages of the host's pool, which has {free}; run "
+            f"`sysctl vm.nr_hugepages={needed}` or leave the option out"
+        )
+
 
 # What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
 HUGE_BYTES = 140 * MIB
@@ -77,20 +143,13 @@ def run(arguments: argparse.Namespace) -> int:
     scale = QUICK if arguments.quick else FULL
     options = " --quick" * arguments.quick + " --huge-pages" * arguments.huge_pages
     report = Report("tiers", f"stratakv bench tiers{options}")
-    try:
+
+    def take() -> None:
         with working_folder(path, scale.needed_bytes) as folder:
             disk = Disk(folder, arguments.limit, arguments.huge_pages)
             measure(report, disk, scale)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError, TierError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench tiers: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_tiers(report)
-    print_codecs(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_tiers(report, arguments.out / "tiers.png"))
-    return 0
+
+    return run_and_tell(report, arguments.out, take, print_tiers, plot_tiers, WrongWork, TierError)
 
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
@@ -110,16 +169,16 @@ class Results:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.plan = report.figures.setdefault("plan", {})
-        self.contests = report.figures.setdefault("contests", {})
+        self.comparisons = report.figures.setdefault("contests", {})
         self.first_writes = report.figures.setdefault("first_writes", {})
         self.spreads = report.figures.setdefault("spreads", {})
 
     def add(self, outcome: Outcome, figure: Callable[[float], float] = float) -> None:
         """`figure` makes what is promised from the ratio of the rates, where that is another."""
-        name = outcome.contest.name
-        self.contests[name] = outcome.figures()
+        name = outcome.comparison.name
+        self.comparisons[name] = outcome.figures()
         self.report.ratios[name] = figure(outcome.ratio)
-        self.report.limits[f"{name}_limit"] = self.contests[name]["limit_median"]
+        self.report.limits[f"{name}_limit"] = self.comparisons[name]["limit_median"]
         for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
             self.spreads[spread] = quartiles([figure(ratio) for ratio in ratios])
 
@@ -130,8 +189,8 @@ def measure_slab(results: Results, scale: Scale) -> None:
     for size, block_bytes in SIZES.items():
         case = SlabCase(block_bytes, slab_bytes)
         try:
-            for contest in case.contests(size):
-                results.add(take_rounds(contest, scale.slab_rounds))
+            for comparison in case.comparisons(size):
+                results.add(take_rounds(comparison, scale.slab_rounds))
         finally:
             case.close()
             gc.collect()
@@ -143,15 +202,15 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
     results.plan |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
     results.first_writes[size] = case.first_write_rate
     try:
-        for contest in case.contests(size):
-            results.add(take_rounds(contest, scale.rounds))
-        results.add(take_rounds(case.churn_contest(size), scale.turnovers))
+        for comparison in case.comparisons(size):
+            results.add(take_rounds(comparison, scale.rounds))
+        results.add(take_rounds(case.churn_comparison(size), scale.turnovers))
         if size == _SMALLEST:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
             results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
-            for contest in checksum_case.contests(case):
-                results.add(take_rounds(contest, scale.rounds), checksum_case.cost)
+            for comparison in cost_cases.comparisons(case):
+                results.add(take_rounds(comparison, scale.rounds), cost_cases.cost)
             case.clear()
     finally:
         case.close()
@@ -160,7 +219,7 @@ def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None
 
 def measure_index(results: Results, folder: Path, scale: Scale) -> None:
     case = IndexCase(folder, scale.index_entries)
-    outcome = take_rounds(case.contest(), scale.index_rounds)
+    outcome = take_rounds(case.comparison(), scale.index_rounds)
     ratios = results.report.ratios
     ratios[REOPEN] = 1 / outcome.ratio
     results.report.figures["reopen"] = {

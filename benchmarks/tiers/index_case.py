@@ -24,10 +24,9 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from ..harness.comparison import Contest, WrongWork
+from ..harness.comparison import Comparison, WrongWork, swapped
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
-from .swap import swapped
 
 _LAYOUT = layout_of(4096)
 _COMMIT_ROWS = 4096
@@ -56,9 +55,9 @@ class IndexCase:
         finally:
             opened.close()
 
-    def contest(self) -> Contest:
+    def comparison(self) -> Comparison:
         """Rates of rows; the ratio is one of speeds, so its inverse is one of times."""
-        return Contest("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
+        return Comparison("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
 
     def reopen(self) -> float:
         """Open the store, whole; rows a second."""

@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the plot of `stratakv bench tiers`. Knows nothing of how anything was measured."""
+"""The table and the plot of `stratakv bench tiers`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..harness.plots import GATE, MET, MISSED, new_figure, save_figure
+from ..harness.comparison import Gate, spread_of
+from ..harness.plots import (
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    draw_bars,
+    mark_gates,
+    new_figure,
+    save_figure,
+)
 from ..harness.report import Report, print_table
-from .gates import GATES
+from .cost_cases import NAMES as CHECKSUM_NAMES
+from .cost_cases import print_codecs
 from .scale import SIZES
 
+LOOK_UPS = "index_lookups_per_second"
+LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
+BYTES_PER_ENTRY = "index_bytes_per_entry"
+REOPEN = "reopen_over_sequential_read"
 # What a picture calls them.
 _FAMILIES = {
     "slab_put": "slab, put",
@@ -20,19 +36,40 @@ _FAMILIES = {
 }
 
 
+def _gates() -> dict[str, Gate]:
+    gates = {}
+    for size in SIZES:
+        small = size == "256KiB"
+        gates[f"slab_put_{size}"] = gates[f"slab_get_{size}"] = Gate(least=0.8)
+        gates[f"ssd_write_{size}"] = Gate(least=0.7 if small else 0.85)
+        gates[f"ssd_read_cold_{size}"] = Gate(least=0.9)
+        gates[f"ssd_churn_{size}"] = Gate(least=0.5 if small else 0.85)
+    gates |= dict(zip(CHECKSUM_NAMES, (Gate(most=0.08), Gate(most=0.15)), strict=True))
+    gates[LOOK_UPS] = gates[LOOK_UPS_WHILE_CHURNING] = Gate(least=500_000)
+    gates[BYTES_PER_ENTRY] = Gate(most=256)
+    gates[REOPEN] = Gate(most=1.5)
+    return gates
+
+
+GATES: Mapping[str, Gate] = _gates()
+
+
 def print_tiers(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
     rows = []
     for name, ratio in report.ratios.items():
         gate = GATES[name]
-        contest = report.figures["contests"].get(name)
+        comparison = report.figures["contests"].get(name)
         rates = ["", ""]
-        if contest is not None:
-            ours, limit = contest["median"] / 1e9, contest["limit_median"] / 1e9
-            rates = [f"{ours:.2f} / {limit:.2f}", contest["limit"]]
+        if comparison is not None:
+            ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
+            rates = [f"{ours:.2f} / {limit:.2f}", comparison["limit"]]
         value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
-        spreads = [_spread(report, name), _spread(report, f"{name}_aa")]
-        verdict = "met" if gate.is_met(ratio) else "missed"
+        spreads = [
+            spread_of(report.figures["spreads"], name),
+            spread_of(report.figures["spreads"], f"{name}_aa"),
+        ]
+        verdict = gate.verdict(ratio)
         rows.append([name.replace("_", " "), *rates, value, *spreads, f"{gate.wanted} {verdict}"])
     columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate"]
     title = (
@@ -41,20 +78,26 @@ def print_tiers(report: Report) -> None:
     )
     print_table(title, columns, rows)
     _print_disk_limits(report)
+    print_codecs(report)
 
 
 def _print_disk_limits(report: Report) -> None:
     """Every limit of the disk in one table; the one that decides has a mark."""
     rows = []
-    for name, contest in report.figures["contests"].items():
-        if "beside_ratio" not in contest:
+    for name, comparison in report.figures["contests"].items():
+        if "beside_ratio" not in comparison:
             continue
-        ours = contest["median"]
-        only = {contest["limit"]: {"median": contest["limit_median"], "ratio": report.ratios[name]}}
-        for limit, cell in contest.get("by_limit", only).items():
-            mark = "decides" if limit == contest["limit"] else ""
+        ours = comparison["median"]
+        only = {
+            comparison["limit"]: {
+                "median": comparison["limit_median"],
+                "ratio": report.ratios[name],
+            }
+        }
+        for limit, cell in comparison.get("by_limit", only).items():
+            mark = "decides" if limit == comparison["limit"] else ""
             rows.append(_limit_row(name, limit, ours, cell["median"], cell["ratio"], mark))
-        beside = contest["beside_median"], contest["beside_ratio"]
+        beside = comparison["beside_median"], comparison["beside_ratio"]
         limit = f"{report.figures['plan']['disk_limit']}, eight buffers"
         rows.append(_limit_row(name, limit, ours, *beside, "in a cache: promises nothing"))
     title = (
@@ -71,42 +114,34 @@ def _limit_row(
     return [name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark]
 
 
-def _spread(report: Report, name: str) -> str:
-    low, high = report.figures["spreads"].get(name, (None, None))
-    return "" if low is None else f"{low:.2f}..{high:.2f}"
-
-
 def plot_tiers(report: Report, path: Path) -> Path:
     """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
-    figure, panels = new_figure(1, 1, (9.6, 4.4))
-    axes = panels[0][0]
-    step = len(SIZES) + 0.6
-    cases = [
-        (number * step + place, size, f"{family}_{size}")
-        for number, family in enumerate(_FAMILIES)
-        for place, size in enumerate(SIZES)
+    figure, [[axes]] = new_figure(1, 1, 4.6)
+    names = [[f"{family}_{size}" for family in _FAMILIES] for size in SIZES]
+    ratios = [[report.ratios[name] for name in row] for row in names]
+    colours = [
+        [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
+        for row in names
     ]
-    for place, _, name in cases:
-        gate, ratio = GATES[name], report.ratios[name]
-        bars = axes.bar([place], [ratio], color=MET if gate.is_met(ratio) else MISSED)
-        axes.bar_label(bars, labels=[f"{ratio:.2f}"], fontsize=8, padding=2)
-        axes.hlines(gate.least or 0.0, place - 0.45, place + 0.45, color=GATE)
-    axes.set_xticks([place for place, _, _ in cases], [size for _, size, _ in cases], fontsize=7)
-    families = axes.secondary_xaxis(location=0)
-    middles = [number * step + (len(SIZES) - 1) / 2 for number in range(len(_FAMILIES))]
-    families.set_xticks(middles, [f"\n{label}" for label in _FAMILIES.values()], fontsize=9)
-    families.tick_params(length=0)
+    series = dict(zip(SIZES, ratios, strict=True))
+    draw_bars(axes, list(_FAMILIES.values()), series, colours, fmt="%.2f")
+    width = 0.84 / len(SIZES)
+    for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
+        places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
+        gates = [GATES[name].least for name in row]
+        mark_gates(axes, dict(zip(places, gates, strict=True)), width, GATE)
+        for place in places:
+            axes.annotate(size, (place, 0), (0, 4), textcoords="offset points", rotation=90,
+                          ha="center", fontsize=8, color="white")  # fmt: skip
     axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
-    axes.set_ylabel("share of the limit")
-    axes.margins(x=0.02, y=0.12)
     plan = report.figures["plan"]
     pages = "huge" if plan["huge_pages"] else "plain"
-    several = any("by_limit" in contest for contest in report.figures["contests"].values())
+    several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
     disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
-    axes.set_title(
-        "Slab and SSD store against this machine's memory and disk, in turns\n"
-        f"1.0: memcpy (slab), {disk} with O_DIRECT at random places, {pages} pages "
-        "(ssd). Orange: promised at least",
-        fontsize=8.5,
+    title = (
+        "Slab and SSD store, as a share of what memory and disk can do\n"
+        f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
+        "Orange: promised"
     )
+    caption(axes, title, y="share of the limit")
     return save_figure(figure, report.environment, path)

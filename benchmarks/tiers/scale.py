@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one run of `stratakv bench tiers` does: in full, or in its quick form.
-
-Knows nothing of how anything is measured.
-"""
+"""How much one run of `stratakv bench tiers` does: in full, or in its quick form."""
 
 from __future__ import annotations
 

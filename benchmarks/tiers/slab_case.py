@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tiers.cpu import CpuSlab
-from ..harness.comparison import Contest, WrongWork
+from ..harness.comparison import Comparison, WrongWork
 from .scale import MIB, key_of, layout_of
 
 BATCH_BYTES = 32 * MIB
@@ -56,11 +56,11 @@ class SlabCase:
         self._places: Sequence[int] = []
         self.put()
 
-    def contests(self, name: str) -> list[Contest]:
+    def comparisons(self, name: str) -> list[Comparison]:
         """Blocks into the slab, and out of it."""
         return [
-            Contest(f"slab_put_{name}", "bytes/s", "memcpy", self.put, self.copy),
-            Contest(f"slab_get_{name}", "bytes/s", "memcpy", self.get, self.copy),
+            Comparison(f"slab_put_{name}", "bytes/s", "memcpy", self.put, self.copy),
+            Comparison(f"slab_get_{name}", "bytes/s", "memcpy", self.get, self.copy),
         ]
 
     def put(self) -> float:

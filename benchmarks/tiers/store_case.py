@@ -4,7 +4,7 @@
 The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB, each acknowledged
 as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
 first round, as the file of the limit was; what that first write costs is told beside. The limit has
-its buffers in the same slab. Knows nothing of ratios.
+its buffers in the same slab.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...tiers.base import Stored
 from ...tiers.cpu import CpuSlab
 from ...tiers.ssd import SsdStore
 from ...tiers.tag import Proof
-from ..harness.comparison import Contest, WrongWork
+from ..harness.comparison import Comparison, WrongWork
 from .disk_limit import QUEUE_DEPTH, READ_DEPTHS, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
@@ -76,12 +76,12 @@ class StoreCase:
         self.first_write_rate = self._timed_store(num_slots)
         self.clear()  # a full store has begun to evict
 
-    def contests(self, name: str) -> list[Contest]:
+    def comparisons(self, name: str) -> list[Comparison]:
         """Writes into free slots, random reads; every batch acknowledged."""
         moved = self._round_blocks * self._size
         return [
-            self._contest(f"ssd_write_{name}", self.write, self.limit.write, moved),
-            self._contest(
+            self._comparison(f"ssd_write_{name}", self.write, self.limit.write, moved),
+            self._comparison(
                 f"ssd_read_cold_{name}",
                 self.read,
                 self.limit.read,
@@ -94,10 +94,10 @@ class StoreCase:
             ),
         ]
 
-    def churn_contest(self, name: str) -> Contest:
+    def churn_comparison(self, name: str) -> Comparison:
         """One turnover a round."""
         turned = self.num_live * self._size
-        return self._contest(f"ssd_churn_{name}", self.churn, self.limit.write, turned)
+        return self._comparison(f"ssd_churn_{name}", self.churn, self.limit.write, turned)
 
     def write(self) -> float:
         """New blocks into an empty store; bytes a second."""
@@ -180,15 +180,15 @@ class StoreCase:
         if stats.rejected or stats.errors:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
 
-    def _contest(
+    def _comparison(
         self,
         name: str,
         ours: Callable[[], float],
         limit: Callable[[int, int], float],
         num_bytes: int,
         rivals: Mapping[str, Callable[[], float]] | None = None,
-    ) -> Contest:
-        return Contest(
+    ) -> Comparison:
+        return Comparison(
             name,
             "bytes/s",
             self.limit.name,

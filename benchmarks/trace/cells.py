@@ -2,7 +2,7 @@
 """The cells of the tables: one replay each, in this process or in workers.
 
 A cell is a few plain values, so that it can go to another process, where the traces are read or
-generated again. Knows nothing of tables, ratios or the command line.
+generated again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from pathlib import Path
 
 from ...tiers.admission import make_filter
 from ...tiers.policies.choice import policy_factory
-from .baselines import replay_heads_first
 from .contenders import ADMIT_ALL
 from .formats import read_trace
-from .opt import replay_opt
-from .replay import Outcome, ReplayTier, replay
+from .replay import Outcome, ReplayTier, replay, replay_heads_first, replay_opt
 from .synthetic import SHAPES, generate
 from .trace import Trace
 from .two_tiers import Arrangement, TwoTierOutcome, replay_two_tiers

@@ -14,13 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
 from ...tiers.settings.values import ConfigError
-from ..harness.plots import draw_and_tell
+from ..harness.command import progress, run_and_tell
 from ..harness.report import Report
 from .cells import (
     HEADS_FIRST,
@@ -36,8 +35,7 @@ from .cells import (
 )
 from .contenders import ADMIT_ALL, choose_filter, choose_policy
 from .formats import TraceError, trace_files, trace_name
-from .plot import plot_traces
-from .report import fill_report, print_traces
+from .report import fill_report, plot_traces, print_traces
 from .synthetic import AGENTS, CHAT
 from .trace import Trace
 from .two_tiers import Arrangement
@@ -72,21 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
     admission = choose_filter(arguments.admission)
     if not 0 <= arguments.seed <= MAX_SEED:
         raise ConfigError(f"--seed takes a whole number from 0 to {MAX_SEED}, not {arguments.seed}")
-    console = Console(stderr=True)
-    try:
-        sources = choose_sources(arguments)
-        traces = load(sources)
-        report = measure(sources, traces, policy, admission, console)
-        path = report.write(arguments.out)
-    except TraceError as error:
-        raise ConfigError(str(error)) from error
-    except (CellFailed, OSError) as error:
-        console.print(f"bench trace: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_traces(report)
-    print(f"written: {path}")
-    draw_and_tell(lambda: plot_traces(report, arguments.out / "trace.png"))
-    return 0
+    report = Report("trace", "stratakv bench trace")
+
+    def take() -> None:
+        try:
+            sources = choose_sources(arguments)
+            traces = load(sources)
+            measure(report, sources, traces, policy, admission)
+        except TraceError as error:
+            raise ConfigError(str(error)) from error
+
+    return run_and_tell(report, arguments.out, take, print_traces, plot_traces, CellFailed)
 
 
 def choose_sources(arguments: argparse.Namespace) -> list[Source]:
@@ -126,14 +120,13 @@ def load(sources: Sequence[Source]) -> dict[str, Trace]:
 
 
 def measure(
+    report: Report,
     sources: Sequence[Source],
     traces: Mapping[str, Trace],
     policy: str,
     admission: str,
-    console: Console,
-) -> Report:
+) -> None:
     """Run every cell. Raises CellFailed."""
-    report = Report("trace", "stratakv bench trace")
     report.figures["plan"] = {
         "capacities_percent": list(CAPACITIES_PERCENT),
         "pairs_percent": [list(pair) for pair in PAIRS_PERCENT],
@@ -144,13 +137,12 @@ def measure(
     }
     cells = make_cells(list(traces), policy, admission)
     answers: dict[AnyCell, Answer] = {}
-    with _progress(console) as bar:
+    with progress(Console(stderr=True)) as bar:
         steps = bar.add_task("replaying", total=len(cells))
         for answer in run_cells(cells, sources, traces):
             answers[answer.cell] = answer
             bar.update(steps, advance=1, description=f"replaying {answer.cell.trace}")
     fill_report(report, traces, [answers[cell] for cell in cells])
-    return report
 
 
 def make_cells(names: Sequence[str], policy: str, admission: str) -> list[AnyCell]:
@@ -171,9 +163,3 @@ def make_cells(names: Sequence[str], policy: str, admission: str) -> list[AnyCel
                 if each != ADMIT_ALL
             ]
     return cells
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    return Progress(*columns, console=console)

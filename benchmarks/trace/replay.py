@@ -9,12 +9,23 @@ only the blocks of prompts are kept, and the tier starts empty.
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from ...tiers.policies.base import EvictionPolicy
-from .trace import Trace
-from .work import prefill_work
+from .trace import BLOCK_TOKENS, Trace
+
+_WEIGHT_FLOPS = 2 * 8.0e9  # for each token
+_ATTENTION_FLOPS = 4 * 32 * 4096  # for each token and each one before it: layers, hidden size
+_ATTENTION_PER_BLOCK = _ATTENTION_FLOPS * BLOCK_TOKENS / _WEIGHT_FLOPS
+
+
+def prefill_work(blocks: int) -> float:
+    """Of the first `blocks` blocks of a prompt; that of others is the difference."""
+    return blocks + _ATTENTION_PER_BLOCK * blocks * blocks / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +100,58 @@ def outcome(trace: Trace, hits_by_prompt: Sequence[int]) -> Outcome:
         saved += prefill_work(hits)
         work += prefill_work(len(prompt.chain))
     return Outcome(100 * sum(hits_by_prompt) / trace.num_accesses, 100 * saved / work)
+
+
+_ABSENT = -1
+
+
+def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
+    """Run a trace through an empty tier that knows the rest of it."""
+    prompts = trace.prompts
+    never = len(prompts)
+    depths = 1 + max((len(prompt.chain) for prompt in prompts), default=0)
+    # By block: the prompt it is kept for. The heap holds prompt and depth as one number, the
+    # farthest first; an entry counts only while its block is kept for that very prompt.
+    kept_for = array("q", [_ABSENT]) * trace.num_blocks
+    farthest: list[int] = []
+    num_kept = 0
+    hits_by_prompt = []
+    for prompt, uses in zip(prompts, trace.next_uses, strict=True):
+        hits = 0
+        for block in prompt.chain:
+            if kept_for[block] == _ABSENT:
+                break
+            hits += 1
+        hits_by_prompt.append(hits)
+        for depth, (block, use) in enumerate(zip(prompt.chain, uses, strict=True)):
+            if use == never:
+                num_kept -= kept_for[block] != _ABSENT
+                kept_for[block] = _ABSENT
+                continue
+            num_kept += kept_for[block] == _ABSENT
+            kept_for[block] = use
+            heappush(farthest, -(use * depths + depth))
+        while num_kept > capacity_blocks:
+            use, depth = divmod(-heappop(farthest), depths)
+            block = prompts[use].chain[depth]
+            if kept_for[block] == use:
+                kept_for[block] = _ABSENT
+                num_kept -= 1
+    return outcome(trace, hits_by_prompt)
+
+
+def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
+    """LRU that takes block after block of each prompt, the head first."""
+    order: OrderedDict[int, None] = OrderedDict()
+    hits_by_prompt = []
+    for prompt in trace.prompts:
+        misses = (depth for depth, block in enumerate(prompt.chain) if block not in order)
+        hits_by_prompt.append(next(misses, len(prompt.chain)))
+        for block in prompt.chain:
+            if block in order:
+                order.move_to_end(block)
+                continue
+            if len(order) == capacity_blocks:
+                order.popitem(last=False)
+            order[block] = None
+    return outcome(trace, hits_by_prompt)

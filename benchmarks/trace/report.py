@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of `stratakv bench trace`: from answers to JSON, ratios and tables.
 
-    gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
-    worst_points_below_lru    the most that any cell of the policy stays below LRU, in points
-    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter and without
-    admission_points_lost_TRACE_PAIR                  what write-back hits more without the filter
-    admission_points_below_write_through_TRACE_PAIR   what write-through hits more
-
-Knows nothing of how a trace is replayed.
+gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
+worst_points_below_lru    the most that any cell of the policy stays below LRU, in points
+admission_written_over_write_through_TRACE_PAIR   blocks written with the filter and without
+admission_points_lost_TRACE_PAIR                  what write-back hits more without the filter
+admission_points_below_write_through_TRACE_PAIR   what write-through hits more
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from ..harness.plots import MET, add_legend, caption, new_figure, save_figure
 from ..harness.report import Report, print_table
 from .cells import HEADS_FIRST, LRU, OPT, Answer, Cell, PairCell
 from .contenders import ADMIT_ALL
@@ -196,3 +196,61 @@ def _pair_rows(pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[l
         ]
         for name in names
     ]
+
+
+_COLOURS = {LRU: "#8a8f98", OPT: "#222222", HEADS_FIRST: "#c9a0a0"}
+_DASHED = (OPT, HEADS_FIRST)
+
+
+def plot_traces(report: Report, path: Path) -> Path:
+    """One column for each trace: one tier above, two tiers below."""
+    names = list(report.figures["one_tier"])
+    figure, panels = new_figure(2, len(names), 6.0)
+    for column, name in enumerate(names):
+        _plot_hits(panels[0][column], report.figures["one_tier"][name], report, name)
+        _plot_writes(panels[1][column], report.figures["two_tiers"][name])
+        panels[1][column].tick_params(labelleft=column == 0)
+    panels[0][0].set_ylabel("hits, % of prompt blocks", fontsize=9)
+    add_legend(figure, panels[0][0], columns=6)
+    return save_figure(figure, report.environment, path)
+
+
+def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) -> None:
+    for row, cells in rows.items():
+        axes.plot(
+            [int(percent) for percent in cells],
+            [figures["hit_percent"] for figures in cells.values()],
+            label=row,
+            color=_COLOURS.get(row),
+            linestyle="--" if row in _DASHED else "-",
+            linewidth=2.2 if row == report.figures["plan"]["policy"] else 1.2,
+            marker=".",
+        )
+    axes.axhline(report.limits[f"infinite_{name}"]["hit_percent"], color="#dddddd", zorder=0)
+    percents = [int(percent) for percent in rows[LRU]]
+    axes.set_xscale("log")
+    axes.set_xticks(percents, [str(percent) for percent in percents])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=8)
+    caption(axes, name, "one tier, % of distinct blocks")
+
+
+def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """A bar for each row of the table of the middle pair: what it writes, and beside it its hits.
+    The other pairs are in the JSON and in the tables."""
+    pair = list(pairs)[len(pairs) // 2]
+    rows = pairs[pair]
+    written = [cells["written_per_block"] for cells in rows.values()]
+    names = [name.replace(", ", "\n").replace("admission ", "") for name in rows]
+    bars = axes.barh(names, written, color=MET, height=0.6)
+    for bar, cells in zip(bars, rows.values(), strict=True):
+        axes.annotate(
+            f"{cells['hit_percent']:.1f} %", (bar.get_width(), bar.get_y() + 0.3), (3, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8)
+    axes.set_xlim(0, 1.6 * max(*written, 0.01))
+    upper, lower = pair.split("_over_")
+    x = "written per prompt block\n(beside the bars: hits)"
+    caption(axes, f"two tiers, {upper} % over {lower} %", x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace: prompts in order of arrival, each a chain of blocks. Knows nothing of files or caches.
+"""A trace: prompts in order of arrival, each a chain of blocks.
 
 Blocks are numbered from 0 in the order of their first use, so that an array can be indexed by them;
 policies see 40-byte keys, as long and as even in their bits as those of the product.

@@ -12,19 +12,103 @@ from __future__ import annotations
 
 import argparse
 import gc
+from functools import partial
+from pathlib import Path
 
-from rich.console import Console
-
+from ..harness.command import run_and_tell
 from ..harness.comparison import WrongWork, take_rounds
-from ..harness.plots import draw_and_tell
-from ..harness.report import Report
+from ..harness.plots import (
+    COLOURS,
+    GATE,
+    add_legend,
+    caption,
+    draw_bars,
+    new_figure,
+    save_figure,
+)
+from ..harness.report import Report, print_table
 from ..tiers.slab_case import footprint_bytes
-from .copy_case import CopyCase
+from .copy_case import CopyCase, take_submissions
 from .layer_ranges import take_layer_ranges
-from .report import plot_transfer, print_layer_ranges, print_transfer
 from .rig import Rig
-from .scale import FULL, GATES, JOB_BLOCKS, QUICK, RUN_BLOCKS, SIZES, Scale, submit_name
-from .submit_case import take_submissions
+from .scale import (
+    FULL,
+    GATES,
+    JOB_BLOCKS,
+    MOVES,
+    QUICK,
+    RUN_BLOCKS,
+    SIZES,
+    Scale,
+    copy_name,
+    submit_name,
+)
+
+_LABELS = {
+    "pool_to_slab": "pool to slab, scattered blocks",
+    "slab_to_pool": "slab to pool, scattered blocks",
+    "pool_to_slab_runs": f"pool to slab, runs of {RUN_BLOCKS}",
+    "slab_to_pool_runs": f"slab to pool, runs of {RUN_BLOCKS}",
+    "both_ways": "both ways at once",
+}
+
+
+def print_transfer(report: Report) -> None:
+    """What a person reads: figure, limit, ratio, gate."""
+    rows = []
+    for name, gate in GATES.items():
+        ratio = report.ratios[name]
+        comparison = report.figures["contests"].get(name)
+        if comparison is not None:
+            rates = [f"{comparison['median'] / 1e9:.2f}", f"{comparison['limit_median'] / 1e9:.2f}"]
+            value = f"{ratio:.2f}"
+        else:
+            taken = report.figures["submissions"][name]
+            rates = [
+                f"{1e6 * taken['submit_cpu_seconds']:.0f} us",
+                f"{1e6 * taken['copy_cpu_seconds']:.0f} us",
+            ]
+            value = f"{ratio:.3f}"
+        rows.append([name.replace("_", " "), *rates, value, gate.wanted, gate.verdict(ratio)])
+    columns = ["what", "GB/s", "memcpy GB/s", "ratio", "gate", ""]
+    print_table("Pool and slab on the CPU device, against memcpy in turn", columns, rows)
+    print_layer_ranges(report)
+
+
+def print_layer_ranges(report: Report) -> None:
+    """What computing while layers are still being loaded gains; nothing is promised of it."""
+    rows = []
+    for name, cell in report.figures["layer_ranges"].items():
+        parts = [f"{1e3 * cell[key]:.1f}" for key in ("copy_seconds", "compute_seconds")]
+        ratios = [f"{cell[key]:.2f}" for key in ("most_to_win", "ratio", "cpu_ratio")]
+        quartiles = "{:.2f} to {:.2f}".format(*cell["ratio_quartiles"])
+        rows.append([name.replace("_", " "), *parts, *ratios, quartiles])
+    columns = ["cached, suffix, ranges", "copy ms", "compute ms", "at most", "ratio", "cpu ratio",
+               "quartiles"]  # fmt: skip
+    print_table("Loaded whole, over loaded by layers: time to the first token", columns, rows)
+
+
+def plot_transfer(report: Report, path: Path) -> Path:
+    """Bars of the copying ratios by size of block, and of what submitting costs."""
+    figure, [[copies, submits]] = new_figure(1, 2, 4.4, width_ratios=(5, 2))
+    sizes = list(SIZES)
+    series = {
+        _LABELS[move]: [report.ratios[copy_name(move, size)] for size in sizes] for move in MOVES
+    }
+    light_and_dark = (COLOURS[0], COLOURS[5], COLOURS[1], COLOURS[6], COLOURS[3])
+    draw_bars(copies, sizes, series, light_and_dark)
+    caption(copies, "Blocks copied between pool and slab", "block", "share of memcpy's rate")
+    shares = [100 * report.ratios[submit_name(size)] for size in sizes]
+    draw_bars(submits, sizes, {"": shares}, fmt="%.1f")
+    submits.tick_params(axis="x", labelsize=7)
+    caption(submits, "Handing a job over", "block", "% of its copying time")
+    least = GATES[copy_name(MOVES[0], sizes[0])].least or 0.0
+    most = 100 * (GATES[submit_name(sizes[0])].most or 0.0)
+    words = f"promised: at least {least:g}; right: at most {most:g} %"
+    copies.axhline(least, color=GATE, linewidth=1.5, label=words)
+    submits.axhline(most, color=GATE, linewidth=1.5, zorder=0)
+    add_legend(figure, copies, columns=2)
+    return save_figure(figure, report.environment, path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,18 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal."""
     scale = QUICK if arguments.quick else FULL
     report = Report("transfer", "stratakv bench transfer" + " --quick" * arguments.quick)
-    try:
-        measure(report, scale)
-        written = report.write(arguments.out)
-    except (WrongWork, OSError) as error:
-        console = Console(stderr=True)
-        console.print(f"bench transfer: {error}", style="red", markup=False, soft_wrap=True)
-        return 1
-    print_transfer(report)
-    print_layer_ranges(report)
-    print(f"written: {written}")
-    draw_and_tell(lambda: plot_transfer(report, arguments.out / "transfer.png"))
-    return 0
+
+    work = partial(measure, report, scale)
+    return run_and_tell(report, arguments.out, work, print_transfer, plot_transfer, WrongWork)
 
 
 def measure(report: Report, scale: Scale) -> None:
@@ -60,17 +135,19 @@ def measure(report: Report, scale: Scale) -> None:
         "copies_are_timed_by": "the wall clock",
         "submissions_are_timed_by": "processor seconds of the calling thread",
     }
-    contests = report.figures["contests"] = {}
+    comparisons = report.figures["contests"] = {}
     submissions = report.figures["submissions"] = {}
     ratios = {}
     for size, block_bytes in SIZES.items():
         rig = Rig(block_bytes, region_bytes)
         try:
-            for contest in CopyCase(rig).contests(size):
-                outcome = take_rounds(contest, scale.rounds)
-                contests[contest.name] = outcome.figures()
-                ratios[contest.name] = outcome.ratio
-                report.limits[f"{contest.name}_limit"] = contests[contest.name]["limit_median"]
+            for comparison in CopyCase(rig).comparisons(size):
+                outcome = take_rounds(comparison, scale.rounds)
+                comparisons[comparison.name] = outcome.figures()
+                ratios[comparison.name] = outcome.ratio
+                report.limits[f"{comparison.name}_limit"] = comparisons[comparison.name][
+                    "limit_median"
+                ]
             taken = take_submissions(rig, scale.submissions)
             submissions[submit_name(size)] = taken.figures()
             ratios[submit_name(size)] = taken.ratio

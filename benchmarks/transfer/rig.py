@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real pool, slab, copy device and worker side, and plain memory beside them for the limit.
 
-Every region is larger than what caches hold. Knows nothing of what is timed.
+Every region is larger than what caches hold.
 """
 
 from __future__ import annotations

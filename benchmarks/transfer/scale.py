@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one run of `stratakv bench transfer` does, and what it promises of each ratio.
-
-Knows nothing of how anything is measured.
-"""
+"""How much one run of `stratakv bench transfer` does, and what it promises of each ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..tiers.gates import Gate
+from ..harness.comparison import Gate
 from ..tiers.scale import MIB
 
 SIZES: Mapping[str, int] = {

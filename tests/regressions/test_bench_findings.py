@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.harness.comparison import Contest, take_rounds
+from stratakv.benchmarks.harness.comparison import Comparison, take_rounds
 from stratakv.benchmarks.harness.report import Report, environment, median
 from stratakv.benchmarks.offload import command as offload
+from stratakv.benchmarks.redraw import draw
 from stratakv.benchmarks.tiers import disk_limit
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, layout_of
 from stratakv.benchmarks.tiers.store_case import StoreCase
@@ -56,10 +57,6 @@ OFFLOAD = RESULTS / "2026-11-21-offload-cpu-2-cores.json"
 LAYOUT = BlockLayout(16, 2, 2, 8, "float32")
 
 
-def load_report(path: Path) -> Report:
-    return Report(**json.loads(path.read_text()))
-
-
 # Pictures (U2) and tables without them (U4).
 
 
@@ -77,7 +74,7 @@ def test_u02_whiskers_reach_only_where_something_was_measured(
         return plain(self, x, y, yerr=yerr, **options)
 
     monkeypatch.setattr(Axes, "errorbar", errorbar)
-    report = load_report(OFFLOAD)
+    report = Report.read(OFFLOAD)
     offload.show(report, tmp_path / "offload.json")
     ((medians, (below, above)),) = drawn
     phases = report.figures["phases"].values()
@@ -104,7 +101,7 @@ def test_u02_every_picture_names_machine_date_and_version(
         plain(self, *words, **options)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    report = load_report(RESULTS / f"{name}.json")
+    report = Report.read(RESULTS / f"{name}.json")
     draw(report, tmp_path / "picture.png")
     machine = report.environment
     version = machine.get("version", "")  # reports of before 2026-11-22 have none
@@ -114,25 +111,6 @@ def test_u02_every_picture_names_machine_date_and_version(
     for part in (machine["cpu"], f"{machine['cores']} cores", machine["date"]):
         assert part in foot[0]
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-def draw(report: Report, path: Path) -> None:
-    from stratakv.benchmarks.core.report import plot_core
-    from stratakv.benchmarks.harness.plots import plot_phases
-    from stratakv.benchmarks.offload.costs_report import plot_costs
-    from stratakv.benchmarks.serve.plot import plot_serve
-    from stratakv.benchmarks.service.report import plot_service
-    from stratakv.benchmarks.tiers.report import plot_tiers
-    from stratakv.benchmarks.trace.plot import plot_traces
-    from stratakv.benchmarks.transfer.report import plot_transfer
-
-    if "phases" in report.figures:
-        plot_phases(report.figures["phases"], report.environment, path)
-        return
-    {
-        "core": plot_core, "serve": plot_serve, "service": plot_service, "tiers": plot_tiers,
-        "trace": plot_traces, "transfer": plot_transfer, "offload": plot_costs,
-    }[report.name](report, path)  # fmt: skip
 
 
 def test_u02_a_report_knows_its_version() -> None:
@@ -423,12 +401,12 @@ def test_u10_a_policy_that_is_told_of_no_prompts_is_lru() -> None:
 
 def test_t14_the_strictest_of_several_limits_decides() -> None:
     deep, few, ours = [2.0, 2.0, 2.0], [3.0, 4.0, 4.0], [3.0, 2.0, 2.0]
-    contest = Contest(
+    comparison = Comparison(
         "read", "bytes/s", "deep",
         ours.pop, deep.pop,
         rivals={"few": few.pop},
     )  # fmt: skip
-    outcome = take_rounds(contest, 2)
+    outcome = take_rounds(comparison, 2)
     figures = outcome.figures()
     assert outcome.ratio == figures["by_limit"]["few"]["ratio"] == median([2 / 4, 3 / 4])
     assert figures["by_limit"]["deep"]["ratio"] == median([2 / 2, 3 / 2])
@@ -471,7 +449,7 @@ def test_t14_the_same_buffers_with_few_requests_at_a_time(
 def test_t14_cold_reads_meet_each_depth(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", 2 * MIB, QUICK, "loop")
     try:
-        _, reads = case.contests("2MiB")
+        _, reads = case.comparisons("2MiB")
         assert set(reads.rivals) == {f"loop x{depth}" for depth in (8, 16, 32)}
         figures = take_rounds(reads, 2).figures()
     finally:

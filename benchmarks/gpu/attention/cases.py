@@ -3,8 +3,7 @@
 
 A case is decode where every request has one new token. Its pool is one of several layers, as the
 engine's is: a block holds its layers one after the other, and each launch reads another layer, so
-that together they do not fit into the level-2 cache. Block ids are a random permutation. Knows
-nothing of targets, tables and plots.
+that together they do not fit into the level-2 cache. Block ids are a random permutation.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,27 +135,12 @@ class Batch:
 
     def run(self, kernel: str, layer: int = 0, num_splits: int | None = None) -> Tensor:
         """A new tensor with the attention of all new tokens over one layer."""
-        case = self.case
-        tensors = (self.q, self.layers[layer], self.block_tables, self.seq_lens)
-        if case.is_decode:
-            return paged_decode(
-                *tensors,
-                scale=case.scale,
-                window=case.window,
-                softcap=case.softcap,
-                kv_scales=self.scales[layer],
-                num_splits=num_splits,
-                kernel=kernel,
-            )
+        tensors, options = self._arguments(layer)
+        if self.case.is_decode:
+            return paged_decode(*tensors, **options, num_splits=num_splits, kernel=kernel)
+        longest = max(new for new, _ in self.case.chunks)
         return paged_prefill(
-            *tensors,
-            self.query_starts,
-            max_query_len=max(new for new, _ in case.chunks),
-            scale=case.scale,
-            window=case.window,
-            softcap=case.softcap,
-            kv_scales=self.scales[layer],
-            kernel=kernel,
+            *tensors, self.query_starts, max_query_len=longest, **options, kernel=kernel
         )
 
     def launches(self, kernel: str, num_splits: int | None = None) -> list[Launch]:
@@ -164,26 +149,20 @@ class Batch:
 
     def reference(self) -> Tensor:
         """What `run` must give for the first layer: by the plain twin, in float32."""
-        case, out = self.case, torch.empty_like(self.q)
-        tensors = (self.q, self.layers[0], self.block_tables, self.seq_lens)
-        if case.is_decode:
-            return paged_decode_plain(
-                *tensors,
-                scale=case.scale,
-                window=case.window,
-                softcap=case.softcap,
-                kv_scales=self.scales[0],
-                out=out,
-            )
-        return paged_prefill_plain(
-            *tensors,
-            self.query_starts,
-            scale=case.scale,
-            window=case.window,
-            softcap=case.softcap,
-            kv_scales=self.scales[0],
-            out=out,
-        )
+        out = torch.empty_like(self.q)
+        tensors, options = self._arguments(0)
+        if self.case.is_decode:
+            return paged_decode_plain(*tensors, **options, out=out)
+        return paged_prefill_plain(*tensors, self.query_starts, **options, out=out)
+
+    def _arguments(self, layer: int) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Any]:
+        case = self.case
+        return (self.q, self.layers[layer], self.block_tables, self.seq_lens), {
+            "scale": case.scale,
+            "window": case.window,
+            "softcap": case.softcap,
+            "kv_scales": self.scales[layer],
+        }
 
 
 def make_batch(place: Place, case: Case) -> Batch:

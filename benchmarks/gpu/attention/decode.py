@@ -2,20 +2,18 @@
 """Paged decode: how much of the device's copy bandwidth it reads K and V with.
 
 Requests times context, then groups, head and block sizes, types, scales, window and soft cap. The
-cases of the targets come first, since a section's time is bounded. Knows nothing of how launches
-are timed.
+cases of the targets come first, since a section's time is bounded.
 """
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from functools import partial
 
 import torch
 
-from ...harness.plots import new_figure, save_figure
 from ..case_loop import run_cases
 from ..place import Place
+from ..plots import draw_decode
 from ..results import Results, Row, Target
 from ..section import Section
 from .cases import Case, decode_case, make_batch, time_checked
@@ -103,9 +101,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
             **case.describe(),
             "layers": len(batch.layers),
             "read_bytes": case.read_bytes,
-            "seconds": timing.median,
-            "seconds_p10": timing.p10,
-            "seconds_p90": timing.p90,
+            **timing.figures(),
             "gb_per_second": rate,
             "over_device_copy": results.ratio_to_ceiling(rate, CEILING),
         },
@@ -143,60 +139,11 @@ def _fp8_gains(rows: dict[str, Row], scales: str) -> list[float]:
     ]
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """Bandwidth of every case over the bytes it reads; None without rows."""
-    rows = results.rows(NAME)
-    if not rows:
-        return None
-    figure, panels = new_figure(1, 1, (9.0, 5.2))
-    axes = panels[0][0]
-    kinds = (
-        ("requests x context, bf16, group 4", "#2f7d4f", "o", _is_grid),
-        ("float8 pool", "#b7791f", "s", lambda row: row["pool"] != "as q"),
-        ("another shape or type", "#2b6cb0", "^", lambda row: True),
-    )
-    left = list(rows)
-    for label, colour, marker, belongs in kinds:
-        here = [row for row in left if belongs(row)]
-        left = [row for row in left if not belongs(row)]
-        if here:
-            axes.scatter(
-                [row["read_bytes"] for row in here],
-                [row["gb_per_second"] for row in here],
-                color=colour, marker=marker, label=label, zorder=3,
-            )  # fmt: skip
-    for row in rows:
-        axes.annotate(
-            row["case"], (row["read_bytes"], row["gb_per_second"]),
-            xytext=(4, 4), textcoords="offset points", fontsize=6,
-        )  # fmt: skip
-    ceiling = results.ceilings.get(CEILING)
-    if ceiling:
-        axes.axhline(ceiling, linestyle="--", color="#555555", label="device copy")
-        axes.axhline(0.88 * ceiling, linestyle=":", color="#555555", label="target of large cases")
-    axes.set_xscale("log")
-    axes.set_yscale("log" if _is_wide([row["gb_per_second"] for row in rows]) else "linear")
-    axes.set_xlabel("K and V of one layer, bytes")
-    axes.set_ylabel("K and V read, GB/s")
-    axes.set_title("Paged decode over a scattered pool", fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, results.report.environment, directory / "gpu-decode.png")
-
-
-def _is_grid(row: Row) -> bool:
-    return row["case"] in {name for name, _, _ in GRID}
-
-
-def _is_wide(values: list[float]) -> bool:
-    """Whether they span a decade and a log axis helps."""
-    return math.log10(max(values) / min(values)) > 1
-
-
 SECTION = Section(
     NAME,
     "Paged decode",
     run,
-    plot,
+    partial(draw_decode, grid=frozenset(name for name, _, _ in GRID)),
     (
         Target(
             "decode_over_device_copy",

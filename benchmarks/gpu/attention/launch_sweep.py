@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +18,9 @@ import torch
 from ....kernels.attention import paged_decode_launch, paged_prefill_launch
 from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
 from ....kernels.choice import probe_hardware
-from ...harness.plots import new_figure, save_figure
 from ..case_loop import one_line, run_cases
 from ..place import Place
+from ..plots import draw_sweep
 from ..results import Results, Row
 from ..section import Section
 from .cases import Batch, Case, decode_case, make_batch, time_checked
@@ -183,26 +182,4 @@ def _multiprocessors(place: Place) -> int:
     return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """How long every trial took in units of the chosen one; None without rows."""
-    rows = [row for row in results.rows(NAME) if "best_over_chosen" in row]
-    if not rows:
-        return None
-    figure, panels = new_figure(1, 1, (8.0, 4.6))
-    axes = panels[0][0]
-    for index, row in enumerate(rows):
-        measured = [trial for trial in row["tried"] if "seconds" in trial]
-        unit = next(trial["seconds"] for trial in measured if trial["is_chosen"])
-        others = [trial["seconds"] / unit for trial in measured]
-        axes.scatter([index] * len(others), others, color="#2b6cb0", s=18, zorder=3)
-    axes.axhline(1.0, linestyle="--", color="#555555", label="chosen")
-    axes.set_yscale("log")
-    labels = [f"{row['case']}\n{row['swept']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, fontsize=8, rotation=20)
-    axes.set_ylabel("time in units of the chosen launch's")
-    axes.set_title("Launch parameters: below the line is better", fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, results.report.environment, directory / "gpu-launch-sweep.png")
-
-
-SECTION = Section(NAME, "Launch parameters", run, plot)
+SECTION = Section(NAME, "Launch parameters", run, draw_sweep)

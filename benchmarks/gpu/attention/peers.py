@@ -4,33 +4,28 @@
 Peers come from the folder of `--peers`, appended to the path so that it never shadows what is
 installed, or from what is installed. None has to be there: whatever a peer cannot do, gets wrong or
 breaks on is a note. This section is the last one, because a kernel that breaks the device's context
-takes everything after it along. Knows nothing of what a peer looks like inside.
+takes everything after it along.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean
 
 from torch import Tensor
 
-from ...harness.plots import new_figure, save_figure
 from ..case_loop import one_line, run_cases
 from ..place import Place, SectionOver
+from ..plots import draw_peers
 from ..results import Results, Row, Target
 from ..section import Section
 from ..stopwatch import time_launches
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
-from .peer import Peer, PeerRefused
-from .peer_flash_attention import FlashAttention3
-from .peer_flashinfer import FlashInfer
-from .peer_torch import TorchAttention
-from .peer_vllm import VllmTriton
+from .peer import FlashAttention3, FlashInfer, Peer, PeerRefused, TorchAttention, VllmTriton
 
 NAME = "peers"
 # FlashInfer last: it may compile for minutes, and the others should be through by then.
@@ -143,42 +138,17 @@ def _speedup(rows: Iterable[Row], name: str) -> float:
     return geometric_mean([row["peers"][name] / row["seconds"] for row in rows])
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """How fast each peer is where we are 1, case by case; None without a peer."""
-    rows = [row for row in results.rows(NAME) if row["peers"]]
-    if not rows:
-        return None
-    names = _names(rows)
-    figure, panels = new_figure(1, 1, (10.0, 4.8))
-    axes = panels[0][0]
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        here = [(place, row) for place, row in enumerate(rows) if name in row["peers"]]
-        axes.bar(
-            [place - 0.4 + width * (index + 0.5) for place, _ in here],
-            [row["seconds"] / row["peers"][name] for _, row in here],
-            width,
-            label=name,
-        )
-    axes.axhline(1.0, linestyle="--", color="#555555", label="ours")
-    axes.set_xticks(range(len(rows)), [row["case"] for row in rows], rotation=40, fontsize=8)
-    axes.set_ylabel("our time over theirs (above 1: they are faster)")
-    axes.set_title("Peers on the same tensors", fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, results.report.environment, directory / "gpu-peers.png")
-
-
-def _names(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
-
-
 SECTION = Section(
     NAME,
     "Peers",
     run,
-    plot,
+    draw_peers,
     (
-        Target("prefill_over_peer_triton", "prefill, times faster than vLLM's Triton", least=2.0),
+        Target(
+            "prefill_over_peer_triton",
+            "prefill, times faster than vLLM's Triton",
+            least=2.0,
+        ),
         Target("prefill_over_fa3", "prefill over FlashAttention-3", least=0.70),
     ),
 )

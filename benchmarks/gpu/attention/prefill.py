@@ -2,17 +2,17 @@
 """Paged prefill: floating-point operations a second of chunks over contexts of several lengths.
 
 What the mask leaves out does not count. The cases of the target come first, since a section's time
-is bounded. Knows nothing of how launches are timed, and nothing of peers.
+is bounded.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from statistics import geometric_mean
 
-from ...harness.plots import new_figure, save_figure
 from ..case_loop import run_cases
 from ..place import Place
+from ..plots import draw_prefill
 from ..results import Results, Target
 from ..section import Section
 from .cases import Case, make_batch, time_checked
@@ -98,35 +98,11 @@ def measure(place: Place, results: Results, case: Case) -> None:
             **case.describe(),
             "layers": len(batch.layers),
             "flops": case.flops,
-            "seconds": timing.median,
-            "seconds_p10": timing.p10,
-            "seconds_p90": timing.p90,
+            **timing.figures(),
             "tflops": rate,
             "over_matmul": results.ratio_to_ceiling(rate, CEILING),
         },
     )
-
-
-def plot(results: Results, directory: Path) -> Path | None:
-    """A bar for each case, the target and the matrix product as lines; None without rows."""
-    rows = results.rows(NAME)
-    if not rows:
-        return None
-    figure, panels = new_figure(1, 1, (9.0, 4.8))
-    axes = panels[0][0]
-    rates = [row["tflops"] for row in rows]
-    colours = ["#2f7d4f" if row["case"] in GRID else "#2b6cb0" for row in rows]
-    bars = axes.bar([row["case"] for row in rows], rates, color=colours, width=0.65)
-    axes.bar_label(bars, labels=[f"{rate:.3g}" for rate in rates], fontsize=8, padding=2)
-    axes.axhline(TARGET.least or 0.0, linestyle=":", color="#555555", label="target")
-    ceiling = results.ceilings.get(CEILING)
-    if ceiling:
-        axes.axhline(ceiling, linestyle="--", color="#555555", label="matrix product, bf16")
-    axes.tick_params(axis="x", labelsize=8, rotation=40)
-    axes.set_ylabel("TFLOP/s, masked keys left out")
-    axes.set_title("Paged prefill: chunk + context in tokens", fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, results.report.environment, directory / "gpu-prefill.png")
 
 
 TARGET = Target(
@@ -135,4 +111,5 @@ TARGET = Target(
     least=400,
     unit=" TFLOP/s",
 )
-SECTION = Section(NAME, "Paged prefill", run, plot, (TARGET,))
+_DRAW = partial(draw_prefill, target=TARGET.least or 0.0, grid=frozenset(GRID))
+SECTION = Section(NAME, "Paged prefill", run, _DRAW, (TARGET,))

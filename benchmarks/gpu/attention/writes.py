@@ -2,8 +2,7 @@
 """KV writes: how much of the device's copy bandwidth they move their bytes with.
 
 K and V are slices of one qkv tensor, as behind a fused projection. The floor of the bytes is what
-must be read and written once: keys, values, slots, and scales where there are some. Knows nothing
-of how launches are timed.
+must be read and written once: keys, values, slots, and scales where there are some.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ....kernels.write.write_kv import write_kv
 from ....kernels.write.write_kv_plain import write_kv_plain
-from ...harness.plots import new_figure, save_figure
 from ..case_loop import run_cases
 from ..place import Place, check_close
+from ..plots import draw_writes
 from ..results import Results, Target
 from ..section import Section
 from ..stopwatch import Launch, time_launches
@@ -114,9 +112,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
             "pool": f"fp8, {case.scales} scales" if case.scales else "bfloat16",
             "sets": len(sets),
             "floor_bytes": case.floor_bytes,
-            "seconds": timing.median,
-            "seconds_p10": timing.p10,
-            "seconds_p90": timing.p90,
+            **timing.figures(),
             "gb_per_second": rate,
             "over_device_copy": share,
         },
@@ -172,41 +168,16 @@ def _slots(place: Place, case: Case, num_blocks: int, generator: torch.Generator
     return slots[: case.tokens].contiguous()
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """Bandwidth over the number of tokens, a line for each pool and order; None without rows."""
-    rows = results.rows(NAME)
-    if not rows:
-        return None
-    figure, panels = new_figure(1, 1, (7.6, 4.6))
-    axes = panels[0][0]
-    colours = dict(zip(dict.fromkeys(r["pool"] for r in rows), _COLOURS, strict=False))
-    for pool, order in dict.fromkeys((row["pool"], row["order"]) for row in rows):
-        here = [row for row in rows if (row["pool"], row["order"]) == (pool, order)]
-        axes.plot(
-            [row["tokens"] for row in here],
-            [row["gb_per_second"] for row in here],
-            marker="o" if order == "random" else "s",
-            linestyle="-" if order == "random" else "-.",
-            color=colours[pool],
-            label=f"{pool}, {order}",
-        )
-    ceiling = results.ceilings.get(CEILING)
-    if ceiling:
-        axes.axhline(ceiling, linestyle="--", color="#555555", label="device copy")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens in one launch")
-    axes.set_ylabel("bytes that must move, GB/s")
-    axes.set_title("KV writes", fontsize=11)
-    axes.legend(fontsize=8, frameon=False)
-    return save_figure(figure, results.report.environment, directory / "gpu-writes.png")
-
-
-_COLOURS = ("#2f7d4f", "#b7791f", "#2b6cb0")
 SECTION = Section(
     NAME,
     "KV writes",
     run,
-    plot,
-    (Target("write_over_byte_floor", "KV write over device copy, 8192 tokens, bf16", least=0.80),),
+    draw_writes,
+    (
+        Target(
+            "write_over_byte_floor",
+            "KV write over device copy, 8192 tokens, bf16",
+            least=0.80,
+        ),
+    ),
 )

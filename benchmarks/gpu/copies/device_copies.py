@@ -12,7 +12,6 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -125,11 +124,6 @@ def set_ratios(results: Results) -> None:
     results.set_ratio("device_submit_64_blocks_microseconds", submit)
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """Three rows need no picture."""
-    return None
-
-
 @contextlib.contextmanager
 def _field(place: Place) -> Iterator[Field]:
     layout = REHEARSAL_LAYOUT if place.is_rehearsal else LAYOUT
@@ -160,4 +154,4 @@ def _finish(events: list[Event]) -> None:
             raise WrongResult(f"a copy of {BLOCKS} blocks did not end well: {event.error()}")
 
 
-SECTION = Section(NAME, "Blocks by the copy device", run, plot, TARGETS)
+SECTION = Section(NAME, "Blocks by the copy device", run, None, TARGETS)

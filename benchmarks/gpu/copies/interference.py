@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from ....kernels.choice import KernelRefused
 from ...harness.report import percentile
 from ..place import Place, SectionOver
+from ..plots import draw_interference
 from ..results import Results, Row, Target
 from ..section import Section
 from ..stopwatch import Launch
 from .interference_step import DecodeStep
 from .jobs import BLOCKS, Field, Job, check_jobs
 from .methods import ALL, BATCHED, FEW, Method
-from .plots import plot_interference
 from .streams import new_stream, on, page_locked, record_event
 
 NAME = "interference"
@@ -242,11 +241,4 @@ def set_ratio(results: Results) -> None:
         results.set_ratio("decode_p99_while_streaming", min(ratios))
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """`gpu-interference.png`."""
-    return plot_interference(
-        results.rows(NAME), results.report.environment, directory / "gpu-interference.png"
-    )
-
-
-SECTION = Section(NAME, "Decode while blocks stream", run, plot, TARGETS)
+SECTION = Section(NAME, "Decode while blocks stream", run, draw_interference, TARGETS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of a decode step: paged attention of several layers, one after the other.
 
-Layers have KV of their own, together far larger than the level-2 cache. Knows nothing of copies.
+Layers have KV of their own, together far larger than the level-2 cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of 64 blocks between a pool on the device and a page-locked slab, and their check.
 
-    pool  [blocks of all jobs, and as many again that are in none]     ids in random order
-    slab  [ slots of the jobs to the host | slots of those to the device ]
-
-Knows nothing of how a job is copied.
+pool  [blocks of all jobs, and as many again that are in none]     ids in random order
+slab  [ slots of the jobs to the host | slots of those to the device ]
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The ways to copy a job's blocks: one call a block, one for all, a kernel, or both in turn.
 
 What a job needs is made ready before; the launch that comes back does what a running engine would
-do for every job. Knows nothing of clocks.
+do for every job.
 """
 
 from __future__ import annotations

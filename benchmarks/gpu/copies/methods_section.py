@@ -2,14 +2,13 @@
 """Blocks out of the pool and in again: every method, at every size, in every direction.
 
 Jobs of 64 blocks lie scattered in the pool and in a page-locked slab. Every byte of every job is
-compared before it is timed. Knows nothing of how a method copies.
+compared before it is timed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,12 +16,12 @@ from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import merge_neighbours
 from ...harness.report import median
 from ..place import Place, SectionOver
+from ..plots import bytes_name, draw_copies
 from ..results import Results, Row, Target
 from ..section import Section
 from ..stopwatch import Launch
 from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job, check_jobs
 from .methods import METHODS, Method, job_addresses
-from .plots import bytes_name, plot_copies
 from .streams import on, page_locked, time_both_ways, time_one_way
 
 NAME = "copies"
@@ -184,14 +183,4 @@ def set_ratios(results: Results, block_bytes: int) -> None:
             results.set_ratio("both_ways_over_one_way", best["both"] / one_way)
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """`gpu-copies.png`."""
-    return plot_copies(
-        results.rows(NAME),
-        results.ceilings,
-        results.report.environment,
-        directory / "gpu-copies.png",
-    )
-
-
-SECTION = Section(NAME, "Blocks between the pool and the CPU", run, plot, TARGETS)
+SECTION = Section(NAME, "Blocks between the pool and the CPU", run, draw_copies, TARGETS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What copies between the device and the CPU run on: page-locked memory and a stream each way.
 
-A rehearsal has ordinary memory and no streams. Knows nothing of what is copied.
+A rehearsal has ordinary memory and no streams.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The model of the whole-engine sections: the shape of Llama-3.1-8B, or a toy for a rehearsal.
 
 A directory with a config.json; the weights are random and made where they are used, so nothing is
-downloaded and nothing large is written. Knows nothing of what is measured.
+downloaded and nothing large is written.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from ...harness.report import median
 from ...offload.engines import MeasuredEngine
 from ..case_loop import run_cases
 from ..place import Place, WrongResult
+from ..plots import draw_phases
 from ..results import Results, Target
 from ..section import Section
 from .model import engine_options, model_directory
-from .plots import plot_phases
 
 NAME = "engine-phases"
 PHASES = ("cold", "pool", "cpu", "ssd")
@@ -204,11 +204,6 @@ def add_rows(results: Results, case: Case, seconds: Mapping[str, Sequence[float]
         results.set_ratio("ttft_cold_over_ssd", medians["cold"] / medians["ssd"])
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """`gpu-engine-phases.png`."""
-    return plot_phases(
-        results.rows(NAME), results.report.environment, directory / "gpu-engine-phases.png"
-    )
-
-
-SECTION = Section(NAME, "First token: computed, and from pool, CPU and SSD", run, plot, TARGETS)
+SECTION = Section(
+    NAME, "First token: computed, and from pool, CPU and SSD", run, draw_phases, TARGETS
+)

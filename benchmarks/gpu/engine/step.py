@@ -26,11 +26,11 @@ from ....engine.scheduler.output import CachedRequestData, NewRequestData, Sched
 from ....engine.worker.model_runner import ModelRunner
 from ..case_loop import run_cases
 from ..place import Place, WrongResult
+from ..plots import draw_steps
 from ..results import Results, Row, Target
 from ..section import Section
 from ..stopwatch import Timing
 from .model import engine_options, model_directory, read_weight_bytes
-from .plots import plot_steps
 
 NAME = "engine-step"
 BLOCK_SIZE = 16
@@ -190,11 +190,4 @@ def set_ratio(results: Results) -> None:
         results.set_ratio("engine_step_over_bound", largest["bound_over_step"])
 
 
-def plot(results: Results, directory: Path) -> Path | None:
-    """`gpu-engine-step.png`."""
-    return plot_steps(
-        results.rows(NAME), results.report.environment, directory / "gpu-engine-step.png"
-    )
-
-
-SECTION = Section(NAME, "One step of the engine against its bound", run, plot, TARGETS)
+SECTION = Section(NAME, "One step of the engine against its bound", run, draw_steps, TARGETS)

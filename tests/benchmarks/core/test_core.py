@@ -13,7 +13,13 @@ import pytest
 
 from stratakv.benchmarks.core import cases as core_cases
 from stratakv.benchmarks.core import command as core
-from stratakv.benchmarks.core.cases import BLOCK_SIZE, NUM_RUNNING, Case, Decodes, WrongWork
+from stratakv.benchmarks.core.cases import (
+    BLOCK_SIZE,
+    NUM_RUNNING,
+    Case,
+    Decodes,
+    WrongWork,
+)
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
 from stratakv.benchmarks.core.report import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.harness.report import Report

@@ -36,12 +36,12 @@ def test_a_rehearsal(tmp_path: Path, quick: bool) -> None:
     assert sorted({row["piece_bytes"] for row in rows if "piece_bytes" in row}) == [4096, SIZE]
     for name, value in results.ceilings.items():
         assert value == max(row["value"] for row in rows if row["case"] == name) > 0
-    path = ceilings.plot(results, tmp_path)
+    path = ceilings.SECTION.plot(results, tmp_path)
     assert is_plot(path) and path == tmp_path / "gpu-ceilings.png"
 
 
 def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
-    assert ceilings.plot(no_results(), tmp_path) is None
+    assert ceilings.SECTION.plot(no_results(), tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 

@@ -72,7 +72,7 @@ def section_that(error: Exception | None) -> Section:
         if error is not None:
             raise error
 
-    return Section("mine", "Mine", run, lambda _results, _path: None)
+    return Section("mine", "Mine", run)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_step_reads_its_weights_and_its_kv_once(tmp_path: Path) -> None:
     rows[1]["bound_over_step"] = results.ratio_to_ceiling(5.0, "device_copy_gb_per_second")
     engine_step.set_ratio(results)
     assert results.report.ratios["engine_step_over_bound"] == 0.5
-    assert is_plot(engine_step.plot(results, tmp_path))
+    assert is_plot(engine_step.SECTION.plot(results, tmp_path))
 
 
 def test_a_step_that_answers_nothing_stops_the_section(
@@ -65,7 +65,7 @@ def test_phases_come_from_their_places(tmp_path: Path) -> None:
         assert row["tokens"] == 320 and len(row["all_seconds"]) == 3
         assert row["cold_over_this"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
     assert "ttft_cold_over_cpu" not in results.report.ratios, "another length was asked for"
-    assert is_plot(engine_phases.plot(results, tmp_path))
+    assert is_plot(engine_phases.SECTION.plot(results, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_the_model_is_llama_3_1_8b_in_shape(tmp_path: Path) -> None:
 
 def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
     for section in (engine_step, engine_phases):
-        assert section.plot(no_results(), tmp_path) is None
+        assert section.SECTION.plot(no_results(), tmp_path) is None

@@ -22,8 +22,8 @@ from stratakv.benchmarks.offload import workbench as offload_bench
 from stratakv.benchmarks.offload.engines import MeasuredEngine, Prompts, Run, RunFailed, Step
 from stratakv.benchmarks.offload.engines import _Threads as Threads
 from stratakv.benchmarks.offload.pairs import OtherTokens, Pairs, count_ties, take_pairs
-from stratakv.benchmarks.offload.probe import read_seconds
 from stratakv.benchmarks.offload.scale import COSTS, GATES, QUICK_COSTS, SECTIONS
+from stratakv.benchmarks.offload.sections import read_seconds
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL

@@ -17,7 +17,7 @@ from stratakv.benchmarks.harness.peer import Peer, PeerFailed
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.harness.workloads import WORKLOADS
 from stratakv.benchmarks.serve import command as serve
-from stratakv.benchmarks.serve.plan import Plan
+from stratakv.benchmarks.serve.command import Plan
 from stratakv.benchmarks.serve.report import Comparison, fill_comparison, load_figures
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL

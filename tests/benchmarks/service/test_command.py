@@ -13,7 +13,7 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.service import command
-from stratakv.benchmarks.service.clients import Crew, cpu_seconds
+from stratakv.benchmarks.service.clients import Clients, cpu_seconds
 from stratakv.benchmarks.service.scale import (
     CASES,
     GATES,
@@ -41,10 +41,10 @@ def check_report(folder: Path, names: list[str]) -> None:
     assert list(written["ratios"]) == [*names, *LOOK_UPS]
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
     assert list(written["figures"]["contests"]) == names
-    for name, contest in written["figures"]["contests"].items():
-        assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 2
-        assert contest["cpu_seconds_per_gb"] > 0 and contest["limit_cpu_seconds_per_gb"] > 0
-        assert written["limits"][f"{name}_limit"] == contest["limit_median"] > 0
+    for name, comparison in written["figures"]["contests"].items():
+        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) >= 2
+        assert comparison["cpu_seconds_per_gb"] > 0 and comparison["limit_cpu_seconds_per_gb"] > 0
+        assert written["limits"][f"{name}_limit"] == comparison["limit_median"] > 0
     assert len(written["figures"]["plan"]["load_average_after"]) == 3
     assert (folder / "service.png").read_bytes().startswith(b"\x89PNG")
 
@@ -61,10 +61,10 @@ def test_two_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--out", str(tmp_path), "--redis-server", "no-such-redis"]
     assert main(["bench", "service", *options]) == 0
-    ways = {"shm", "tier", "data", "grpc"} | ({"tls"} if shutil.which(OPENSSL) else set())
+    transports = {"shm", "tier", "data", "grpc"} | ({"tls"} if shutil.which(OPENSSL) else set())
     skipped = json.loads((tmp_path / "service.json").read_text())["figures"]["skipped"]
-    ways |= {"mooncake"} - skipped.keys()
-    cases = [case for case in CASES if case.way in ways]
+    transports |= {"mooncake"} - skipped.keys()
+    cases = [case for case in CASES if case.transport in transports]
     assert skipped["redis"] == "no-such-redis is not installed"
     names = [row_name(case.name, size, 1) for size in SIZES for case in cases]
     written = json.loads((tmp_path / "service.json").read_text())
@@ -94,15 +94,15 @@ def test_what_is_refused(
 
 
 def test_a_client_that_fails_ends_the_run() -> None:
-    crew = Crew(2, 4096, 8)
+    clients = Clients(2, 4096, 8)
     try:
         with (
             pytest.raises(WrongWork, match="ConnectionRefusedError"),
-            crew.way("raw", [Plan("raw", {"port": 1})] * 2),
+            clients.transport("raw", [Plan("raw", {"port": 1})] * 2),
         ):
             raise AssertionError("it was opened")
     finally:
-        crew.close()
+        clients.close()
 
 
 def test_wrong_work_is_no_figure(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of `stratakv bench service`: each brings back what was stored, and what does not is no
-figure."""
+"""Each transport of `stratakv bench service` brings back what was stored, or gives no figure."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.service import mooncake_transport, raw_transport
-from stratakv.benchmarks.service.client import WAYS, _Client
+from stratakv.benchmarks.service.client import TRANSPORTS, _Client
 from stratakv.benchmarks.service.command import _plan
 from stratakv.benchmarks.service.servers import certificate, find_redis, redis_server
-from stratakv.benchmarks.service.transports import Plan, Way
+from stratakv.benchmarks.service.transports import Plan, Transport
 from stratakv.benchmarks.tiers.scale import layout_of
 from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.remote.address import ServerAddress
@@ -40,13 +39,13 @@ def client() -> _Client:
     return _Client(threading.Barrier(1), 0, BLOCK_BYTES, COUNT)
 
 
-def check_way(client: _Client, plan: Plan) -> None:
+def check_transport(client: _Client, plan: Plan) -> None:
     """Blocks go and come, in any order, and come back as they were stored last."""
-    client.open("way", plan)
+    client.open("transport", plan)
     for verb, passes in (("load", 2), ("store", 2), ("load", 1)):
-        moved = client.move("way", verb, passes)
+        moved = client.move("transport", verb, passes)
         assert moved.began < moved.ended and moved.cpu_seconds > 0
-    client.shut("way")
+    client.shut("transport")
 
 
 def server_with_room(**settings: Any) -> Any:
@@ -58,7 +57,7 @@ def where(server: RunningServer) -> ServerAddress:
 
 
 def test_memcpy(client: _Client) -> None:
-    check_way(client, Plan("copy"))
+    check_transport(client, Plan("copy"))
 
 
 @pytest.mark.parametrize("with_tls", [False, True])
@@ -69,7 +68,7 @@ def test_raw_sockets(client: _Client, files: tuple[Path, Path], with_tls: bool) 
     far_end.start()
     assert ours.poll(30)
     plan = Plan("raw", {"port": ours.recv(), "ca_file": files[0] if with_tls else None})
-    check_way(client, plan)
+    check_transport(client, plan)
     far_end.join(30)
     assert not far_end.is_alive(), "it leaves when its client does"
 
@@ -77,30 +76,30 @@ def test_raw_sockets(client: _Client, files: tuple[Path, Path], with_tls: bool) 
 @pytest.mark.parametrize("kind", ["memory", "socket"])
 def test_connections(client: _Client, kind: str) -> None:
     with server_with_room() as server:
-        check_way(client, _plan(where(server), kind))
+        check_transport(client, _plan(where(server), kind))
 
 
 def test_streams(client: _Client) -> None:
     with server_with_room(shares_memory=False, data_port=None) as server:
-        check_way(client, _plan(where(server), "streams"))
+        check_transport(client, _plan(where(server), "streams"))
 
 
 def test_tls(client: _Client, files: tuple[Path, Path]) -> None:
     with server_with_room(tls=TlsFiles(*files)) as server:
-        check_way(client, _plan(where(server), "socket", files[0]))
+        check_transport(client, _plan(where(server), "socket", files[0]))
 
 
 def test_the_tier(client: _Client) -> None:
     with server_with_room() as server:
-        check_way(client, Plan("tier", {"address": where(server)}))
+        check_transport(client, Plan("tier", {"address": where(server)}))
 
 
 def test_another_connection_than_was_meant_is_no_figure(client: _Client) -> None:
     with server_with_room(shares_memory=False) as server:
         with pytest.raises(WrongWork, match="blocks went through socket, not memory"):
-            client.open("way", _plan(where(server), "memory"))
+            client.open("transport", _plan(where(server), "memory"))
         with pytest.raises(WrongWork, match="blocks went through socket, not memory"):
-            client.open("way", Plan("tier", {"address": where(server)}))
+            client.open("transport", Plan("tier", {"address": where(server)}))
 
 
 def test_a_server_without_room_is_no_figure(client: _Client) -> None:
@@ -108,23 +107,23 @@ def test_a_server_without_room_is_no_figure(client: _Client) -> None:
         running_server(cpu_bytes=10 * layout_of(BLOCK_BYTES).slot_bytes) as server,
         pytest.raises(WrongWork, match="did not keep every block"),
     ):
-        client.open("way", _plan(where(server), "socket"))
+        client.open("transport", _plan(where(server), "socket"))
 
 
 def test_look_ups(client: _Client) -> None:
     with server_with_room() as server:
-        client.open("way", _plan(where(server), "memory"))
-        assert all(seconds > 0 for seconds in client.look_up("way", 3, COUNT))
-        server.room().clear()
+        client.open("transport", _plan(where(server), "memory"))
+        assert all(seconds > 0 for seconds in client.look_up("transport", 3, COUNT))
+        server.tenant_store().clear()
         with pytest.raises(WrongWork, match="did not find every block"):
-            client.look_up("way", 1, COUNT)
-        client.shut("way")
+            client.look_up("transport", 1, COUNT)
+        client.shut("transport")
 
 
 @pytest.mark.skipif(not find_redis(None)[0], reason="redis-server is not installed")
 def test_redis(client: _Client) -> None:
     with redis_server(find_redis(None)[0]) as server:
-        check_way(client, Plan("redis", {"port": server.port, "prefix": "client0"}))
+        check_transport(client, Plan("redis", {"port": server.port, "prefix": "client0"}))
 
 
 @pytest.mark.skipif(bool(mooncake_transport.why_not()), reason="mooncake is not installed")
@@ -135,7 +134,7 @@ def test_mooncake(client: _Client) -> None:
     far_end.start()
     assert ours.poll(60)
     target, addresses = ours.recv()
-    check_way(client, Plan("mooncake", {"target": target, "addresses": addresses}))
+    check_transport(client, Plan("mooncake", {"target": target, "addresses": addresses}))
     ours.send(None)
     far_end.join(30)
     assert far_end.exitcode == 0
@@ -144,7 +143,7 @@ def test_mooncake(client: _Client) -> None:
 def test_a_load_that_brings_nothing_is_no_figure(
     client: _Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Idle(Way):
+    class Idle(Transport):
         """Says that it did."""
 
         def __init__(self, _blocks: object) -> None:
@@ -156,7 +155,7 @@ def test_a_load_that_brings_nothing_is_no_figure(
         def load(self, order: object) -> None:
             pass
 
-    monkeypatch.setitem(WAYS, "idle", Idle)
-    client.open("way", Plan("idle"))
+    monkeypatch.setitem(TRANSPORTS, "idle", Idle)
+    client.open("transport", Plan("idle"))
     with pytest.raises(WrongWork, match="block 0 was loaded, but its buffer does not hold it"):
-        client.move("way", "load", 1)
+        client.move("transport", "load", 1)

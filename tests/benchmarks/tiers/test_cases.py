@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.comparison import (
-    Contest,
+    Comparison,
+    Gate,
     Outcome,
     WrongWork,
     quartiles,
     take_rounds,
 )
 from stratakv.benchmarks.harness.report import Report
-from stratakv.benchmarks.tiers import checksum_case, codec_case, disk_limit
+from stratakv.benchmarks.tiers import cost_cases, disk_limit
 from stratakv.benchmarks.tiers.command import Results
-from stratakv.benchmarks.tiers.gates import Gate
 from stratakv.benchmarks.tiers.index_case import IndexCase
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
 from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
@@ -38,7 +38,7 @@ def test_both_sides_take_turns_after_a_warm_up() -> None:
 
     ours, limits = [90.0, 3.0, 1.0, 4.0], [90.0, 2.0, 1.0, 2.0]
     besides = [6.0, 4.0, 4.0]
-    contest = Contest(
+    comparison = Comparison(
         "one",
         "bytes/s",
         "other",
@@ -46,7 +46,7 @@ def test_both_sides_take_turns_after_a_warm_up() -> None:
         lambda: noting("b", limits),
         lambda: noting("c", besides),
     )
-    outcome = take_rounds(contest, 3)
+    outcome = take_rounds(comparison, 3)
     assert "".join(seen) == "ab" + "cab" + "bac" + "cab"
     assert outcome.figures()["beside_ratio"] == 0.5
     assert outcome.ratios == [1.5, 1.0, 2.0], "the warm-up is not among them"
@@ -55,8 +55,8 @@ def test_both_sides_take_turns_after_a_warm_up() -> None:
 
 
 def test_the_limit_against_itself() -> None:
-    contest = Contest("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
-    outcome = Outcome(contest, [1.0] * 5, [4.0, 2.0, 2.0, 4.0, 9.0])
+    comparison = Comparison("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
+    outcome = Outcome(comparison, [1.0] * 5, [4.0, 2.0, 2.0, 4.0, 9.0])
     assert outcome.limit_twice == [2.0, 2.0], "once the earlier above, once the later"
 
 
@@ -66,9 +66,9 @@ def test_quartiles() -> None:
 
 
 def test_a_cost_is_the_time_that_is_added() -> None:
-    contest = Contest("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
+    comparison = Comparison("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
     report = Report("tiers", "stratakv bench tiers")
-    Results(report).add(Outcome(contest, [4.0, 2.0], [5.0, 2.0]), checksum_case.cost)
+    Results(report).add(Outcome(comparison, [4.0, 2.0], [5.0, 2.0]), cost_cases.cost)
     assert report.ratios["one"] == pytest.approx(1 / 0.9 - 1)
     assert report.figures["spreads"]["one"] == pytest.approx((0.0625, 0.1875))
     assert report.figures["spreads"]["one_aa"] == pytest.approx((-0.6, 1.5 - 2.1))
@@ -210,7 +210,7 @@ def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
 def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", SIZES["2MiB"], QUICK, "loop")
     real = record.payload_digest, record_writer.payload_digest, reader.verify_record
-    reads, writes = checksum_case.contests(case)
+    reads, writes = cost_cases.comparisons(case)
     assert reads.limit() > 0 and writes.limit() > 0
     assert (record.payload_digest, record_writer.payload_digest, reader.verify_record) == real
     with pytest.raises(WrongWork, match="did not have a block"):
@@ -221,19 +221,19 @@ def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
 
 def test_codecs_are_measured_with_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("tiers", "stratakv bench tiers")
-    report.figures["codecs"] = found = codec_case.measure_codecs(1)
+    report.figures["codecs"] = found = cost_cases.measure_codecs(1)
     assert len(found) == 2 * 3
     assert {name.split("_")[0] for name in found} == {"lossless", "fp8"}
     assert all(0.2 < each["ratio"] < 0.9 for each in found.values())
     assert all(min(each["encode"] + each["decode"]) > 0 for each in found.values())
-    codec_case.print_codecs(report)
+    cost_cases.print_codecs(report)
     assert "lossless bfloat16" in capsys.readouterr().out
 
 
 def test_the_index_case_opens_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = IndexCase(tmp_path / "index", 5000)
-    contest = case.contest()
-    assert contest.ours() > 0 and contest.limit() > 0
+    comparison = case.comparison()
+    assert comparison.ours() > 0 and comparison.limit() > 0
     assert 50 < case.bytes_per_entry() < 5000
     assert min(case.look_ups(2)) > 0
     blocks = tmp_path / "index" / "blocks"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
-from stratakv.benchmarks.tiers import command, place
-from stratakv.benchmarks.tiers.gates import GATES
-from stratakv.benchmarks.tiers.place import file_system_of, working_folder
+from stratakv.benchmarks.tiers import command
+from stratakv.benchmarks.tiers.command import file_system_of, working_folder
+from stratakv.benchmarks.tiers.report import GATES
 from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
@@ -28,14 +28,14 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = json.loads((tmp_path / "tiers.json").read_text())
     assert list(written["ratios"]) == list(GATES)
     assert all(math.isfinite(ratio) for ratio in written["ratios"].values())
-    for name, contest in written["figures"]["contests"].items():
-        assert contest["median"] > 0 and contest["limit_median"] > 0
-        assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 2
+    for name, comparison in written["figures"]["contests"].items():
+        assert comparison["median"] > 0 and comparison["limit_median"] > 0
+        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) >= 2
         if name.startswith("ssd"):
-            assert contest["limit"].startswith("loop")
+            assert comparison["limit"].startswith("loop")
         if name.startswith("ssd"):
-            assert len(contest["beside_rounds"]) == len(contest["rounds"])
-        assert written["limits"][f"{name}_limit"] == contest["limit_median"]
+            assert len(comparison["beside_rounds"]) == len(comparison["rounds"])
+        assert written["limits"][f"{name}_limit"] == comparison["limit_median"]
     plan = written["figures"]["plan"]
     assert (plan["disk_limit"], plan["huge_pages"]) == ("loop", False)
     assert written["figures"]["first_writes"].keys() == SIZES.keys()
@@ -83,10 +83,10 @@ def test_huge_pages_that_are_not_there_are_refused(
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1 kB\nHugePages_Free:       7\n")
-    monkeypatch.setattr(place.check_huge_pages, "__defaults__", (meminfo,))
+    monkeypatch.setattr(command.check_huge_pages, "__defaults__", (meminfo,))
     assert main(["bench", "tiers", "--huge-pages", "--out", str(tmp_path)]) == 2
     assert "takes 70 free pages of the host's pool, which has 7" in capsys.readouterr().err
-    place.check_huge_pages(7 * 2**21)
+    command.check_huge_pages(7 * 2**21)
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:

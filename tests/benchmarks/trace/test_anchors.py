@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.trace.baselines import replay_heads_first
 from stratakv.benchmarks.trace.command import CAPACITIES_PERCENT
 from stratakv.benchmarks.trace.formats import read_trace, trace_files, trace_name
-from stratakv.benchmarks.trace.opt import replay_opt
-from stratakv.benchmarks.trace.replay import Outcome, ReplayTier, replay
+from stratakv.benchmarks.trace.replay import (
+    Outcome,
+    ReplayTier,
+    replay,
+    replay_heads_first,
+    replay_opt,
+)
 from stratakv.benchmarks.trace.trace import Trace
 from stratakv.benchmarks.trace.two_tiers import Arrangement, replay_two_tiers
 from stratakv.tiers.policies.lru import LruPolicy

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from stratakv.benchmarks.trace.opt import replay_opt
-from stratakv.benchmarks.trace.replay import replay
+from stratakv.benchmarks.trace.replay import replay, replay_opt
 from stratakv.benchmarks.trace.trace import Trace
 from stratakv.tiers.policies.lru import LruPolicy
 

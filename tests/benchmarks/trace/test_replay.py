@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from stratakv.benchmarks.trace.baselines import replay_heads_first
-from stratakv.benchmarks.trace.replay import Outcome, outcome, replay
+from stratakv.benchmarks.trace.replay import (
+    Outcome,
+    outcome,
+    prefill_work,
+    replay,
+    replay_heads_first,
+)
 from stratakv.benchmarks.trace.trace import KEY_BYTES, Trace, key_of
-from stratakv.benchmarks.trace.work import prefill_work
 from stratakv.tiers.block import KEY_BYTES as PRODUCT_KEY_BYTES
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.trace.formats import read_trace
-from stratakv.benchmarks.trace.opt import replay_opt
-from stratakv.benchmarks.trace.replay import replay
+from stratakv.benchmarks.trace.replay import replay, replay_opt
 from stratakv.benchmarks.trace.synthetic import AGENTS, CHAT, SHAPES, Quantiles, Shape, generate
 from stratakv.tiers.policies.lru import LruPolicy
 

@@ -10,7 +10,7 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers.scale import MIB
-from stratakv.benchmarks.transfer.copy_case import CopyCase
+from stratakv.benchmarks.transfer.copy_case import CopyCase, Submissions, take_submissions
 from stratakv.benchmarks.transfer.rig import Rig, copy_plainly
 from stratakv.benchmarks.transfer.scale import (
     GATES,
@@ -20,7 +20,6 @@ from stratakv.benchmarks.transfer.scale import (
     copy_name,
     submit_name,
 )
-from stratakv.benchmarks.transfer.submit_case import Submissions, take_submissions
 from stratakv.connector.device import cpu
 
 SMALL = "64KiB"
@@ -34,7 +33,9 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("index", range(len(MOVES)), ids=MOVES)
-def test_a_contest_moves_every_block(rig: Rig, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_moves_every_block(
+    rig: Rig, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[tuple[int, int, int]] = []
     real = cpu._copy_runs
 
@@ -43,11 +44,11 @@ def test_a_contest_moves_every_block(rig: Rig, index: int, monkeypatch: pytest.M
         real(source, target, wanted)
 
     monkeypatch.setattr(cpu, "_copy_runs", noting)
-    contest = CopyCase(rig).contests(SMALL)[index]
-    assert contest.name == copy_name(MOVES[index], SMALL)
-    assert contest.ours() > 0 and contest.limit() > 0
+    comparison = CopyCase(rig).comparisons(SMALL)[index]
+    assert comparison.name == copy_name(MOVES[index], SMALL)
+    assert comparison.ours() > 0 and comparison.limit() > 0
     assert sum(length for _, _, length in runs) == rig.num_blocks
-    is_merged = "runs" in contest.name
+    is_merged = "runs" in comparison.name
     assert (len(runs) <= rig.num_blocks / 4) == is_merged, "runs are copied as runs"
 
 
@@ -62,7 +63,7 @@ def test_a_copy_to_another_place_is_no_figure(
 
     monkeypatch.setattr(cpu, "_copy_runs", wrong)
     with pytest.raises(WrongWork, match="does not hold it"):
-        CopyCase(rig).contests(SMALL)[index].ours()
+        CopyCase(rig).comparisons(SMALL)[index].ours()
 
 
 def test_a_copy_that_breaks_is_no_figure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,7 @@ def test_a_copy_that_breaks_is_no_figure(rig: Rig, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cpu, "_copy_runs", broken)
     with pytest.raises(WrongWork, match="a copy failed: no"):
-        CopyCase(rig).contests(SMALL)[0].ours()
+        CopyCase(rig).comparisons(SMALL)[0].ours()
     with pytest.raises(WrongWork, match="job 0 did not end well"):
         take_submissions(rig, 1)
 

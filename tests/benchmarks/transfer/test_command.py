@@ -34,9 +34,9 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for cell in layer_ranges.values():
         assert 1.0 <= cell["most_to_win"] <= 2.0
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
-    for name, contest in written["figures"]["contests"].items():
-        assert len(contest["rounds"]) == len(contest["limit_rounds"]) >= 3
-        assert written["limits"][f"{name}_limit"] == contest["limit_median"] > 0
+    for name, comparison in written["figures"]["contests"].items():
+        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) >= 3
+        assert written["limits"][f"{name}_limit"] == comparison["limit_median"] > 0
     assert written["figures"]["plan"]["region_bytes"] == 20 * MIB
     assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
     assert "submit over copy 64KiB" in " ".join(capsys.readouterr().out.split())

@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {"kv_heads": 2, "head_dim": 16, "block_size": 8}
 
 def test_a_rehearsal(tmp_path: Path) -> None:
     results = empty_results(tmp_path)
-    assert decode.plot(results, tmp_path) is None
+    assert decode.SECTION.plot(results, tmp_path) is None
     decode.run(rehearsal(), results)
     rows = results.rows("decode")
     assert [row["case"] for row in rows] == [c.name for c in decode.choose_cases(rehearsal())]
@@ -39,7 +39,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
         assert row["gb_per_second"] == pytest.approx(row["read_bytes"] / row["seconds"] / 1e9)
     assert {row["pool"] for row in rows} == {"as q", "fp8, head scales", "fp8, token scales"}
     assert {target.name for target in decode.SECTION.targets} <= set(results.report.ratios)
-    path = decode.plot(results, tmp_path / "plots")
+    path = decode.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
 
@@ -224,7 +224,7 @@ def test_the_sweep_of_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert row["best"] in row["tried"] and len(row["tried"]) >= 2
         assert 0 < row["best_over_chosen"] <= 1
         assert [trial["is_chosen"] for trial in row["tried"]].count(True) == 1
-    assert launch_sweep.plot(results, tmp_path) == tmp_path / "gpu-launch-sweep.png"
+    assert launch_sweep.SECTION.plot(results, tmp_path) == tmp_path / "gpu-launch-sweep.png"
     results.write()
 
 
@@ -253,4 +253,4 @@ def test_a_quick_run_sweeps_nothing(tmp_path: Path) -> None:
         "rows": [],
         "notes": ["only in the full form"],
     }
-    assert launch_sweep.plot(results, tmp_path) is None
+    assert launch_sweep.SECTION.plot(results, tmp_path) is None

@@ -17,8 +17,7 @@ import torch
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
 from stratakv.benchmarks.gpu.attention import peers, prefill
 from stratakv.benchmarks.gpu.attention.cases import Case, decode_case, make_batch
-from stratakv.benchmarks.gpu.attention.peer import PeerRefused
-from stratakv.benchmarks.gpu.attention.peer_torch import TorchAttention
+from stratakv.benchmarks.gpu.attention.peer import PeerRefused, TorchAttention
 from stratakv.benchmarks.gpu.place import WrongResult
 from stratakv.benchmarks.gpu.results import Results
 
@@ -149,7 +148,7 @@ def test_right_peers_are_measured(tmp_path: Path) -> None:
     assert {target.name for target in peers.SECTION.targets} <= results.report.ratios.keys()
     assert len(notes(results)) == 4  # what each of them is
     assert any("less work" in note for note in notes(results))
-    path = peers.plot(results, tmp_path / "plots")
+    path = peers.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
 

@@ -18,7 +18,7 @@ from .attention_runs import empty_results, on_a_device, one_wrong_row, refuse_ti
 
 def test_a_rehearsal(tmp_path: Path) -> None:
     results = empty_results(tmp_path)
-    assert prefill.plot(results, tmp_path) is None
+    assert prefill.SECTION.plot(results, tmp_path) is None
     prefill.run(rehearsal(), results)
     rows = results.rows("prefill")
     assert [row["case"] for row in rows] == [*prefill.GRID, "mixed", "fp8"]
@@ -29,7 +29,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     expected = geometric_mean([row["tflops"] for row in rows[:6]])
     assert results.report.ratios == pytest.approx({"prefill_tflops": expected})
     assert {target.name for target in prefill.SECTION.targets} == set(results.report.ratios)
-    path = prefill.plot(results, tmp_path / "plots")
+    path = prefill.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
 

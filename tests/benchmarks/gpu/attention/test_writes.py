@@ -19,7 +19,7 @@ from .attention_runs import empty_results, on_a_device, refuse_timing, rehearsal
 
 def test_a_rehearsal(tmp_path: Path) -> None:
     results = empty_results(tmp_path)
-    assert writes.plot(results, tmp_path) is None
+    assert writes.SECTION.plot(results, tmp_path) is None
     writes.run(rehearsal(), results)
     rows = results.rows("writes")
     assert len(rows) == 12
@@ -31,7 +31,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     (wanted,) = (row for row in rows if row["case"] == "16 random")
     assert results.report.ratios == {"write_over_byte_floor": wanted["over_device_copy"]}
     assert {target.name for target in writes.SECTION.targets} == set(results.report.ratios)
-    path = writes.plot(results, tmp_path / "plots")
+    path = writes.SECTION.plot(results, tmp_path / "plots")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
     results.write()
 

@@ -22,8 +22,8 @@ from stratakv.benchmarks.gpu.copies.jobs import (
     scattered_ids,
 )
 from stratakv.benchmarks.gpu.copies.methods import METHODS, Method, job_addresses
-from stratakv.benchmarks.gpu.copies.plots import bytes_name
 from stratakv.benchmarks.gpu.place import Place, SectionOver, WrongResult
+from stratakv.benchmarks.gpu.plots import bytes_name
 from stratakv.benchmarks.gpu.results import Row
 from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import merge_neighbours
@@ -59,7 +59,7 @@ def test_a_rehearsal(tmp_path: Path, quick: bool) -> None:
         )
     assert set(results.report.ratios) == {target.name for target in copies.TARGETS}
     assert "notes" not in results.report.figures["copies"]
-    assert is_plot(copies.plot(results, tmp_path))
+    assert is_plot(copies.SECTION.plot(results, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-copies.png"]
 
 
@@ -77,11 +77,11 @@ def test_without_ceilings_there_is_no_ratio_to_them(tmp_path: Path) -> None:
     results = rehearse(copies.SECTION, tmp_path)
     assert all(row["over_pinned"] is None for row in results.rows("copies"))
     assert set(results.report.ratios) == {"submit_64_blocks_microseconds", "both_ways_over_one_way"}
-    assert is_plot(copies.plot(results, tmp_path))
+    assert is_plot(copies.SECTION.plot(results, tmp_path))
 
 
 def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
-    assert copies.plot(no_results(), tmp_path) is None
+    assert copies.SECTION.plot(no_results(), tmp_path) is None
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

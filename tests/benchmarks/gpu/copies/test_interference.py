@@ -38,12 +38,12 @@ def test_a_rehearsal(tmp_path: Path, quick: bool) -> None:
         assert row["kv_bytes"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
     least, most = (pick(row["p99_over_alone"] for row in rows) for pick in (min, max))
     assert least <= results.report.ratios["decode_p99_while_streaming"] <= most
-    assert is_plot(interference.plot(results, tmp_path))
+    assert is_plot(interference.SECTION.plot(results, tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-interference.png"]
 
 
 def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
-    assert interference.plot(no_results(), tmp_path) is None
+    assert interference.SECTION.plot(no_results(), tmp_path) is None
 
 
 def test_a_wrong_decode_stops_the_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

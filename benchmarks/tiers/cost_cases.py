@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs save and cost: bytes left and rates on one thread, for blocks of normal numbers.
+"""What checksums and codecs cost.
 
-Real keys and values may differ. No gate: a codec is an operator's choice for a slow disk. Knows
-nothing of disks.
+Checksums: the same reads and writes of the real store, with and without hashing. No option of the
+product leaves a checksum out, so two functions are exchanged here for as long as a round takes.
+Codecs: bytes left and rates on one thread, for blocks of normal numbers; real keys and values may
+differ. No gate: a codec is an operator's choice for a slow disk.
 """
 
 from __future__ import annotations
@@ -14,12 +16,44 @@ from typing import Any
 import torch
 
 from ...connector.fp8_codec import DTYPES, Fp8Codec
+from ...tiers import record
 from ...tiers.block import BlockLayout
 from ...tiers.codecs.base import Codec
 from ...tiers.codecs.choice import CODECS
 from ...tiers.contract import make_buffers
-from ..harness.comparison import WrongWork
+from ...tiers.ssd import reader, record_writer
+from ...tiers.tag import NO_TAG, Proof
+from ..harness.comparison import Comparison, WrongWork, swapped
 from ..harness.report import Report, median, print_table
+from .store_case import StoreCase
+
+NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
+
+
+def comparisons(case: StoreCase) -> list[Comparison]:
+    """Reads, then writes. Rates with hashing against rates without."""
+    return [
+        Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
+        for name, work in zip(NAMES, (case.read, case.write), strict=True)
+    ]
+
+
+def cost(ratio: float) -> float:
+    """The part of the time that hashing adds, of a ratio of rates; below zero by chance only."""
+    return 1 / ratio - 1
+
+
+def _plainly(work: Callable[[], float]) -> Callable[[], float]:
+    def plain() -> float:
+        with (
+            swapped(record, payload_digest=lambda _payload: NO_TAG),
+            swapped(record_writer, payload_digest=lambda _payload: NO_TAG),
+            swapped(reader, verify_record=lambda *_record: Proof(NO_TAG, NO_TAG)),
+        ):
+            return work()
+
+    return plain
+
 
 _ROUNDS = 9
 _SEED = 5
@@ -32,7 +66,7 @@ def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
         layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)
         for make in (*CODECS.values(), Fp8Codec):
             codec = make(layout)
-            found[f"{codec.name}_{dtype}"] = _figures(codec, rounds)
+            found[f"{codec.name}_{dtype}"] = _codec_figures(codec, rounds)
     return found
 
 
@@ -47,7 +81,7 @@ def print_codecs(report: Report) -> None:
     print_table("Codecs, one thread, normal numbers, blocks of 2 MiB", columns, rows)
 
 
-def _figures(codec: Codec, rounds: int) -> dict[str, Any]:
+def _codec_figures(codec: Codec, rounds: int) -> dict[str, Any]:
     payload, out, back = make_buffers(3, codec.layout)
     dtype = DTYPES[codec.layout.kv_dtype]
     generator = torch.Generator().manual_seed(_SEED)
@@ -62,12 +96,16 @@ def _figures(codec: Codec, rounds: int) -> dict[str, Any]:
         raise WrongWork(f"the codec {codec.name} gave other bytes back")
     return {
         "ratio": used / len(payload),
-        "encode": [_rate(lambda: codec.encode(payload, out), len(payload)) for _ in range(rounds)],
-        "decode": [_rate(lambda: codec.decode(encoded, back), len(payload)) for _ in range(rounds)],
+        "encode": [
+            _codec_rate(lambda: codec.encode(payload, out), len(payload)) for _ in range(rounds)
+        ],
+        "decode": [
+            _codec_rate(lambda: codec.decode(encoded, back), len(payload)) for _ in range(rounds)
+        ],
     }
 
 
-def _rate(work: Callable[[], object], num_bytes: int) -> float:
+def _codec_rate(work: Callable[[], object], num_bytes: int) -> float:
     began = time.perf_counter()
     work()
     return num_bytes / (time.perf_counter() - began)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the pictures of earlier runs again from their JSON.
+
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each. With --existing
+it leaves out a FILE that has no picture yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from .core.report import plot_core
+from .gpu.command import SECTIONS
+from .gpu.results import Results
+from .harness.plots import plot_phases
+from .harness.report import Report
+from .offload.report import plot_costs
+from .serve.report import plot_serve
+from .service.report import plot_service
+from .tiers.report import plot_tiers
+from .trace.report import plot_traces
+from .transfer.command import plot_transfer
+
+_DRAW = {
+    "core": plot_core, "serve": plot_serve, "service": plot_service, "tiers": plot_tiers,
+    "trace": plot_traces, "transfer": plot_transfer, "offload": plot_costs,
+}  # fmt: skip
+
+
+def draw(report: Report, path: Path) -> list[Path]:
+    """Draw what a run measured: one picture at `path`, or for a GPU one for each section beside."""
+    if report.name == "gpu":
+        results = Results(report, path.parent)
+        drawn = [section.plot(results, path.parent) for section in SECTIONS]
+        return [each for each in drawn if each is not None]
+    if "phases" in report.figures:
+        return [plot_phases(report, path)]
+    return [_DRAW[report.name](report, path)]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", metavar="FILE.json", nargs="+", type=Path)
+    parser.add_argument("--existing", action="store_true", help="only pictures that are there")
+    arguments = parser.parse_args(words)
+    for file in arguments.files:
+        picture = file.with_suffix(".png")
+        if picture.exists() or not arguments.existing:
+            print(*draw(Report.read(file), picture), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
