@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..tiers.settings.format import format_value
+from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .logprobs import PositionLogprobs, PromptLogprobs
+from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
-from .options import LOG_LEVELS, engine_config
+from .options import engine_config
 from .sampling_params import SamplingParams
-from .settings.readers import one_of, switch
 from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer

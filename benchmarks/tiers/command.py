@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...engine.settings import readers
 from ...tiers.errors import TierError
+from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
 from ..harness.plots import draw_and_tell

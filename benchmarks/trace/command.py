@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
+from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ..harness.plots import draw_and_tell
 from ..harness.report import Report

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from .. import sizes
+from . import sizes
 from .format import format_value
 from .suggestions import did_you_mean
 
