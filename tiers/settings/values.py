@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings are made of: sizes, bounds, choices, and the error that says what was wrong.
-
-Knows nothing of which settings there are.
-"""
+"""What settings are made of: sizes, bounds, choices, and the error that says what was wrong."""
 
 from __future__ import annotations
 

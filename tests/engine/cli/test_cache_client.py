@@ -86,9 +86,9 @@ def test_how_blocks_would_move(
 
 
 def test_ping_leaves_nothing_behind(server: RunningServer) -> None:
-    before = server.room().stats()["cpu"]
+    before = server.tenant_store().stats()["cpu"]
     assert main(["ping", address(server), *FAST]) == 0
-    after = server.room().stats()["cpu"]
+    after = server.tenant_store().stats()["cpu"]
     assert (after.blocks, after.stored_blocks) == (before.blocks, before.stored_blocks)
 
 
