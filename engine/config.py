@@ -174,7 +174,7 @@ class EngineConfig:
             raise ConfigError(
                 f"--attention-backend gather cannot read --kv-cache-dtype {name}; use kernels"
             )
-        if self.offload.ssd_codec == "fp8":
+        if self.offload.ssd.codec == "fp8":
             raise ConfigError(
                 f"--kv-offload-ssd-codec fp8 halves blocks of 16 bits, and --kv-cache-dtype {name} "
                 "makes them of 8 already; drop one of them"

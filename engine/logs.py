@@ -19,6 +19,8 @@ import msgspec
 _PACKAGE_PREFIXES = ("stratakv.engine.", "stratakv.")
 _INDENT = "\n    "
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 class LogLine(msgspec.Struct, omit_defaults=True):
     """One record as JSON. `exception` is a traceback."""

@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers below the pool. Checks itself, as the other settings do."""
+"""The settings of the tiers below the pool, and the engine's options for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..connector.economics import Choice
-from ..tiers.admission import DEFAULT_FILTER, FILTERS, known_filters
 from ..tiers.errors import TierConfigError
 from ..tiers.fault_injection.store import Drill, parse_drill
-from ..tiers.policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
 from ..tiers.registry import installed_tiers
 from ..tiers.remote.address import DEFAULT_PORT, ServerAddress, is_address, parse_address
+from ..tiers.settings import readers
 from ..tiers.settings.format import format_value
+from ..tiers.settings.option import Option, check_options, options_of, setting
 from ..tiers.settings.suggestions import did_you_mean
-from ..tiers.settings.values import GIB, MAX_THREADS, MIB, ConfigError, one_of, size_within, within
+from ..tiers.settings.values import ConfigError
+from ..tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
 
 REMOTE = "remote"  # the tier that cache servers are together
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
-DURABILITIES = ("sync", "async")
 LOAD_FAILURES = ("recompute", "fail")
-SSD_CODECS = ("none", "lossless", "fp8")
 
 
 def has_tier(tiers: Iterable[str], tier: str) -> bool:
@@ -34,59 +32,50 @@ def has_tier(tiers: Iterable[str], tier: str) -> bool:
 class OffloadConfig:
     """The tiers below the pool."""
 
-    tiers: tuple[str, ...] = ()
-    policy: str = DEFAULT_POLICY
-    load: str = Choice.AUTO.value
-    load_failure: str = "recompute"
-    faults: str = ""  # of the tiers below cpu, on purpose; see tiers/fault_injection
-    cpu_bytes: int = 4 * GIB
-    cpu_huge_pages: bool = False
-    ssd_path: Path | None = None
-    ssd_bytes: int = 20 * GIB
-    ssd_durability: str = "sync"
-    ssd_codec: str = "none"
-    ssd_policy: str = DEFAULT_SSD_POLICY
-    ssd_admission: str = DEFAULT_FILTER
-    ssd_daily_bytes: int | None = None
-    ssd_exclusive: bool = False
-    ssd_mac_key_file: Path | None = None
+    tiers: tuple[str, ...] = setting(
+        (), readers.tiers,
+        "tiers below the KV pool: cpu or cpu,ssd or cpu,ssd,grpc://host:9400", "TIERS",
+        name="kv_offload",
+    )  # fmt: skip
+    load: str = setting(
+        Choice.AUTO.value, readers.one_of(*[choice.value for choice in Choice]),
+        "load what a tier has where that is quicker than computing (auto), always, or in both ways "
+        "at once", "NAME", name="kv_offload_load",
+    )  # fmt: skip
+    load_failure: str = setting(
+        "recompute", readers.one_of(*LOAD_FAILURES),
+        "what a request does whose blocks a tier had and could not bring: recompute them, or fail",
+        "NAME", name="kv_offload_load_failure",
+    )  # fmt: skip
+    faults: str = setting(  # see tiers/fault_injection
+        "", readers.text,
+        "a drill: faults of the tiers below cpu, on purpose: [TIER:]CALL:KIND=VALUE,…", "LIST",
+        name="kv_offload_faults",
+    )  # fmt: skip
+    cpu: CpuSettings = field(default_factory=CpuSettings)
+    ssd: SsdSettings = field(default_factory=SsdSettings)
     # Of cache servers, whose addresses stand among the tiers.
-    remote_token_file: Path | None = None
-    remote_ca_file: Path | None = None
-    remote_cert_file: Path | None = None
-    remote_key_file: Path | None = None
-    remote_server_name: str | None = None
-    remote_tag_key_file: Path | None = None
+    remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
     # For tiers that other packages bring: tier → option → value.
-    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    require_tiers: bool = False  # refuse to start while one is down
-    io_threads: int = 4
+    tier_options: Mapping[str, Mapping[str, str]] = setting(
+        dict, readers.tier_options,
+        "options of tiers that other packages bring: tier.option=value,…", "LIST",
+        name="kv_offload_tier_options",
+    )  # fmt: skip
+    require_tiers: bool = setting(
+        False, readers.switch,
+        "refuse to start while a tier below cpu is down, instead of going on without it",
+    )  # fmt: skip
     shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         self._check_tiers()
-        if "ssd" in self.tiers and self.ssd_path is None:
+        if "ssd" in self.tiers and self.ssd.path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
-        for flag, policy in (
-            ("--kv-offload-policy", self.policy),
-            ("--kv-offload-ssd-policy", self.ssd_policy),
-        ):
-            if policy not in POLICIES:
-                one_of(flag, policy, tuple(known_policies()))
-        one_of("--kv-offload-load", self.load, tuple(choice.value for choice in Choice))
-        one_of("--kv-offload-load-failure", self.load_failure, LOAD_FAILURES)
+        check_options(OFFLOAD_OPTIONS, self)
         self._check_faults()
-        one_of("--kv-offload-ssd-durability", self.ssd_durability, DURABILITIES)
-        one_of("--kv-offload-ssd-codec", self.ssd_codec, SSD_CODECS)
-        if self.ssd_admission not in FILTERS:
-            one_of("--kv-offload-ssd-admission", self.ssd_admission, tuple(known_filters()))
-        size_within("--kv-offload-cpu-bytes", self.cpu_bytes, 1 * MIB)
-        size_within("--kv-offload-ssd-bytes", self.ssd_bytes, 16 * MIB)
-        if self.ssd_daily_bytes is not None:
-            size_within("--kv-offload-ssd-daily-bytes", self.ssd_daily_bytes, 1 * MIB)
-        within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
         others = [tier for tier in self.tiers if tier not in OFFLOAD_TIERS]
-        if self.ssd_codec == "fp8" and others:
+        if self.ssd.codec == "fp8" and others:
             raise ConfigError(
                 "--kv-offload-ssd-codec fp8 loses precision, and from the cpu tier such blocks "
                 f"reach {', '.join(others)}; use lossless or none beside other tiers"
@@ -95,8 +84,7 @@ class OffloadConfig:
             if tier not in self.other_tiers:
                 raise ConfigError(
                     f"--kv-offload-tier-options sets options of {format_value(tier)}, which is "
-                    f"no tier of "
-                    "another package in --kv-offload; add it there or drop the options"
+                    "no tier of another package in --kv-offload; add it there or drop the options"
                 )
 
     @property
@@ -174,3 +162,21 @@ class OffloadConfig:
                 f"--kv-offload {given} names cache servers with and without TLS; use grpcs:// for "
                 "all of them, or grpc:// for all"
             )
+
+
+def _offload_options() -> dict[str, Option]:
+    """In the order in which help shows them, with paths below OffloadConfig."""
+    own = options_of(OffloadConfig, "")
+    cpu = options_of(CpuSettings, "cpu", "kv_offload_cpu_")
+    return {
+        "kv_offload": own.pop("kv_offload"),
+        "kv_offload_policy": cpu.pop("kv_offload_cpu_policy"),
+        **{name: own.pop(name) for name in list(own)[:3]},
+        **cpu,
+        **options_of(SsdSettings, "ssd", "kv_offload_ssd_"),
+        **options_of(RemoteTierSettings, "remote", "kv_offload_remote_"),
+        **own,
+    }
+
+
+OFFLOAD_OPTIONS: Mapping[str, Option] = _offload_options()

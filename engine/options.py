@@ -2,28 +2,30 @@
 """The engine's options by name, as flags and keyword arguments give them, and the EngineConfig.
 
 One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The value objects of
-`config.py` check values; here unknown names and contradictions are refused. `settings/` does.
+`config.py` check values; here unknown names and contradictions are refused.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..connector.economics import Choice
-from ..tiers.admission import FILTERS, known_filters
-from ..tiers.policies.choice import POLICIES, known_policies
+from ..tiers.settings import readers
 from ..tiers.settings.format import format_value
+from ..tiers.settings.option import Option, flag_of
+from ..tiers.settings.readers import one_of
 from ..tiers.settings.suggestions import did_you_mean
 from ..tiers.settings.values import ConfigError
+from ..tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
 from .config import (
     ATTENTION_BACKENDS,
     BLOCK_HASHES,
     COMPILATIONS,
     DTYPES,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     CacheConfig,
     EngineConfig,
@@ -32,34 +34,11 @@ from .config import (
 )
 from .models.checkpoint.files import check_directory
 from .models.checkpoint.hub import fetch_model, is_hub_id
-from .offload_config import DURABILITIES, LOAD_FAILURES, REMOTE, SSD_CODECS, OffloadConfig, has_tier
-from .settings import readers
-from .settings.not_built import explain_not_built
-from .settings.readers import Reader, one_of
+from .not_built import explain_not_built
+from .offload_config import OFFLOAD_OPTIONS, REMOTE, OffloadConfig, has_tier
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
-
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option: where it goes and how its value is read."""
-
-    section: str  # "model" | "cache" | "scheduler" | "offload" | "engine" | "server"
-    field: str
-    read: Reader
-    help: str
-    metavar: str = ""  # empty: a switch with --no-
-    unset: str = "none"  # the default in words, where the value object's says nothing
-    is_secret: bool = False
-
-
-def flag_of(name: str) -> str:
-    """`block_size` → `--block-size`."""
-    return "--" + name.replace("_", "-")
 
 
 OPTIONS: Mapping[str, Option] = {
@@ -113,7 +92,7 @@ OPTIONS: Mapping[str, Option] = {
         "share of a GPU's memory that weights, steps and the KV pool take", "SHARE",
     ),
     "kv_cache_dtype": Option(
-        "cache", "kv_cache_dtype", readers.kv_cache_dtype,
+        "cache", "kv_cache_dtype", one_of(*KV_CACHE_DTYPES, synonyms={"fp8": "fp8_e4m3"}),
         "number type of the KV pool: auto, as --dtype, or fp8_e4m3", "TYPE",
     ),
     "enable_prefix_caching": Option(
@@ -143,105 +122,10 @@ OPTIONS: Mapping[str, Option] = {
         "scheduler", "preempt_above", readers.number,
         "send requests back while more than this share of the pool is held", "SHARE",
     ),
-    "kv_offload": Option(
-        "offload", "tiers", readers.tiers,
-        "tiers below the KV pool: cpu or cpu,ssd or cpu,ssd,grpc://host:9400", "TIERS",
-    ),
-    "kv_offload_policy": Option(
-        "offload", "policy", readers.one_of_these_or(POLICIES, known_policies),
-        f"what the cpu tier evicts: {', '.join(POLICIES)}, or a policy of a package",
-        "NAME",
-    ),
-    "kv_offload_load": Option(
-        "offload", "load", one_of(*[choice.value for choice in Choice]),
-        "load what a tier has where that is quicker than computing (auto), always, or in both ways "
-        "at once", "NAME",
-    ),
-    "kv_offload_load_failure": Option(
-        "offload", "load_failure", one_of(*LOAD_FAILURES),
-        "what a request does whose blocks a tier had and could not bring: recompute them, or fail",
-        "NAME",
-    ),
-    "kv_offload_faults": Option(
-        "offload", "faults", readers.text,
-        "a drill: faults of the tiers below cpu, on purpose: [TIER:]CALL:KIND=VALUE,…", "LIST",
-    ),
-    "kv_offload_cpu_bytes": Option(
-        "offload", "cpu_bytes", readers.size, "size of the cpu tier", "SIZE"
-    ),
-    "kv_offload_cpu_huge_pages": Option(
-        "offload", "cpu_huge_pages", readers.switch, "take the cpu tier's memory in huge pages"
-    ),
-    "kv_offload_ssd_path": Option(
-        "offload", "ssd_path", readers.path, "directory of the ssd tier", "DIR",
-        "~/.cache/stratakv/ssd",
-    ),
-    "kv_offload_ssd_bytes": Option(
-        "offload", "ssd_bytes", readers.size, "size of the ssd tier", "SIZE"
-    ),
-    "kv_offload_ssd_durability": Option(
-        "offload", "ssd_durability", one_of(*DURABILITIES),
-        "sync: what was stored outlives a kill and a power cut; async: but for the last 2 seconds",
-        "NAME",
-    ),
-    "kv_offload_ssd_codec": Option(
-        "offload", "ssd_codec", one_of(*SSD_CODECS),
-        "how blocks are packed on their way to the disk: none, lossless, fp8", "NAME",
-    ),
-    "kv_offload_ssd_policy": Option(
-        "offload", "ssd_policy", readers.one_of_these_or(POLICIES, known_policies),
-        f"what the ssd tier evicts: {', '.join(POLICIES)}, or a policy of a package",
-        "NAME",
-    ),
-    "kv_offload_ssd_admission": Option(
-        "offload", "ssd_admission", readers.one_of_these_or(FILTERS, known_filters),
-        f"which evicted blocks are written: {', '.join(FILTERS)}, or a filter of a package",
-        "NAME",
-    ),
-    "kv_offload_ssd_daily_bytes": Option(
-        "offload", "ssd_daily_bytes", readers.size, "most that is written to the ssd in a day",
-        "SIZE", "no bound",
-    ),
-    "kv_offload_ssd_exclusive": Option(
-        "offload", "ssd_exclusive", readers.switch,
-        "keep a block either in the cpu tier or in the ssd tier",
-    ),
-    "kv_offload_ssd_mac_key_file": Option(
-        "offload", "ssd_mac_key_file", readers.path,
-        "file with the key that seals blocks on a disk that others can write", "FILE",
-    ),
-    "kv_offload_remote_token_file": Option(
-        "offload", "remote_token_file", readers.path, "file with the token for cache servers",
-        "FILE",
-    ),
-    "kv_offload_remote_ca_file": Option(
-        "offload", "remote_ca_file", readers.path,
-        "who signed the certificates of cache servers, as PEM", "FILE", "the system's authorities",
-    ),
-    "kv_offload_remote_cert_file": Option(
-        "offload", "remote_cert_file", readers.path,
-        "the engine's certificate for cache servers, as PEM", "FILE",
-    ),
-    "kv_offload_remote_key_file": Option(
-        "offload", "remote_key_file", readers.path, "the key of that certificate, as PEM", "FILE"
-    ),
-    "kv_offload_remote_server_name": Option(
-        "offload", "remote_server_name", readers.text,
-        "what the certificates of cache servers say", "NAME", "the host in the address",
-    ),
-    "kv_offload_remote_tag_key_file": Option(
-        "offload", "remote_tag_key_file", readers.path,
-        "file with the key of the tags of blocks on cache servers, which no server then can forge",
-        "FILE",
-    ),
-    "kv_offload_tier_options": Option(
-        "offload", "tier_options", readers.tier_options,
-        "options of tiers that other packages bring: tier.option=value,…", "LIST",
-    ),
-    "require_tiers": Option(
-        "offload", "require_tiers", readers.switch,
-        "refuse to start while a tier below cpu is down, instead of going on without it",
-    ),
+    **{
+        name: replace(option, section=f"offload.{option.section}".rstrip("."))
+        for name, option in OFFLOAD_OPTIONS.items()
+    },
     "num_threads": Option(
         "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"
     ),
@@ -271,9 +155,8 @@ def engine_config(
             raise ConfigError(explained or f"there is no option {format_value(name)}{near}")
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
-    offload = sections["offload"]
-    if "ssd" in offload.get("tiers", ()):
-        offload.setdefault("ssd_path", default_ssd_path())
+    if "ssd" in sections["offload"].get("tiers", ()):
+        sections["offload.ssd"].setdefault("path", default_ssd_path())
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     typed = "" if model is None else str(model)
     if "served_name" not in sections["model"]:
@@ -282,12 +165,17 @@ def engine_config(
         model=ModelConfig(path, typed_name=typed, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
-        offload=OffloadConfig(**offload),
+        offload=OffloadConfig(
+            cpu=CpuSettings(**sections["offload.cpu"]),
+            ssd=SsdSettings(**sections["offload.ssd"]),
+            remote=RemoteTierSettings(**sections["offload.remote"]),
+            **sections["offload"],
+        ),
         **sections["engine"],
     )
 
 
-_SECTIONS = ("model", "cache", "scheduler", "offload", "engine")
+_SECTIONS = {option.section for option in OPTIONS.values()}
 
 
 def default_ssd_path() -> Path:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..tiers.block import DTYPE_BYTES, BlockLayout
+from ..tiers.settings.sizes import rough_size
 from ..tiers.settings.values import MIB, ConfigError
-from ..tiers.sizes import rough_size
 from .config import SchedulerConfig
 from .models.spec import ModelSpec
 

@@ -24,10 +24,10 @@ from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
+from stratakv.tiers import assemble
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.ssd.store import SsdStore
@@ -35,6 +35,7 @@ from stratakv.tiers.ssd.store import SsdStore
 from .checked_logprobs import check_logprobs
 from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, damage, faulty_copies, faulty_forward
 from .leftovers import check_nothing_left, check_references, is_busy
+from .offload_config import offload_config
 from .random_wishes import World, draw_params
 from .threads import check_threads
 
@@ -102,7 +103,7 @@ class Life:
         """From the first start to the last shutdown."""
         copies = faulty_copies(cpu_device._copy_runs, self._mischief)
         monkeypatch.setattr(cpu_device, "_copy_runs", copies)
-        monkeypatch.setattr(build, "SsdStore", self._make_store)
+        monkeypatch.setattr(assemble, "SsdStore", self._make_store)
 
         def offload(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
             settings = dataclasses.replace(settings, read_seconds=self._read_seconds)
@@ -159,7 +160,7 @@ class Life:
                 admit_below=rng.choice([0.1, 0.8, 0.8]),
                 preempt_above=rng.choice([0.8, 0.95, 1.0]),
             ),
-            offload=OffloadConfig(
+            offload=offload_config(
                 tiers=self._tiers,
                 load=rng.choice(["auto", "always", "both"]),
                 ssd_path=self._path,
@@ -170,11 +171,17 @@ class Life:
         # Below what an operator may ask for, so that everything is evicted all the time.
         slot_bytes = 4096 * -(-size * 512 // 4096)
         slots = MAX_MODEL_LEN // size
-        for name, wanted in (
-            ("cpu_bytes", slot_bytes * rng.choice([1, slots // 2, slots, 8 * slots, 8 * slots])),
-            ("ssd_bytes", SSD_BASE_BYTES + (slot_bytes + 4096) * rng.choice([3, slots, 8 * slots])),
+        for part, wanted in (
+            (
+                config.offload.cpu,
+                slot_bytes * rng.choice([1, slots // 2, slots, 8 * slots, 8 * slots]),
+            ),
+            (
+                config.offload.ssd,
+                SSD_BASE_BYTES + (slot_bytes + 4096) * rng.choice([3, slots, 8 * slots]),
+            ),
         ):
-            object.__setattr__(config.offload, name, max(wanted, slot_bytes))
+            object.__setattr__(part, "capacity_bytes", max(wanted, slot_bytes))
         return config
 
     def _age(self) -> None:

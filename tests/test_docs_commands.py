@@ -26,14 +26,15 @@ from stratakv.engine.api.openai.protocol import (
 from stratakv.engine.api.settings import ApiSettings
 from stratakv.engine.cli import bench, cache_server, config, generate, serve
 from stratakv.engine.cli.args import Parser, log_level
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, flag_of
-from stratakv.engine.settings import readers
+from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS
 from stratakv.engine.settings.aliases import ALIASES
 from stratakv.engine.settings.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, default_text, variable_of
 from stratakv.engine.settings.server import SERVER_OPTIONS
 from stratakv.tiers.cache_server.access.tenants import read_tenants
+from stratakv.tiers.settings import readers
+from stratakv.tiers.settings.option import flag_of
 from stratakv.tiers.settings.values import ConfigError
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"

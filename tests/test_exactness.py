@@ -19,10 +19,10 @@ import pytest
 
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
+from .offload_config import offload_config
 from .stepping import step_outputs
 from .tiny_models import VARIANTS, VOCAB, greedy_reference, make_llama
 
@@ -60,7 +60,7 @@ def running_core(
         scheduler=SchedulerConfig(
             **({"max_num_batched_tokens": 64, "max_num_seqs": 8} | (scheduler or {}))
         ),
-        offload=OffloadConfig(**(offload or {})),
+        offload=offload_config(**(offload or {})),
         num_threads=1,
     )
     core = EngineCore(config)

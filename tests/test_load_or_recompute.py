@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector import build
 from stratakv.connector.economics import STORE_PRIOR
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.tiers import assemble
 from stratakv.tiers.fault_injection.plan import parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
 
@@ -92,9 +92,13 @@ def test_a_store_that_fails_and_dawdles(
     load: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = build._open_ssd
+    real = assemble.open_ssd
     plan = parse_faults("load:error=0.2,load:miss=0.1,load:delay=0.001..0.03")
-    monkeypatch.setattr(build, "_open_ssd", lambda *args: FaultyStore(real(*args), plan, seed=7))
+    monkeypatch.setattr(
+        assemble,
+        "open_ssd",
+        lambda *args, **options: FaultyStore(real(*args, **options), plan, seed=7),
+    )
     with running_core(
         model, cache={"num_blocks": 36}, offload=offload(tmp_path, load=load)
     ) as core:
@@ -117,8 +121,10 @@ def test_a_tier_that_is_too_slow_is_left_alone(
     with running_core(model, cache={"num_blocks": 36}, offload=offload(tmp_path)) as core:
         for index, (text, _) in enumerate(texts):
             ask(core, [text], tag=f"{index}-")
-    real, plan = build._open_ssd, parse_faults("load:delay=4.0")
-    monkeypatch.setattr(build, "_open_ssd", lambda *args: FaultyStore(real(*args), plan))
+    real, plan = assemble.open_ssd, parse_faults("load:delay=4.0")
+    monkeypatch.setattr(
+        assemble, "open_ssd", lambda *args, **options: FaultyStore(real(*args, **options), plan)
+    )
     with running_core(model, cache={"num_blocks": 36}, offload=offload(tmp_path)) as core:
         began = time.monotonic()
         for index, (text, expected) in enumerate(texts):

@@ -19,12 +19,12 @@ import pytest
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .checked_logprobs import check_logprobs
+from .offload_config import offload_config
 from .stepping import step_outputs
 from .tiny_models import VOCAB, make_llama
 
@@ -90,7 +90,7 @@ def running_core(
         scheduler=SchedulerConfig(
             **({"max_num_batched_tokens": 64, "max_num_seqs": 8} | scheduler)
         ),
-        offload=OffloadConfig(**(offload or {})),
+        offload=offload_config(**(offload or {})),
         num_threads=1,
     )
     core = EngineCore(config)

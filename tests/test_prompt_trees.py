@@ -26,12 +26,14 @@ from stratakv.connector.device import cpu as cpu_device
 from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.tiers import assemble
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
 
 from .faulty_parts import Mischief, faulty_copies
+from .offload_config import offload_config
 from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
 from .threads import check_threads
@@ -63,9 +65,9 @@ class Way:
     def config(self, tree: Tree, directory: Path, load: str) -> OffloadConfig:
         """`load` is how it is decided what to load; a tiny model computes faster than a disk."""
         if self.tiers == "pool":
-            return OffloadConfig()
+            return offload_config()
         with_ssd = self.tiers != "cpu"
-        config = OffloadConfig(
+        config = offload_config(
             tiers=("cpu", "ssd") if with_ssd else ("cpu",),
             ssd_path=directory,
             ssd_exclusive=self.tiers == "exclusive",
@@ -76,8 +78,10 @@ class Way:
         longest = tree.blocks_of_longest
         slots = {"cpu": 8, "ssd": 0.5, "both": 2, "exclusive": 2}[self.tiers] * longest
         # Below what an operator may ask for, so that blocks go all the way down.
-        object.__setattr__(config, "cpu_bytes", int(slots) * slot)
-        object.__setattr__(config, "ssd_bytes", SSD_BASE_BYTES + 8 * longest * (slot + 4096))
+        object.__setattr__(config.cpu, "capacity_bytes", int(slots) * slot)
+        object.__setattr__(
+            config.ssd, "capacity_bytes", SSD_BASE_BYTES + 8 * longest * (slot + 4096)
+        )
         return config
 
 
@@ -109,7 +113,7 @@ class Run:
         mischief = Mischief(self._rng.randrange(2**31), rates)
         copies = faulty_copies(cpu_device._copy_runs, mischief)
         monkeypatch.setattr(cpu_device, "_copy_runs", copies)
-        monkeypatch.setattr(build, "SsdStore", self._make_store)
+        monkeypatch.setattr(assemble, "SsdStore", self._make_store)
         monkeypatch.setattr(core_offload, "build_offload", build_impatiently)
         answers = [self._life()]
         if self._way.tiers in ("pool", "cpu") or self._rng.random() < 0.5:

@@ -282,6 +282,48 @@ def test_arrows_run_down() -> None:
     assert [finding for path in paths for finding in _upward(path)] == []
 
 
+# What stands below everything with options imports none of it, and the table of the
+# engine's options is below what reads them from flags, environment and files.
+BELOW = (
+    ("tiers/settings", "stratakv.tiers", "stratakv.tiers.settings"),
+    ("engine/options.py", "stratakv.engine.settings", None),
+    ("engine/offload_config.py", "stratakv.engine.settings", None),
+    ("engine/config.py", "stratakv.engine.settings", None),
+)
+
+
+def _back_up(path: Path) -> Iterator[str]:
+    for place, refused, except_below in BELOW:
+        if path.as_posix() != place and not _in(path, place):
+            continue
+        for module, node in _imports(path):
+            allowed = except_below and _starts_with(module, except_below)
+            if _starts_with(module, refused) and not allowed and module != "stratakv.tiers":
+                yield f"{path}:{node.lineno}: imports {module}"
+
+
+def test_settings_stand_below_what_has_options() -> None:
+    assert [finding for path in _sources() for finding in _back_up(path)] == []
+    for place, _, _ in BELOW:
+        assert (ROOT / place).exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("tiers/settings/example.py", "from ..block import BlockLayout"),
+        ("tiers/settings/example.py", "from .. import block"),
+        ("engine/options.py", "from .settings import readers"),
+        ("engine/options.py", "def f():\n    from .settings.resolve import resolve"),
+    ],
+)
+def test_the_rule_of_settings_sees_each_form(
+    path: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
+    assert list(_back_up(Path(path)))
+
+
 @pytest.mark.parametrize(
     ("path", "code"),
     [

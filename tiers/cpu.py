@@ -22,8 +22,8 @@ from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
+from .settings.sizes import show_size
 from .shared_memory import Progress, SharedMemory
-from .sizes import show_size
 from .tag import Proof, Proofs
 
 log = logging.getLogger(__name__)

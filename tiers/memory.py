@@ -19,7 +19,7 @@ from .base import Answer, Stored, StoreTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
 from .policies.lru import LruPolicy
-from .sizes import show_size
+from .settings.sizes import show_size
 from .tag import Proof, Proofs, Tagger, payload_digest
 
 # Called with "lookup", "load", "store" or "drop" and the keys, before anything happens. It may

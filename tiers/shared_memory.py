@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from .errors import TierConfigError
 from .host_memory import available_memory_bytes
-from .sizes import MIB, rough_size
+from .settings.sizes import MIB, rough_size
 
 log = logging.getLogger(__name__)
 

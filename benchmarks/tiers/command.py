@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.settings import readers
 from ...tiers.errors import TierError
+from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
 from ..harness.command import run_and_tell

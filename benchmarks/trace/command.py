@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from ...engine.settings import readers
 from ...tiers.admission import FILTERS
 from ...tiers.policies.choice import POLICIES
+from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ..harness.command import progress, run_and_tell
 from ..harness.report import Report

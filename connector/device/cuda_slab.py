@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from ...kernels.copy.copy_engine import CudaError
-from ...tiers.sizes import show_size
+from ...tiers.settings.sizes import show_size
 from .cuda_runtime import Runtime
 
 log = logging.getLogger(__name__)

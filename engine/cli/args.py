@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ...tiers.settings.format import format_name
+from ...tiers.settings.layers import MODEL
+from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
-from ..options import LOG_LEVELS, OPTIONS, Option, engine_config, flag_of
+from ..logs import LOG_LEVELS
+from ..not_built import explain_not_built
+from ..options import OPTIONS, engine_config
 from ..settings.aliases import ALIASES
-from ..settings.layers import with_origins
-from ..settings.not_built import explain_not_built
 from ..settings.resolve import Settings, resolve
-from ..settings.schema import MODEL, SCHEMA, default_text
+from ..settings.schema import SCHEMA, default_text
 from ..settings.server import SERVER_OPTIONS
 
 # Names of aliases in the namespace, apart from a command's own flags.
@@ -172,7 +174,7 @@ def naming_origins(args: argparse.Namespace) -> Iterator[None]:
         settings = getattr(args, _SETTINGS, None)
         if settings is None:
             raise
-        raise ConfigError(with_origins(str(error), settings.given)) from error
+        raise settings.explain(error) from error
 
 
 def engine_config_of(args: argparse.Namespace) -> EngineConfig:

@@ -12,10 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..settings import readers
 from .args import Parser
 
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."

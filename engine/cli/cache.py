@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ...tiers.errors import TierConfigError
+from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ...tiers.ssd.folder.inventory import StoreEntry, find_stores, is_store, look_at, remove
 from ..options import default_ssd_path
-from ..settings import readers
 from .args import Parser
 
 DESCRIPTION = "List the SSD tiers on this machine, what they take, and remove them."

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.errors import TierConfigError
+from ...tiers.settings import readers
 from ...tiers.settings.format import one_line
 from ...tiers.settings.values import ConfigError
-from ..settings import readers
 
 if TYPE_CHECKING:
     from ...tiers.remote.address import ServerAddress

@@ -20,17 +20,21 @@ import signal
 import stat
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...tiers.codecs.choice import CODECS, NONE
 from ...tiers.errors import TierConfigError
+from ...tiers.settings import readers
+from ...tiers.settings.file import called, read_file
+from ...tiers.settings.option import Option, flag_of, options_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError, show_size
+from ...tiers.tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from .. import logs
-from ..options import LOG_LEVELS, Option, flag_of
-from ..settings import readers
+from ..logs import LOG_LEVELS
 from ..settings.environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
-from ..settings.file import called, read_file
 
 if TYPE_CHECKING:
     from ...tiers.cache_server.access.tenants import Tenants
@@ -69,6 +73,22 @@ def _option(name: str, read: Any, text: str, metavar: str = "", default: Any = N
     return name, Option("server", name, read, text, metavar), default
 
 
+def _tier_option(name: str, option: Option, default: Any, **changed: Any) -> Any:
+    return name, replace(option, section="server", field=name, **changed), default
+
+
+_CPU = options_of(CpuSettings, "cpu", "cpu_")
+_SSD = options_of(SsdSettings, "ssd", "ssd_")
+_CODECS = (NONE, *CODECS)  # engines bring others
+_TIERS = (
+    _tier_option("cpu_policy", _CPU["cpu_policy"], CpuSettings().policy),
+    _tier_option("ssd_policy", _SSD["ssd_policy"], SERVER_SSD.policy),
+    _tier_option("ssd_admission", _SSD["ssd_admission"], SERVER_SSD.admission),
+    _tier_option(
+        "ssd_codec", _SSD["ssd_codec"], SERVER_SSD.codec, read=readers.one_of(*_CODECS),
+        help=f"how blocks are packed on their way to the disk: {', '.join(_CODECS)}",
+    ),
+)  # fmt: skip
 _TABLE = (
     _option("cpu_bytes", readers.size, "memory for blocks, of all tenants", "SIZE", "1GiB"),
     _option("ssd_path", readers.path, "directory for blocks on a disk", "PATH"),
@@ -77,6 +97,7 @@ _TABLE = (
         "ssd_mac_key_file", readers.path,
         "file with the key that seals blocks on a disk that others can write", "FILE",
     ),
+    *_TIERS,
     _option("host", readers.text, "address to listen on", "ADDRESS", "127.0.0.1"),
     _option("port", _port, "port of the calls; 0 takes a free one", "N", 9400),
     _option("data_port", _port, "port of the data connection; 0 takes a free one", "N"),
@@ -234,12 +255,32 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
         metrics_exposed=options["metrics_exposed"],
         ssd_path=ssd_path,
         mac_key=_mac_key(options),
+        cpu=CpuSettings(policy=options["cpu_policy"]),
+        ssd=_ssd_settings(options),
         tls=_tls(options),
         insecure=options["insecure"],
         reflection=options["reflection"],
         drain_seconds=options["drain_seconds"],
         limits=_limits(options),
     )
+
+
+def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
+    """What holds for every tenant's store. What cannot be used is refused here, at the start."""
+    from ...tiers.admission import make_filter
+    from ...tiers.block import BlockLayout
+    from ...tiers.codecs.choice import make_codec
+    from ...tiers.policies.choice import policy_factory
+
+    names = ("ssd_policy", "ssd_admission", "ssd_codec")
+    for name in names:
+        if options["ssd_path"] is None and options[name] != DEFAULTS[name]:
+            raise ConfigError(f"{flag_of(name)} is for blocks on a disk; give --ssd-path too")
+    for policy in (options["cpu_policy"], options["ssd_policy"]):
+        policy_factory(policy)
+    make_filter(options["ssd_admission"], 1)
+    make_codec(options["ssd_codec"], BlockLayout(1, 16, 1, 64, "bfloat16"))
+    return replace(SERVER_SSD, **{name.removeprefix("ssd_"): options[name] for name in names})
 
 
 def _mac_key(options: Mapping[str, Any]) -> Any:

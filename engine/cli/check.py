@@ -15,10 +15,10 @@ from typing import Any
 from ...tiers.check import check_store
 from ...tiers.errors import TierConfigError
 from ...tiers.mac_key import MacKey, read_mac_key
+from ...tiers.settings import readers
+from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError
-from ...tiers.sizes import rough_size
 from ...tiers.ssd.folder.reconcile import CheckResult
-from ..settings import readers
 
 DESCRIPTION = "Check an SSD tier that no engine uses: its index against its records, and back."
 

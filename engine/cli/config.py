@@ -13,13 +13,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...tiers.settings import readers
+from ...tiers.settings.layers import MODEL
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..options import engine_config
-from ..settings import readers
-from ..settings.layers import hides, with_origins
 from ..settings.resolve import Settings, read_config_settings
-from ..settings.schema import MASK, MODEL, SCHEMA, default_text, masked, value_in
+from ..settings.schema import MASK, SCHEMA, default_text, hides, masked, value_in
 from ..settings.server import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
@@ -79,7 +79,7 @@ def _check(words: list[str]) -> int:
     try:
         effective(settings)
     except ConfigError as error:
-        raise ConfigError(with_origins(str(error), settings.given)) from error
+        raise settings.explain(error) from error
     print(f"{path} is fine: {len(settings.given)} options")
     for note in settings.notes:
         print(note)

@@ -12,9 +12,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...tiers.settings.format import format_value
+from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
 from ..logs import set_up
-from ..options import flag_of
 from ..sampling_params import SamplingParams
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_name, one_line
 from ...tiers.settings.values import ConfigError
-from ..settings import readers
 from .cache_client import CALL_SECONDS, EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
 
 DESCRIPTION = "Ask whether a cache server answers, how fast, and how blocks would move."

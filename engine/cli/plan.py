@@ -17,17 +17,18 @@ from typing import Any
 from ...tiers.block import DTYPE_BYTES, BlockLayout
 from ...tiers.errors import TierConfigError
 from ...tiers.host_memory import available_memory_bytes
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
+from ...tiers.settings.option import flag_of
+from ...tiers.settings.readers import Reader
+from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
-from ...tiers.sizes import rough_size
 from ...tiers.ssd.disk.space import plan_space
 from .. import plan
 from ..config import CacheConfig, ModelConfig
 from ..models.checkpoint.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
-from ..options import flag_of, model_directory
-from ..settings import readers
-from ..settings.readers import Reader
+from ..options import model_directory
 from .plan_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
 DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loading pays."

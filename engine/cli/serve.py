@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tiers.remote.address import is_address
+from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import ConfigError, show_size
-from ...tiers.sizes import rough_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
@@ -80,8 +80,8 @@ def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> It
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
-            f"the ssd tier takes {rough_size(offload.ssd_bytes)} of the disk at once, in "
-            f"{offload.ssd_path}, and keeps it after the end: --kv-offload-ssd-bytes sets how much,"
+            f"the ssd tier takes {rough_size(offload.ssd.capacity_bytes)} of the disk at once, in "
+            f"{offload.ssd.path}, and keeps it after the end: --kv-offload-ssd-bytes sets how much,"
             " `stratakv cache rm` gives it back"
         )
     if server.metrics_without_key and server.api_key is None:
@@ -234,7 +234,7 @@ def _tell_start(
     tokens = ready.num_blocks * ready.block_size
     logger.info("KV pool of %s tokens, for requests of up to %s", tokens, ready.max_model_len)
     if offload.enabled:
-        sizes = {"cpu": offload.cpu_bytes, "ssd": offload.ssd_bytes}
+        sizes = {"cpu": offload.cpu.capacity_bytes, "ssd": offload.ssd.capacity_bytes}
         words = []
         for tier in offload.tiers:
             size = f" {show_size(sizes[tier])}" if tier in sizes else ""
@@ -260,9 +260,11 @@ def _tell_start(
 def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
     """The tiers from the pool down, with their sizes and places, and which are `down`: `cpu: 4 GiB,
     ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
-    parts = {"cpu": f"cpu: {rough_size(offload.cpu_bytes)}"}
-    if offload.ssd_path is not None:
-        parts["ssd"] = f"ssd: {_in_home(offload.ssd_path)} ({rough_size(offload.ssd_bytes)})"
+    parts = {"cpu": f"cpu: {rough_size(offload.cpu.capacity_bytes)}"}
+    if offload.ssd.path is not None:
+        parts["ssd"] = (
+            f"ssd: {_in_home(offload.ssd.path)} ({rough_size(offload.ssd.capacity_bytes)})"
+        )
     parts |= {tier: tier for tier in offload.other_tiers}
     if offload.cache_servers:
         parts[REMOTE] = f"{REMOTE}: {' '.join(map(str, offload.cache_servers))}"

@@ -73,14 +73,14 @@ def _offload_config(config: EngineConfig, layout: BlockLayout) -> dict[str, str]
     offload = config.offload
     return {
         "blocks_per_chunk": "1",
-        "cpu_bytes": str(offload.cpu_bytes),
+        "cpu_bytes": str(offload.cpu.capacity_bytes),
         "kv_bytes_per_chunk": str(layout.slot_bytes),
         "num_chunks": str(_num_chunks(config, layout)),
-        "ssd_bytes": str(offload.ssd_bytes if "ssd" in offload.tiers else 0),
+        "ssd_bytes": str(offload.ssd.capacity_bytes if "ssd" in offload.tiers else 0),
         "tiers": ",".join(offload.tiers),
     }
 
 
 def _num_chunks(config: EngineConfig, layout: BlockLayout) -> int:
     """Slots of the cpu tier."""
-    return config.offload.cpu_bytes // layout.slot_bytes if config.offload.enabled else 0
+    return config.offload.cpu.capacity_bytes // layout.slot_bytes if config.offload.enabled else 0

@@ -73,7 +73,7 @@ def blocks_of_pool(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -
         available_bytes=available,
         weight_bytes=weight_bytes(expected_tensors(spec), dtype),
         step_bytes=activation_bytes(spec, dtype),
-        tier_bytes=offload.cpu_bytes if has_tier(offload.tiers, "cpu") else 0,
+        tier_bytes=offload.cpu.capacity_bytes if has_tier(offload.tiers, "cpu") else 0,
     )
     context = resolve_max_model_len(spec, model.max_model_len)
     return host_pool_blocks(

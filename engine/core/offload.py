@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
-from ...connector.build import OffloadSettings, RemoteTier, SsdSettings, build_offload
+from ...connector.build import OffloadSettings, build_offload
 from ...connector.economics import Choice
 from ...tiers.block import BlockLayout
 from ...tiers.errors import TierConfigError, TierDown
-from ...tiers.mac_key import read_mac_key
-from ...tiers.remote.credentials import Credentials
 from ...tiers.settings.values import ConfigError, show_size
 from ..offload_config import OffloadConfig
 
@@ -57,58 +55,25 @@ def open_tiers(
 
 
 def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSettings:
-    """What the connector is built from. Raises TierConfigError for a key file that is none."""
-    ssd = None
-    if "ssd" in offload.tiers and offload.ssd_path is not None:
-        key_file = offload.ssd_mac_key_file
-        ssd = SsdSettings(
-            path=offload.ssd_path,
-            capacity_bytes=offload.ssd_bytes,
-            durability=offload.ssd_durability,
-            codec=offload.ssd_codec,
-            policy=offload.ssd_policy,
-            admission=offload.ssd_admission,
-            daily_bytes=offload.ssd_daily_bytes,
-            exclusive=offload.ssd_exclusive,
-            io_threads=offload.io_threads,
-            mac_key=None
-            if key_file is None
-            else read_mac_key(key_file, "--kv-offload-ssd-mac-key-file", offload.ssd_path),
-        )
-    remote = None
-    if offload.cache_servers:
-        remote = RemoteTier(
-            offload.cache_servers,
-            Credentials(
-                token_file=offload.remote_token_file,
-                ca_file=offload.remote_ca_file,
-                cert_file=offload.remote_cert_file,
-                key_file=offload.remote_key_file,
-                server_name=offload.remote_server_name,
-            ),
-            tag_key=None
-            if offload.remote_tag_key_file is None
-            else read_mac_key(offload.remote_tag_key_file, "--kv-offload-remote-tag-key-file"),
-        )
+    """What the connector is built from."""
     return OffloadSettings(
-        cpu_bytes=offload.cpu_bytes,
-        huge_pages=offload.cpu_huge_pages,
-        policy=offload.policy,
-        load=Choice(offload.load),
-        ssd=ssd,
-        remote=remote,
-        require=offload.require_tiers,
+        cpu=offload.cpu,
+        ssd=offload.ssd if "ssd" in offload.tiers else None,
+        remote=offload.remote,
+        addresses=offload.cache_servers,
         others=offload.other_tiers,
         other_options=offload.tier_options,
+        require=offload.require_tiers,
+        load=Choice(offload.load),
         device=device,
     )
 
 
 def describe_tiers(offload: OffloadConfig) -> str:
     """What the tiers are about to take, so that nobody wonders where the disk's space went."""
-    parts = [f"cpu, {show_size(offload.cpu_bytes)} of memory"]
+    parts = [f"cpu, {show_size(offload.cpu.capacity_bytes)} of memory"]
     if "ssd" in offload.tiers:
-        parts.append(f"ssd, {show_size(offload.ssd_bytes)} in {offload.ssd_path}")
+        parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")
     return "; ".join([*parts, *offload.other_tiers, *map(str, offload.cache_servers)])
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's names for options, taken as flags and in files so that its command lines work here.
 
-Each is another name of an option, or accepted with the values that ask for nothing, or refused with
-the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
+Each is another name of an option, or accepted with the values that ask for nothing, or refused
+with the reason and the way to go. Nothing is dropped in silence: what has no effect leaves a note.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
 from ..logprobs import MAX_LOGPROBS
-from . import readers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ...tiers.settings.layers import VARIABLE, Given
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
+from ..not_built import explain_not_built
 from .aliases import ALIASES
-from .layers import VARIABLE, Given
-from .not_built import explain_not_built
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"

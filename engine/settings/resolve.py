@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...tiers.settings import readers
+from ...tiers.settings.file import called, read_file
+from ...tiers.settings.layers import FILE, FLAG, MODEL, VARIABLE, Given, Layer, merge, with_origins
+from ...tiers.settings.option import flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..options import OPTIONS, flag_of
-from . import readers
+from ..not_built import explain_not_built
+from ..options import OPTIONS
 from .aliases import ALIASES
 from .environment import CONFIG_VARIABLE, read_environment
-from .file import called, read_file
-from .layers import FILE, FLAG, VARIABLE, Given, Layer, merge
-from .not_built import explain_not_built
-from .schema import MODEL, SCHEMA
+from .schema import SCHEMA, hides
 from .server import SERVER_OPTIONS
 
 
@@ -42,6 +43,10 @@ class Settings:
     def server_options(self) -> dict[str, Any]:
         """As `server_config` takes them."""
         return {name: each.value for name, each in self.given.items() if name in SERVER_OPTIONS}
+
+    def explain(self, error: ConfigError) -> ConfigError:
+        """A refusal with the origins of the options it names."""
+        return ConfigError(with_origins(str(error), self.given, SCHEMA))
 
     @property
     def summary(self) -> str:
@@ -73,13 +78,13 @@ def resolve(
     layers = (from_flags.values, read_environment(environ), from_file.values)
     implied = (from_flags.implied, from_file.implied)
     notes = (*from_flags.notes, *from_file.notes)
-    return Settings(merge([*layers, *implied]), notes, path)
+    return Settings(merge([*layers, *implied], hides), notes, path)
 
 
 def read_config_settings(path: Path) -> Settings:
     """What one file gives, alone. Raises ConfigError as `resolve` does."""
     read = _read_file(path)
-    return Settings(merge([read.values, read.implied]), tuple(read.notes), path)
+    return Settings(merge([read.values, read.implied], hides), tuple(read.notes), path)
 
 
 @dataclass(frozen=True, slots=True)

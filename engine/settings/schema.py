@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ...tiers.sizes import exact_size
+from ...tiers.settings import readers
+from ...tiers.settings.layers import MODEL
+from ...tiers.settings.option import Option
+from ...tiers.settings.sizes import exact_size
 from ..config import EngineConfig, ModelConfig
-from ..options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS, Option
-from . import readers
+from ..offload_config import OFFLOAD_TIERS, REMOTE, has_tier
+from ..options import EMBEDDED_MODEL, EMBEDDED_NAME, OPTIONS
 from .server import SERVER_OPTIONS, ServerConfig
 
-# The only option that is an argument and no flag.
-MODEL = "model"
 MODEL_OPTION = Option(
     "model",
     "path",
@@ -31,6 +33,7 @@ SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS
 VARIABLE_PREFIX = "STRATAKV_"
 # What is shown of a secret. It says nothing, not even the length.
 MASK = "***"
+_POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 
 _DEFAULT_ENGINE = EngineConfig(ModelConfig(EMBEDDED_MODEL, EMBEDDED_NAME))
 _DEFAULT_SERVER = ServerConfig()
@@ -46,8 +49,7 @@ def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)
-    section = engine if option.section == "engine" else getattr(engine, option.section)
-    return getattr(section, option.field)
+    return attrgetter(option.path.removeprefix("engine."))(engine)
 
 
 def masked(name: str, value: Any) -> Any:
@@ -66,6 +68,16 @@ def masked(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(value)
     return str(value) if isinstance(value, Path) else value
+
+
+def hides(name: str, value: Any) -> Iterator[str]:
+    """The options that mean nothing once `name` has this value."""
+    if name in _POOL_SIZES:
+        yield from (other for other in _POOL_SIZES if other != name)
+    elif name == "kv_offload":
+        for tier in (*OFFLOAD_TIERS, REMOTE):
+            if not has_tier(value, tier):
+                yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
 
 
 def default_text(name: str) -> str:

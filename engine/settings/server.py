@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
+from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.values import ConfigError
-from ..options import LOG_LEVELS, Option, flag_of
-from . import readers
+from ..logs import LOG_LEVELS
 
 MAX_PORT = 65535
 ANY = "*"  # any origin, method or header

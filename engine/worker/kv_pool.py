@@ -11,8 +11,8 @@ import torch
 
 from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
+from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
-from ...tiers.sizes import rough_size
 from ..models.checkpoint.checkpoint import CPU
 from ..models.dtypes import pool_dtype
 

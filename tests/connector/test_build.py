@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from stratakv.connector.base import EvictedBlock, LoadReport
-from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
+from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.fault_injection.plan import FaultPlan
 from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.ssd.folder.identity import read_note, unpack
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 
 LAYOUT = BlockLayout(2, 4, 2, 80, "bfloat16")  # 5120 bytes: more than a page, not a whole number
 NUM_BLOCKS = 24
@@ -51,9 +52,8 @@ class Engine:
         self.scheduler, self.worker = build_offload(
             LAYOUT,
             OffloadSettings(
-                cpu_bytes=slots * LAYOUT.slot_bytes,
+                cpu=CpuSettings(capacity_bytes=slots * LAYOUT.slot_bytes, populate_threads=1),
                 ssd=None if path is None else ssd_at(path),
-                populate_threads=1,
             ),
             namespace=b"test",
         )
@@ -138,29 +138,27 @@ def test_a_slab_much_smaller_than_what_passes_through_loses_nothing(tmp_path: Pa
 
 
 def test_a_mac_key_seals_what_lies_on_the_disk(tmp_path: Path) -> None:
-    key = MacKey(bytes(32))
+    key, file, folder = MacKey(bytes(32)), tmp_path / "mac.key", tmp_path / "ssd"
+    file.write_bytes(bytes(32))
     settings = OffloadSettings(
-        cpu_bytes=8 * LAYOUT.slot_bytes,
-        ssd=replace(ssd_at(tmp_path), mac_key=key),
-        populate_threads=1,
+        cpu=CpuSettings(capacity_bytes=8 * LAYOUT.slot_bytes, populate_threads=1),
+        ssd=replace(ssd_at(folder), mac_key_file=file),
     )
     scheduler, worker = build_offload(LAYOUT, settings, namespace=b"test")
     worker.shutdown()
     scheduler.shutdown(WAIT_SECONDS)
-    note = read_note(tmp_path)
+    note = read_note(folder)
     assert note is not None and unpack(note.namespace).key_id == key.id
     with pytest.raises(TierConfigError, match=f"made for the MAC key {key.id.hex()}, and"):
-        build_offload(LAYOUT, replace(settings, ssd=ssd_at(tmp_path)), namespace=b"test")
+        build_offload(LAYOUT, replace(settings, ssd=ssd_at(folder)), namespace=b"test")
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_queued_prompt_reaches_the_policy_of_the_disk(tmp_path: Path, policy: str) -> None:
     """Also below a drill, and where the slab does not learn."""
     settings = OffloadSettings(
-        cpu_bytes=8 * LAYOUT.slot_bytes,
-        policy="lru",
+        cpu=CpuSettings(capacity_bytes=8 * LAYOUT.slot_bytes, policy="lru", populate_threads=1),
         ssd=replace(ssd_at(tmp_path), policy=policy, admission="all"),
-        populate_threads=1,
     )
     scheduler, worker = build_offload(
         LAYOUT,

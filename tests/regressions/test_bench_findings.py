@@ -211,14 +211,14 @@ def test_u10_a_policy_and_a_filter_of_another_package() -> None:
         "kv_offload_policy": "first",
         "kv_offload_ssd_admission": "odd",
     }
-    offload_config = engine_config(EMBEDDED_MODEL, given).offload
-    assert (offload_config.policy, offload_config.ssd_admission) == ("first", "odd")
+    offload = engine_config(EMBEDDED_MODEL, given).offload
+    assert (offload.cpu.policy, offload.ssd.admission) == ("first", "odd")
     assert "shelf_policy" not in sys.modules, "nothing is imported before it is used"
-    policy = policy_factory(offload_config.policy)(10)
+    policy = policy_factory(offload.cpu.policy)(10)
     policy.insert([b"a", b"b"])
     policy.touch([b"a"])
     assert policy.victims(1, lambda _key: True) == [b"a"]
-    assert make_filter(offload_config.ssd_admission, 10).admit([b"1", b"2"], 0.0) == [True, False]
+    assert make_filter(offload.ssd.admission, 10).admit([b"1", b"2"], 0.0) == [True, False]
     assert policy_factory("lru") is POLICIES["lru"], "a name of ours stays ours"
 
 
@@ -362,7 +362,7 @@ def test_u10_nobody_is_told_to_install_what_is_not_published() -> None:
 
 
 def test_u10_the_default_policy_learns_in_engine_and_cache_server() -> None:
-    assert engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu"}).offload.policy == "adaptive"
+    assert engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu"}).offload.cpu.policy == "adaptive"
     quota = Quota(64 * LAYOUT.slot_bytes, 0)
     tenant_stores = TenantStores({"room": quota}, b"s" * 32, None, max_slots=1000)
     try:

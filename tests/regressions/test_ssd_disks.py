@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.build import OffloadSettings, SsdSettings, build_offload
+from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder import opening
+from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 from stratakv.tiers.wire.frames import State
 
 from ..tiers.blocks import SMALL, filled_buffers, make_keys
@@ -290,7 +291,9 @@ def test_t07_a_room_answers_when_it_is_durable(tmp_path: Path) -> None:
 def test_t07_a_reset_of_the_engine_answers_when_it_is_durable(path: Path) -> None:
     """What `/reset_prefix_cache?tiers=all` calls."""
     ssd = SsdSettings(path=path, capacity_bytes=16 * 1024**2)
-    settings = OffloadSettings(cpu_bytes=64 * SMALL.slot_bytes, ssd=ssd, populate_threads=1)
+    settings = OffloadSettings(
+        cpu=CpuSettings(capacity_bytes=64 * SMALL.slot_bytes, populate_threads=1), ssd=ssd
+    )
     scheduler, worker = build_offload(SMALL, settings, namespace=b"test")
     [store] = scheduler._hierarchy.stores
     assert isinstance(store, SsdStore)

@@ -88,7 +88,7 @@ def test_u05_require_tiers_makes_the_start_fail() -> None:
 
 
 def test_u05_require_tiers_asks_for_cache_servers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratakv.connector.build.REQUIRED_SECONDS", 0.1)
+    monkeypatch.setattr("stratakv.tiers.assemble.REQUIRED_SECONDS", 0.1)
     options = {
         **{name: value for name, value in OPTIONS.items() if "ssd" not in name},
         "kv_offload": "cpu,grpc://127.0.0.1:1",

@@ -25,6 +25,7 @@ import grpc
 from ... import __version__
 from ..errors import TierConfigError
 from ..mac_key import MacKey
+from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.frames import BOOT_ID_BYTES
 from ..wire.limits import Limits
 from ..wire.listen import check_exposure, check_free, check_metrics_exposure, host_port
@@ -71,6 +72,9 @@ class ServerSettings:
     metrics_exposed: bool = False  # to other machines
     ssd_path: Path | None = None
     mac_key: MacKey | None = None  # of what lies there
+    # The tiers of every tenant, but for their sizes and places.
+    cpu: CpuSettings = field(default_factory=CpuSettings)
+    ssd: SsdSettings = SERVER_SSD
     tls: TlsFiles | None = None
     insecure: bool = False
     reflection: bool = False
@@ -94,6 +98,8 @@ class CacheServer:
             settings.tenants.quotas,
             settings.secret,
             settings.ssd_path,
+            cpu=settings.cpu,
+            ssd=settings.ssd,
             mac_key=settings.mac_key,
             max_slots=limits.max_slots,
         )

@@ -233,9 +233,9 @@ class CacheService:
         """Many keys take a millisecond or more, in which the event loop would let nobody in: they
         go to a thread, and one tenant has no more than one of those."""
         if len(keys) <= _QUICK_KEYS:
-            return await self._quick(tenant_store, lambda: tenant_store.lookup(keys))
+            return await self._quick(tenant_store, lambda: tenant_store.lookup(keys, asked=True))
         async with self._turns[current_tenant().name]:
-            return await self._run(lambda: tenant_store.lookup(keys))
+            return await self._run(lambda: tenant_store.lookup(keys, asked=True))
 
     async def _capacity_bytes(self, tenant_store: TenantStore) -> int:
         return await self._quick(tenant_store, lambda: tenant_store.capacity_bytes)

@@ -76,6 +76,8 @@ class TenantStore:
         self._changed = threading.Condition()
         self._woken = threading.Event()
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
+        # A server is told of no prompts. To filters that learn from them, look-ups stand for them.
+        self._observes = admission is not None and admission.learns
         self._leases = Leases(slab)
         self._listening = threading.Lock()  # for changes of the list, which is a new one each time
         self._listeners: list[Listener] = []
@@ -120,11 +122,13 @@ class TenantStore:
         """The payload bytes of a slot that a read lease or an write lease names."""
         return self._slab.buffer(slot)[: self.page_bytes]
 
-    def lookup(self, keys: Sequence[bytes]) -> list[State]:
-        """HIT, MISS or PENDING for each key."""
+    def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
+        """HIT, MISS or PENDING for each key. `asked`: an engine wants to know it for a prompt."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
+            if asked and self._observes:
+                self._hierarchy.observe(stored)
             answers = self._hierarchy.lookup(stored)
         return [_STATES[answer] for answer in answers]
 

@@ -20,21 +20,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from ..assemble import make_admission, make_slab, open_ssd
 from ..base import StoreTier
 from ..block import LAYOUT_VERSION, BlockLayout
-from ..cpu import CpuSlab
 from ..errors import InvalidBlock, TierClosed, TierConfigError, TierDown
 from ..mac_key import MacKey
-from ..policies.choice import DEFAULT_POLICY, policy_factory
-from ..sizes import show_size
-from ..ssd.store import SsdStore
+from ..settings.sizes import show_size
 from ..standby import open_or_wait
+from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
 from .access.tenants import Quota
 from .key_salt import KeySalt
@@ -114,7 +113,6 @@ def _place(path: Path, tenant_store: str) -> Path:
 
 
 RETRY_SECONDS = 5.0  # until making a tenant store is tried again that could not be made
-_POPULATE_THREADS = 2
 SSD = "ssd"  # the name of the tier on the disk
 
 
@@ -132,7 +130,7 @@ class _Place:
 
 class TenantStores:
     """By name. `ssd_path` is the folder of all stores, None where tenant stores have memory only;
-    `mac_key` seals what lies there."""
+    `mac_key` seals what lies there. `cpu` and `ssd` are the tiers of each, but for their sizes."""
 
     def __init__(
         self,
@@ -140,6 +138,8 @@ class TenantStores:
         secret: bytes,
         ssd_path: Path | None,
         *,
+        cpu: CpuSettings | None = None,
+        ssd: SsdSettings = SERVER_SSD,
         mac_key: MacKey | None = None,
         max_slots: int,
         clock: Callable[[], float] = time.monotonic,
@@ -147,6 +147,8 @@ class TenantStores:
         self._places = {name: _Place(quota) for name, quota in quotas.items()}
         self._secret = secret
         self._ssd_path = ssd_path
+        self._cpu = CpuSettings() if cpu is None else cpu
+        self._ssd = ssd
         self._mac_key = mac_key
         self._max_slots = max_slots
         self._clock = clock
@@ -286,21 +288,16 @@ class TenantStores:
         if cpu_bytes < quota.cpu_bytes:
             log.warning("%s uses %d of its bytes: blocks are so small", name, cpu_bytes)
         try:
-            slab = CpuSlab(
-                layout,
-                cpu_bytes,
-                populate_threads=_POPULATE_THREADS,
-                # A server is told of blocks and never of prompts, so this is LRU in its order.
-                policy=policy_factory(DEFAULT_POLICY)(cpu_bytes // layout.slot_bytes),
-            )
+            slab = make_slab(layout, replace(self._cpu, capacity_bytes=cpu_bytes))
         except TierConfigError as error:
             raise NoMemory(str(error)) from error
         try:
+            admission = make_admission(layout, replace(self._ssd, capacity_bytes=quota.ssd_bytes))
             stores = self._stores(name, quota, layout)
         except BaseException:
             slab.close()
             raise
-        return TenantStore(slab, stores, KeySalt(self._secret, name))
+        return TenantStore(slab, stores, KeySalt(self._secret, name), admission=admission)
 
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if self._ssd_path is None or not quota.ssd_bytes:
@@ -316,13 +313,9 @@ class TenantStores:
     ) -> StoreTier:
         # With another secret nothing in the store could be found, so it is another namespace.
         (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
-        store = SsdStore(
-            store_folder(ssd_path, name),
-            layout,
-            quota.ssd_bytes,
-            namespace=namespace,
-            mac_key=self._mac_key,
-        )
+        folder = store_folder(ssd_path, name)
+        ssd = replace(self._ssd, path=folder, capacity_bytes=quota.ssd_bytes)
+        store = open_ssd(layout, ssd, namespace=namespace, mac_key=self._mac_key)
         try:
             if read_layout_note(ssd_path, name) != layout:
                 write_layout_note(ssd_path, name, layout)

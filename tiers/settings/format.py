@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values from outside as messages show them: in one line and never long, whatever came.
-
-Knows nothing of what is said about them.
-"""
+"""Values from outside as messages show them: in one line and never long, whatever came."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest right word to a wrong one, for error messages. Knows nothing of options."""
+"""The nearest right word to a wrong one, for error messages."""
 
 from __future__ import annotations
 

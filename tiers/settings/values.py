@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings are made of: sizes, bounds, choices, and the error that says what was wrong.
-
-Knows nothing of which settings there are.
-"""
+"""What settings are made of: sizes, bounds, choices, and the error that says what was wrong."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from .. import sizes
+from . import sizes
 from .format import format_value
 from .suggestions import did_you_mean
 

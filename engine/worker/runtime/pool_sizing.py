@@ -21,8 +21,8 @@ import logging
 from dataclasses import dataclass
 
 from ....tiers.block import BlockLayout
+from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
-from ....tiers.sizes import rough_size
 from ...config import DEFAULT_POOL_BYTES
 from ..kv_pool import SHARE_FLAG, blocks_for_one_request
 

@@ -19,6 +19,7 @@ from stratakv.connector.device.cpu import CpuCopyDevice
 from stratakv.connector.device.cuda_runtime import CupyMemory, TorchRuntime
 from stratakv.kernels.copy.copy_engine import Batch, CudaError, CudaRuntime
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.tier_settings import CpuSettings
 
 from .test_cuda_api import EVENT, STREAM, Library
 
@@ -59,7 +60,9 @@ def test_names_that_are_refused(name: str, message: str) -> None:
 
 @no_device
 def test_no_device_is_said_before_anything_stays_open() -> None:
-    settings = OffloadSettings(cpu_bytes=4 * WHOLE_PAGES.slot_bytes, device="cuda")
+    settings = OffloadSettings(
+        cpu=CpuSettings(capacity_bytes=4 * WHOLE_PAGES.slot_bytes), device="cuda"
+    )
     with pytest.raises(TierConfigError, match=r"offloading from cuda: no CUDA device can be used"):
         build_offload(WHOLE_PAGES, settings, namespace=b"n")
 

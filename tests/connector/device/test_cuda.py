@@ -19,7 +19,7 @@ from stratakv.connector.device.cpu import CpuEvent
 from stratakv.connector.device.cuda import CudaCopyDevice
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock
-from stratakv.tiers.sizes import show_size
+from stratakv.tiers.settings.sizes import show_size
 
 from .fake_cuda import FakeCuda
 from .surroundings import BATCHED, KERNEL, SINGLE, random_pool

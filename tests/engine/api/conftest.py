@@ -29,6 +29,8 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.text.tokenizer import Tokenizer
 
+from ...offload_config import offload_config
+
 T = TypeVar("T")
 
 MODEL_NAME = "tiny"
@@ -55,7 +57,7 @@ class LiveServer:
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
         self._default_sampling = default_sampling or {}
         self._model_path = model_path
-        self._offload = offload or OffloadConfig()
+        self._offload = offload or offload_config()
         self._settings = settings or ApiSettings()
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._sock.getsockname()

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.settings.values import MIB
 
+from ...offload_config import offload_config
 from .conftest import MODEL_NAME, LiveServer
 
 PROMPT = list(range(10, 90))
@@ -24,7 +24,7 @@ def drill(
     server: LiveServer, model_path: Path, tmp_path: Path
 ) -> Iterator[tuple[httpx.Client, LiveServer]]:
     """A server whose ssd tier has the blocks of PROMPT and cannot bring them."""
-    offload = OffloadConfig(
+    offload = offload_config(
         tiers=("cpu", "ssd"), load="always", cpu_bytes=1 * MIB, ssd_bytes=16 * MIB,
         ssd_path=tmp_path / "ssd",
     )  # fmt: skip

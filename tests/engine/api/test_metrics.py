@@ -19,11 +19,12 @@ from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config import EngineConfig, ModelConfig
 from stratakv.engine.core.core_stats import CoreStats
-from stratakv.engine.offload_config import OffloadConfig
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.hierarchy.guarded_store import Traffic
 from stratakv.tiers.settings.values import MIB
+
+from ...offload_config import offload_config
 
 EXPECTED = {
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
@@ -266,7 +267,7 @@ def test_nothing_is_credited_without_a_price(offload_stats: dict[str, Any]) -> N
 
 
 def test_an_engine_with_tiers_shows_them(server: Any, model_path: Path) -> None:
-    live = type(server)(model_path, offload=OffloadConfig(tiers=("cpu",), cpu_bytes=4 * MIB))
+    live = type(server)(model_path, offload=offload_config(tiers=("cpu",), cpu_bytes=4 * MIB))
     with httpx.Client(base_url=live.url, verify=False) as http:
         http.post("/v1/completions", json={"prompt": [4] * 40, "max_tokens": 2})
         names, samples = scrape(http)

@@ -18,8 +18,9 @@ import stratakv
 from stratakv.engine.cli.args import Parser, add_engine_arguments, engine_config_of
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
-from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config, flag_of
+from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS, engine_config
 from stratakv.tiers.settings.format import format_value
+from stratakv.tiers.settings.option import flag_of
 from stratakv.tiers.settings.values import MIB, ConfigError
 
 
@@ -271,8 +272,11 @@ def test_every_flag_arrives(tmp_path: Path) -> None:
     assert config.scheduler.max_num_seqs == 16
     assert config.scheduler.long_prefill_token_threshold == 64
     assert config.offload.tiers == ("cpu", "ssd")
-    assert (config.offload.cpu_bytes, config.offload.ssd_bytes) == (512 * MIB, 1536 * MIB)
-    assert config.offload.ssd_path == tmp_path / "s"
+    assert (config.offload.cpu.capacity_bytes, config.offload.ssd.capacity_bytes) == (
+        512 * MIB,
+        1536 * MIB,
+    )
+    assert config.offload.ssd.path == tmp_path / "s"
     assert config.num_threads == 3
 
 
@@ -293,8 +297,8 @@ def test_where_the_ssd_tier_lies(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", variable)
-    assert config_of("--kv-offload", "cpu,ssd").offload.ssd_path == Path(expected)
-    assert config_of("--kv-offload", "cpu").offload.ssd_path is None
+    assert config_of("--kv-offload", "cpu,ssd").offload.ssd.path == Path(expected)
+    assert config_of("--kv-offload", "cpu").offload.ssd.path is None
 
 
 def test_the_name_is_the_directorys(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_what_is_shown_is_a_file_that_says_the_same(
     again = read_config_settings(copy)
     config = engine_config(again.model, again.engine_options)
     assert config.model.served_name == "on", "quoted where YAML has another word for it"
-    assert config.offload.cpu_bytes == 512 * MIB
+    assert config.offload.cpu.capacity_bytes == 512 * MIB
     first = show(capsys, "--config", str(config_file), *words)
     assert show(capsys, "--config", str(copy)) == first.partition("# disable_log")[0]
 

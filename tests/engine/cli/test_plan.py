@@ -15,7 +15,7 @@ from stratakv.engine.cli import plan as command
 from stratakv.engine.cli.args import Parser
 from stratakv.engine.cli.main import main
 from stratakv.engine.cli.plan_table import show_bytes, show_rate, show_seconds
-from stratakv.tiers.sizes import rough_size
+from stratakv.tiers.settings.sizes import rough_size
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"],

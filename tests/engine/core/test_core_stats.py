@@ -21,6 +21,8 @@ from stratakv.engine.scheduler.output import (
 )
 from stratakv.tiers.block import BlockLayout
 
+from ...offload_config import offload_config
+
 LAYOUT = BlockLayout(2, 16, 2, 8, "float32")
 
 
@@ -28,7 +30,7 @@ def figures(offload: OffloadConfig | None = None) -> CoreStats:
     config = EngineConfig(
         ModelConfig(Path("none"), "tiny"),
         cache=CacheConfig(block_hash="sha256_cbor"),
-        offload=offload or OffloadConfig(),
+        offload=offload or offload_config(),
     )
     return CoreStats(config, LAYOUT, 9)
 
@@ -68,11 +70,13 @@ def test_settings_are_those_of_the_engine() -> None:
         "kv_cache_size_tokens": "128", "num_cpu_blocks": "0", "num_gpu_blocks": "9",
         "prefix_caching_hash_algo": "sha256_cbor",
     }  # fmt: skip
-    offload = OffloadConfig(("cpu", "ssd"), cpu_bytes=2**20, ssd_path=Path("x"), ssd_bytes=2**25)
+    offload = offload_config(
+        tiers=("cpu", "ssd"), cpu_bytes=2**20, ssd_path=Path("x"), ssd_bytes=2**25
+    )
     stats = figures(offload).stats()
     assert stats["cache_config"]["num_cpu_blocks"] == "256"
     assert stats["offload_config"] == {
         "blocks_per_chunk": "1", "cpu_bytes": "1048576", "kv_bytes_per_chunk": "4096",
         "num_chunks": "256", "ssd_bytes": "33554432", "tiers": "cpu,ssd",
     }  # fmt: skip
-    assert figures(OffloadConfig(("cpu",))).stats()["offload_config"]["ssd_bytes"] == "0"
+    assert figures(offload_config(tiers=("cpu",))).stats()["offload_config"]["ssd_bytes"] == "0"

@@ -10,7 +10,6 @@ import pytest
 
 from stratakv.engine.options import engine_config
 from stratakv.engine.settings.aliases import ALIASES
-from stratakv.engine.settings.layers import with_origins
 from stratakv.engine.settings.resolve import read_config_settings, resolve
 from stratakv.engine.settings.schema import SCHEMA
 from stratakv.tiers.settings.values import GIB, ConfigError
@@ -135,5 +134,5 @@ def test_a_refused_value_is_named_by_the_alias_that_gave_it() -> None:
     settings = resolve({"num_gpu_blocks_override": "1"}, {})
     with pytest.raises(ConfigError) as refusal:
         engine_config(None, settings.engine_options)
-    text = with_origins(str(refusal.value), settings.given)
+    text = str(settings.explain(refusal.value))
     assert text.endswith("(--num-blocks comes from --num-gpu-blocks-override)")

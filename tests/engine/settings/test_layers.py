@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from stratakv.engine.options import engine_config
-from stratakv.engine.settings.layers import with_origins
 from stratakv.engine.settings.resolve import Settings, resolve
 from stratakv.engine.settings.schema import SCHEMA, variable_of
 from stratakv.engine.settings.server import ServerConfig, server_config
@@ -171,7 +170,7 @@ def test_one_of_two_exclusive_options_hides_the_other_below(
 def refusal_of(settings: Settings) -> str:
     with pytest.raises(ConfigError) as refusal:
         engine_config(settings.model, settings.engine_options)
-    return with_origins(str(refusal.value), settings.given)
+    return str(settings.explain(refusal.value))
 
 
 def test_a_contradiction_within_a_layer_is_refused_with_its_origins(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from stratakv.engine.settings import readers
 from stratakv.tiers.cache_server.access.auth import Authenticator
 from stratakv.tiers.cache_server.access.tenants import (
     Quota,
@@ -27,6 +26,7 @@ from stratakv.tiers.cache_server.access.tenants import (
 from stratakv.tiers.cache_server.access.tickets import Tickets
 from stratakv.tiers.cache_server.key_salt import read_secret
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.settings import readers
 from stratakv.tiers.wire.status import TooMuch, Unauthenticated
 
 from ...open_files import open_paths

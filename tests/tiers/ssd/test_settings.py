@@ -19,7 +19,7 @@ import pytest
 from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError
-from stratakv.tiers.sizes import show_size
+from stratakv.tiers.settings.sizes import show_size
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.folder.directory import LEFT_BEHIND_SECONDS, StoreDirectory
 from stratakv.tiers.ssd.folder.identity import read_note, write_note

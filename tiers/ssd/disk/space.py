@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...block import ALIGNMENT, BlockLayout
 from ...errors import TierConfigError
-from ...sizes import show_size
+from ...settings.sizes import show_size
 
 HEADER_PAGE_BYTES = ALIGNMENT
 SMALL_FILES_BYTES = 128 * 1024

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import TierConfigError, TierDown
-from ...sizes import MIB, rough_size
+from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import format_name
-from ...tiers.settings.values import ConfigError
+from .format import format_name
+from .values import ConfigError
 
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64

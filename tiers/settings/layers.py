@@ -3,27 +3,25 @@
 
     flags  >  environment  >  file  >  what aliases imply  >  defaults
 
-The highest layer that gives an option decides it. Where two options exclude each other, the one of
-the higher layer also hides the other of a lower layer; within one layer that is a contradiction and
-left for `options.py` to refuse.
+The highest layer that gives an option decides it. Where two options exclude each other, the one
+of the higher layer also hides the other of a lower layer; within one layer that is a contradiction,
+which whoever uses the values refuses. The caller says which options there are and what they hide.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..offload_config import OFFLOAD_TIERS, REMOTE, has_tier
-from ..options import OPTIONS, flag_of
-from .schema import MODEL, SCHEMA
+from .option import flag_of
 
 FLAG = "flag"
 VARIABLE = "variable"
 FILE = "file"
 
-_POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
+MODEL = "model"  # the only option that is an argument and no flag
 _NAMES_IN_TEXT = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)|\b(MODEL)\b")
 
 
@@ -39,8 +37,12 @@ class Given:
 Layer = Mapping[str, Given]
 
 
-def merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """One value for each option that any layer gives; the first layer is the highest."""
+Hides = Callable[[str, Any], Iterable[str]]
+
+
+def merge(layers: Sequence[Layer], hides: Hides = lambda _name, _value: ()) -> dict[str, Given]:
+    """One value for each option that any layer gives; the first layer is the highest. `hides` names
+    the options that mean nothing once an option has a value."""
     merged: dict[str, Given] = {}
     for layer in layers:
         hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
@@ -50,22 +52,12 @@ def merge(layers: Sequence[Layer]) -> dict[str, Given]:
     return merged
 
 
-def hides(name: str, value: Any) -> Iterator[str]:
-    """The options that mean nothing once `name` has this value."""
-    if name in _POOL_SIZES:
-        yield from (other for other in _POOL_SIZES if other != name)
-    elif name == "kv_offload":
-        for tier in (*OFFLOAD_TIERS, REMOTE):
-            if not has_tier(value, tier):
-                yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
-
-
-def with_origins(message: str, given: Layer) -> str:
-    """A refusal with the origins of the options it names, unless all of them were flags."""
+def with_origins(message: str, given: Layer, known: Container[str]) -> str:
+    """A refusal with the origins of the `known` options it names, unless all of them were flags."""
     named = {
         name: given[name]
         for flag, model in _NAMES_IN_TEXT.findall(message)
-        if (name := MODEL if model else flag.replace("-", "_")) in given and name in SCHEMA
+        if (name := MODEL if model else flag.replace("-", "_")) in given and name in known
     }
     origins = {
         MODEL.upper() if name == MODEL else flag_of(name): each.origin

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from stratakv.tiers.settings.sizes import exact_size, rough_size, show_size
 from stratakv.tiers.settings.values import parse_size
-from stratakv.tiers.sizes import exact_size, rough_size, show_size
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 """Readers of option values: from text, or from what Python, YAML and TOML give, to what is meant.
 
 A reader takes how the option was called (`--port`, `STRATAKV_PORT`, `port of x.yaml`) and the
-value, and raises ConfigError. Reading what was read already changes nothing. Knows no option.
+value, and raises ConfigError. Reading what was read already changes nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...tiers.settings.format import format_value
-from ...tiers.settings.suggestions import did_you_mean
-from ...tiers.settings.values import ConfigError, check_device, parse_size
-from ..config import KV_CACHE_DTYPES
+from .format import format_value
+from .suggestions import did_you_mean
+from .values import ConfigError, check_device, parse_size
 
 Reader = Callable[[str, Any], Any]
 
@@ -124,10 +123,12 @@ def model(called: str, value: Any) -> str:
     return str(value)
 
 
-def one_of(*known: str) -> Callable[[str, Any], str]:
-    """A reader of one word out of several."""
+def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
+    """A reader of one word out of several; `synonyms` are what others call them."""
 
     def read(called: str, value: Any) -> str:
+        if synonyms and isinstance(value, str):
+            value = synonyms.get(value, value)
         if not isinstance(value, str) or value not in known:
             near = did_you_mean(word(value), known)
             raise ConfigError(
@@ -155,13 +156,8 @@ def device(called: str, value: Any) -> str:
     return check_device(called, text(called, value))
 
 
-def kv_cache_dtype(called: str, value: Any) -> str:
-    """A type of the KV pool; `fp8` is what others call fp8_e4m3."""
-    return one_of(*KV_CACHE_DTYPES)(called, "fp8_e4m3" if value == "fp8" else value)
-
-
 def tiers(called: str, value: Any) -> tuple[str, ...]:
-    """Which tiers there are, and in which order, is for OffloadConfig to say."""
+    """Names with commas between, or a list of them. The caller checks which and in which order."""
     names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not is_list or value == "":

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds slab, stores and admission filter from settings: for an engine, and for each tenant of a
+cache server.
+
+Everything here raises TierConfigError for sizes, paths and names that cannot work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from .admission import AdmissionFilter, WriteBudget, make_filter
+from .base import StoreTier
+from .block import BlockLayout
+from .codecs.choice import CodecFactory, make_codec
+from .cpu import CpuSlab
+from .errors import TierConfigError, TierDown
+from .mac_key import MacKey, read_mac_key
+from .policies.choice import policy_factory
+from .registry import TierRequest, open_tier
+from .ssd.store import SsdStore
+from .standby import open_or_wait
+from .tier_settings import CpuSettings, SsdSettings, TierSettings
+
+# Blocks waiting to be read or written; more are refused, and stores are dropped before loads.
+QUEUE_BYTES = 256 * 1024**2
+CLOSE_SECONDS = 5.0
+REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
+
+
+def make_slab(
+    layout: BlockLayout, cpu: CpuSettings, progress: Callable[[int, int], None] | None = None
+) -> CpuSlab:
+    """The memory for blocks. `progress` is called with bytes done and bytes in all."""
+    return CpuSlab(
+        layout,
+        cpu.capacity_bytes,
+        populate_threads=cpu.populate_threads,
+        huge_pages=cpu.huge_pages,
+        progress=progress,
+        policy=policy_factory(cpu.policy)(cpu.capacity_bytes // layout.slot_bytes),
+    )
+
+
+def make_admission(layout: BlockLayout, ssd: SsdSettings) -> AdmissionFilter:
+    """The filter of what is written to the SSD."""
+    admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
+    if ssd.daily_bytes is None:
+        return admission
+    return WriteBudget(admission, ssd.daily_bytes / layout.page_bytes)
+
+
+def open_ssd(
+    layout: BlockLayout,
+    ssd: SsdSettings,
+    *,
+    namespace: bytes,
+    mac_key: MacKey | None = None,
+    codecs: Mapping[str, CodecFactory] | None = None,
+) -> SsdStore:
+    """The store on the disk. `codecs` are those beside the ones in `codecs/`. Raises TierDown where
+    the disk may come back."""
+    if ssd.path is None:
+        raise TierConfigError("the ssd tier needs a directory")
+    return SsdStore(
+        ssd.path,
+        layout,
+        ssd.capacity_bytes,
+        namespace=namespace,
+        durability=ssd.durability,
+        codec=make_codec(ssd.codec, layout, codecs),
+        mac_key=mac_key,
+        policy=ssd.policy,
+        io_threads=ssd.io_threads,
+        queue_bytes=max(QUEUE_BYTES, 4 * layout.slot_bytes),
+    )
+
+
+def open_stores(
+    layout: BlockLayout,
+    settings: TierSettings,
+    *,
+    namespace: bytes,
+    codecs: Mapping[str, CodecFactory] | None = None,
+) -> list[StoreTier]:
+    """The stores below an engine's slab, the fastest first. One that is down is waited for behind
+    the scenes, unless the settings require it: then TierDown says which. Nothing stays open after
+    an error."""
+    openers: list[tuple[str, Callable[[], StoreTier]]] = []
+    if settings.ssd is not None:
+        file = settings.ssd.mac_key_file
+        key = (
+            None
+            if file is None
+            else read_mac_key(file, "--kv-offload-ssd-mac-key-file", settings.ssd.path)
+        )
+        ssd = partial(
+            open_ssd, layout, settings.ssd, namespace=namespace, mac_key=key, codecs=codecs
+        )
+        openers.append(("ssd", ssd))
+    for name in settings.others:
+        options = settings.other_options.get(name, {})
+        openers.append((name, partial(open_tier, TierRequest(name, layout, namespace, options))))
+    stores: list[StoreTier] = []
+    try:
+        for name, opener in openers:
+            stores.append(opener() if settings.require else open_or_wait(name, layout, opener))
+        if settings.addresses:
+            stores.append(_open_remote(layout, settings))
+    except BaseException:
+        close_stores(stores)
+        raise
+    return stores
+
+
+def close_stores(stores: list[StoreTier]) -> None:
+    """For when what they were opened for cannot be built."""
+    for store in stores:
+        store.close(CLOSE_SECONDS)
+
+
+def _open_remote(layout: BlockLayout, settings: TierSettings) -> StoreTier:
+    # Here, so that engines without cache servers do not load grpc.
+    from .remote.remote_store import open_remote
+    from .remote.settings import RemoteSettings
+
+    file = settings.remote.tag_key_file
+    key = None if file is None else read_mac_key(file, "--kv-offload-remote-tag-key-file").tag_key
+    client = RemoteSettings(credentials=settings.remote.credentials(), tag_key=key)
+    store = open_remote(settings.addresses, layout, client)
+    if settings.require and not store.wait_up(REQUIRED_SECONDS):
+        store.close(CLOSE_SECONDS)
+        servers = ", ".join(map(str, settings.addresses))
+        raise TierDown(
+            f"not every cache server of {servers} could be attached within {REQUIRED_SECONDS:g} s; "
+            "start them, or start without them"
+        )
+    return store

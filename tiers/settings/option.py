@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One option: how it is called, read, checked and explained; and fields of value objects that are.
+
+    class SsdSettings:
+        capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
+
+`options_of` turns the fields of such a class into a table. Flags, environment variables, files,
+help and the default come from that table, so a new option is one field and the code that uses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from .readers import Reader
+from .values import size_within
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: where it goes and how its value is read."""
+
+    section: str  # the value object that has the field, below the one with all settings: "cache"
+    field: str
+    read: Reader
+    help: str
+    metavar: str = ""  # empty: a switch with --no-
+    unset: str = "none"  # the default in words, where the value object's says nothing
+    is_secret: bool = False
+    least_bytes: int | None = None  # of a size
+
+    @property
+    def path(self) -> str:
+        """The field below the object with all settings."""
+        return f"{self.section}.{self.field}" if self.section else self.field
+
+    def check(self, called: str, value: Any) -> None:
+        """Raises ConfigError for a value that was read, or given in Python, and cannot be."""
+        if value is None or value == "":
+            return
+        self.read(called, value)
+        if self.least_bytes is not None:
+            size_within(called, value, self.least_bytes)
+
+
+def setting(
+    default: Any,
+    read: Reader,
+    help: str,
+    metavar: str = "",
+    unset: str = "none",
+    *,
+    name: str = "",
+    least_bytes: int | None = None,
+) -> Any:
+    """A field of a frozen dataclass that is an option. `name` is that of the option where the
+    field's differs. A default that can be called makes the default."""
+    option = Option("", name, read, help, metavar, unset, least_bytes=least_bytes)
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(metadata={Option: option}, **made)
+
+
+def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
+    """The options among the fields of a class, by name, in their order."""
+    table = {}
+    for field in dataclasses.fields(kind):
+        option = field.metadata.get(Option)
+        if option is not None:
+            table[prefix + (option.field or field.name)] = dataclasses.replace(
+                option, section=section, field=field.name
+            )
+    return table
+
+
+def check_options(table: Mapping[str, Option], settings: object) -> None:
+    """Check the values of these options in the object that their paths begin at. Raises
+    ConfigError, which names the flag."""
+    for name, option in table.items():
+        option.check(flag_of(name), attrgetter(option.path)(settings))
+
+
+def flag_of(name: str) -> str:
+    """`block_size` → `--block-size`."""
+    return "--" + name.replace("_", "-")

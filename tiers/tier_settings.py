@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the tiers: each field is an option too, with its reader and its help.
+
+`settings/option.py` makes flags, environment variables and keys of files out of them, and
+`assemble.py` builds the tiers from them. A new option is a field here and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from .admission import DEFAULT_FILTER, FILTERS, known_filters
+from .codecs.choice import CODECS, DEFAULT_CODEC, NONE
+from .policies.choice import DEFAULT_POLICY, DEFAULT_SSD_POLICY, POLICIES, known_policies
+from .remote.address import ServerAddress
+from .remote.credentials import Credentials
+from .settings import readers
+from .settings.option import setting
+from .settings.values import GIB, MAX_THREADS, MIB, within
+
+DURABILITIES = ("sync", "async")
+
+_policy = readers.one_of_these_or(POLICIES, known_policies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuSettings:
+    """The slab."""
+
+    policy: str = setting(
+        DEFAULT_POLICY, _policy,
+        f"what the cpu tier evicts: {', '.join(POLICIES)}, or a policy of a package", "NAME",
+    )  # fmt: skip
+    capacity_bytes: int = setting(
+        4 * GIB, readers.size, "size of the cpu tier", "SIZE", name="bytes", least_bytes=1 * MIB
+    )
+    huge_pages: bool = setting(False, readers.switch, "take the cpu tier's memory in huge pages")
+    populate_threads: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdSettings:
+    """The SSD tier. `daily_bytes` bounds what is written to it, shutdown apart; the key in
+    `mac_key_file` seals it against whoever else can write there."""
+
+    path: Path | None = setting(
+        None, readers.path, "directory of the ssd tier", "DIR", "~/.cache/stratakv/ssd"
+    )
+    capacity_bytes: int = setting(
+        20 * GIB, readers.size, "size of the ssd tier", "SIZE", name="bytes", least_bytes=16 * MIB
+    )
+    durability: str = setting(
+        "sync", readers.one_of(*DURABILITIES),
+        "sync: what was stored outlives a kill and a power cut; async: but for the last 2 seconds",
+        "NAME",
+    )  # fmt: skip
+    codec: str = setting(
+        DEFAULT_CODEC, readers.one_of(NONE, *CODECS, "fp8"),
+        f"how blocks are packed on their way to the disk: {', '.join([NONE, *CODECS])}, fp8",
+        "NAME",
+    )  # fmt: skip
+    policy: str = setting(
+        DEFAULT_SSD_POLICY, _policy,
+        f"what the ssd tier evicts: {', '.join(POLICIES)}, or a policy of a package", "NAME",
+    )  # fmt: skip
+    admission: str = setting(
+        DEFAULT_FILTER, readers.one_of_these_or(FILTERS, known_filters),
+        f"which evicted blocks are written: {', '.join(FILTERS)}, or a filter of a package", "NAME",
+    )  # fmt: skip
+    daily_bytes: int | None = setting(
+        None, readers.size, "most that is written to the ssd in a day", "SIZE", "no bound",
+        least_bytes=1 * MIB,
+    )  # fmt: skip
+    exclusive: bool = setting(
+        False, readers.switch, "keep a block either in the cpu tier or in the ssd tier"
+    )
+    mac_key_file: Path | None = setting(
+        None, readers.path,
+        "file with the key that seals blocks on a disk that others can write", "FILE",
+    )  # fmt: skip
+    io_threads: int = 4
+
+    def __post_init__(self) -> None:
+        within("the number of I/O threads", self.io_threads, 1, MAX_THREADS)
+
+
+# Of a cache server, which writes whatever its slab loses, unless told otherwise.
+SERVER_SSD = SsdSettings(admission="all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteTierSettings:
+    """The files that the tier of cache servers needs."""
+
+    token_file: Path | None = setting(
+        None, readers.path, "file with the token for cache servers", "FILE"
+    )
+    ca_file: Path | None = setting(
+        None, readers.path, "who signed the certificates of cache servers, as PEM", "FILE",
+        "the system's authorities",
+    )  # fmt: skip
+    cert_file: Path | None = setting(
+        None, readers.path, "the engine's certificate for cache servers, as PEM", "FILE"
+    )
+    key_file: Path | None = setting(
+        None, readers.path, "the key of that certificate, as PEM", "FILE"
+    )
+    server_name: str | None = setting(
+        None, readers.text, "what the certificates of cache servers say", "NAME",
+        "the host in the address",
+    )  # fmt: skip
+    tag_key_file: Path | None = setting(
+        None, readers.path,
+        "file with the key of the tags of blocks on cache servers, which no server then can forge",
+        "FILE",
+    )  # fmt: skip
+
+    def credentials(self) -> Credentials:
+        """What is shown to the servers. Raises TierConfigError for half a certificate."""
+        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """All tiers from the slab down. `others` are names of tiers that other packages bring."""
+
+    cpu: CpuSettings = field(default_factory=CpuSettings)
+    ssd: SsdSettings | None = None
+    remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
+    addresses: tuple[ServerAddress, ...] = ()  # of cache servers, which are one tier together
+    others: tuple[str, ...] = ()
+    other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    require: bool = False  # refuse to start without one of the stores below the slab
