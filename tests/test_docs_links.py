@@ -60,3 +60,11 @@ def test_paths_that_pages_name_are_there(page: Path) -> None:
     named = re.findall(rf"`((?:{'|'.join(TOPS)})/[\w./-]*)(?::[^`]*)?`", page.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     assert missing == []
+
+
+def test_the_move_map_leads_to_what_is_there() -> None:
+    rows = re.findall(
+        r"^\| `([^`]+)` \| `([^`]+)` \|$", (ROOT / "docs" / "moves.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 250
+    assert [old for old, new in rows if not (ROOT / new).is_file()] == []
