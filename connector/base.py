@@ -192,9 +192,9 @@ class KVConnectorScheduler(ABC):
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: blocks
-        that this step leaves alone and that will be evicted next, the first one first, or (see
-        `wants_all`) were computed of late, the tail of a sequence before its head. Each is given
+        """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: the
+        next eviction candidates, in eviction order and not touched by this step, or (see
+        `wants_all`) blocks computed of late, the tail of a sequence before its head. Each is given
         once; at most as many as `num_wanted_ahead` has just said."""
 
     def begin_back_load(

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from ..tiers.hierarchy.promotions import LoadTicket
 
 # How long stores take to bring blocks: loads under way are watched, and the links' rates learn.
-# What nobody waits for any more is watched too, until it has ended: a load given up for being
-# late says most about its store.
+# Abandoned loads are still timed: a load we gave up on is the best evidence that its store is slow.
 
 
 @dataclass(slots=True)
@@ -201,7 +200,7 @@ class LinkRate:
         self.is_measured = False  # until then it is what was assumed
 
     def seconds(self, num_bytes: float) -> float:
-        """To move so much."""
+        """Estimated seconds to move `num_bytes`."""
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:

@@ -83,22 +83,6 @@ _FINISH_REASONS = {
 }
 
 
-class EventKind(enum.Enum):
-    """Moments of a request that latency figures are made of."""
-
-    QUEUED = "queued"
-    SCHEDULED = "scheduled"
-    PREEMPTED = "preempted"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
-    """One moment, on the monotonic clock (seconds)."""
-
-    kind: EventKind
-    seconds: float
-
-
 class Request:
     """One sequence being generated.
 
@@ -177,7 +161,6 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.events: list[RequestEvent] = []
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
@@ -223,10 +206,6 @@ class Request:
         self._num_tokens = end
         self.output_token_ids.extend(token_ids)
         self._extend_hashes()
-
-    def record_event(self, kind: EventKind, seconds: float | None = None) -> None:
-        """Note a moment for latency figures."""
-        self.events.append(RequestEvent(kind, time.monotonic() if seconds is None else seconds))
 
     def __lt__(self, other: Request) -> bool:
         """Order of the priority queue; the request id breaks the last tie, so it is total."""

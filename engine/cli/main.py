@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line `stratakv`: finds the command and turns what went wrong into one sentence.
 
-Exit codes: 0 done, 1 the engine failed, 2 something to mend in the call or the machine, 130
-interrupted. Runs with the base installation; a command imports what it needs when it runs.
+Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. Runs with
+the base installation; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from enum import Enum
 from ...connector.base import KVConnectorScheduler, Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
-from ..request import EventKind, Progress, Request, RequestStatus
+from ..request import Progress, Request, RequestStatus
 from .meeting import count_reused
 from .places import Places
 from .pressure import MemoryPressure
@@ -172,7 +172,6 @@ class Admission:
         places.running.append(request)
         places.loaded.pop(request.request_id, None)
         request.status = RequestStatus.RUNNING
-        request.record_event(EventKind.SCHEDULED, now)
         progress = places.progress[request.request_id]
         self._count_reuse(request, progress)
         if request.num_cached_tokens < 0:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import EventKind, Progress, Request, RequestStatus
+from ..request import Progress, Request, RequestStatus
 from .meeting import Meetings
 from .parking import CarPark
 
@@ -123,7 +123,6 @@ class Places:
         request.num_external_computed_tokens = 0
         request.spec_token_ids.clear()
         request.num_preemptions += 1
-        request.record_event(EventKind.PREEMPTED, now)
         self.counts["preemptions"] += 1
         return request
 

@@ -4,10 +4,8 @@
 Two shares of the KV pool with a gap between them, so that a request is not let in and sent back in
 turn: nobody is let in from `admit_below` on, and beyond `preempt_above` the last to come goes. A
 request is let in only if its whole prompt, and what is still missing of the running ones' prompts,
-stays below the second share. A share of 1 never speaks. Blocks that nobody holds count as free,
-whether or not their bytes are still remembered.
-
-Knows nothing of queues: who comes and who goes is the scheduler's business.
+stays below the second share. A threshold of 1 disables the check. Blocks that nobody holds count as
+free, whether or not their bytes are still remembered.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from ...connector.base import (
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..request import EventKind, Progress, Request, RequestStatus
+from ..request import Progress, Request, RequestStatus
 from ..wire import TokenOutput
 from .admission import Admission
 from .output import (
@@ -163,7 +163,7 @@ def check_request(request: Request, manager: KVCacheManager, max_model_len: int)
         )
 
 
-# Of fewer blocks it costs less to store them when they are evicted than to wake a thread ahead.
+# Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
 MIN_AHEAD_BLOCKS = 8
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
@@ -218,8 +218,8 @@ class Scheduler:
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure, connector)
         self._writer = OutputWriter(self._places, max_model_len)
-        # Blocks that two steps take at most, but for one block of each running request. In a small
-        # pool that would be all of them; further off than a quarter of it none is near its end.
+        # Upper bound on blocks that two steps can allocate (ignoring one per running request),
+        # capped at a quarter of the pool.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size)
         self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
         # Half of them go at a time: what is left in front is what one step takes.
@@ -278,7 +278,6 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager, self.max_model_len)
         self.check_queue()
-        request.record_event(EventKind.QUEUED)
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
         if self.connector is not None and not request.skip_reading_prefix_cache:
             self.connector.request_queued(request)

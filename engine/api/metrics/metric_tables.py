@@ -55,7 +55,7 @@ SCHEDULER: Table = (
     ("pool_usage", _gauge("vllm:kv_cache_usage_perc", "Held part of the KV pool, 1 is all.")),
     ("pool_usage", _gauge("vllm:gpu_cache_usage_perc", "The same under its older name.")),
     ("num_blocks", _gauge("stratakv:pool_blocks", "Blocks of the KV pool.")),
-    ("num_free_blocks", _gauge("stratakv:pool_free_blocks", "Blocks of the pool to be had.")),
+    ("num_free_blocks", _gauge("stratakv:pool_free_blocks", "Free blocks in the pool.")),
     ("evicted_blocks", _counter("stratakv:pool_evicted_blocks", "Named blocks that were reused.")),
     ("preemptions", _counter("vllm:num_preemptions", "Requests sent back to the queue.")),
     ("steps", _counter("stratakv:steps", "Steps of the engine.")),

@@ -102,6 +102,6 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(wishes, rng, monkeypatch):
     expected = alone(params)
     assert len(set(expected)) > 10
     assert in_company(params, rng) == expected
-    monkeypatch.setattr(row_parts, "LOGITS_AT_ONCE", 2 * VOCAB)
+    monkeypatch.setattr(row_parts, "LOGITS_CHUNK_CPU", 2 * VOCAB)
     assert in_company(params, rng) == expected
     assert alone(SamplingParams(max_tokens=LENGTH, seed=43, **wishes)) != expected
