@@ -2,7 +2,7 @@
 """What the cache server counts, for Prometheus: by tenant store, by call and as a whole.
 
 Label values are those of the tenants file, of the protocol and of grpc, so there is an end to them.
-TenantStores are asked at each scrape.
+The tenant stores are asked at each scrape.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All figures, in a registry of their own. `tenant stores` gives those that are open, `gauges`
+    """All figures, in a registry of their own. `tenant_stores` gives those that are open, `gauges`
     what the rest of the server says of itself now: name without prefix → help and value."""
 
     def __init__(

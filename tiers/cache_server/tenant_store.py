@@ -119,7 +119,7 @@ class TenantStore:
         self._changed.release()
 
     def buffer(self, slot: int) -> memoryview:
-        """The payload bytes of a slot that a read lease or an write lease names."""
+        """The payload bytes of a slot that a read lease or a write lease names."""
         return self._slab.buffer(slot)[: self.page_bytes]
 
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
@@ -203,7 +203,7 @@ class TenantStore:
         return WriteLease(list(keys), states, slots, stored, ticket)
 
     def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
-        """End an write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
+        """End a write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
         None where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT,
         or MISS for one that another did not store after all, or that was cleared meanwhile."""
         by_key = {
@@ -243,7 +243,7 @@ class TenantStore:
         return states
 
     def abandon(self, write_lease: WriteLease) -> list[int]:
-        """End an write lease whose writer took too long and may still write: nothing is stored, and
+        """End a write lease whose writer took too long and may still write: nothing is stored, and
         the slots are withheld until `restore` is given them."""
         with self._changed:
             if self._closed:

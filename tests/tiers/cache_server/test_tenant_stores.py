@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TenantStores are made when they are asked for, remembered on the disk, and closed with all they
+"""Tenant stores are made when they are asked for, remembered on the disk, and closed with all they
 hold.
 """
 
