@@ -44,7 +44,6 @@ class ModelConfig:
 
     path: Path  # a Hugging Face directory
     served_name: str
-    typed_name: str = ""  # the model as it was typed: a path or a Hub id; empty: the embedded one
     # Of the Hub's repository; also separates the cached blocks of otherwise equal models.
     revision: str = ""
     dtype: str = "auto"  # the checkpoint's, where the device is quick in it

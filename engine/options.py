@@ -162,7 +162,7 @@ def engine_config(
     if "served_name" not in sections["model"]:
         sections["model"]["served_name"] = _served_name(typed, path)
     return EngineConfig(
-        model=ModelConfig(path, typed_name=typed, **sections["model"]),
+        model=ModelConfig(path, **sections["model"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         offload=OffloadConfig(

@@ -51,17 +51,13 @@ class RequestStatus(enum.IntEnum):
     """Where a request stands. Everything after PREEMPTED is finished."""
 
     WAITING = enum.auto()
-    WAITING_FOR_GRAMMAR = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
-    WAITING_FOR_STREAMING_INPUT = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
-    FINISHED_IGNORED = enum.auto()
     FINISHED_ERROR = enum.auto()
-    FINISHED_REPETITION = enum.auto()
 
     @property
     def is_finished(self) -> bool:
@@ -77,9 +73,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_IGNORED: "length",
     RequestStatus.FINISHED_ERROR: "error",
-    RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
 
@@ -87,7 +81,7 @@ class Request:
     """One sequence being generated.
 
     `num_computed_tokens` counts positions whose K and V are written (or promised by a load);
-    the scheduler only ever closes the gap between it and `num_tokens_with_spec`.
+    the scheduler only ever closes the gap between it and `num_tokens`.
     """
 
     __slots__ = (
@@ -98,22 +92,18 @@ class Request:
         "block_hashes",
         "cache_salt",
         "cached_tokens_by_tier",
-        "events",
         "external_load_failed",
         "lora_name",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_computed_tokens",
-        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
-        "priority",
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
-        "spec_token_ids",
         "status",
         "stop_reason",
     )
@@ -124,7 +114,6 @@ class Request:
         prompt_token_ids: Sequence[int] | TokenArray,
         sampling_params: SamplingParams,
         *,
-        priority: int = 0,
         arrival_seconds: float | None = None,
         cache_salt: bytes | None = None,
         lora_name: str | None = None,
@@ -135,7 +124,6 @@ class Request:
             raise ValueError("a request needs at least one prompt token")
         self.request_id = request_id
         self.sampling_params = sampling_params
-        self.priority = priority
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
         self.lora_name = lora_name
@@ -148,10 +136,8 @@ class Request:
         self._num_tokens = self.num_prompt_tokens
         # A list as well, because samplers and stop checks read its newest entries by reference.
         self.output_token_ids: list[int] = []
-        self.spec_token_ids: list[int] = []
 
         self.num_computed_tokens = 0
-        self.num_output_placeholders = 0
         self.num_external_computed_tokens = 0
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
@@ -170,10 +156,6 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and verified output."""
         return self._num_tokens
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        return self._num_tokens + len(self.spec_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -206,14 +188,6 @@ class Request:
         self._num_tokens = end
         self.output_token_ids.extend(token_ids)
         self._extend_hashes()
-
-    def __lt__(self, other: Request) -> bool:
-        """Order of the priority queue; the request id breaks the last tie, so it is total."""
-        return self.order_key < other.order_key
-
-    @property
-    def order_key(self) -> tuple[int, float, str]:
-        return (self.priority, self.arrival_seconds, self.request_id)
 
     def __repr__(self) -> str:
         return (

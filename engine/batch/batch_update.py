@@ -7,7 +7,6 @@ its index held), rows moved.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,13 +20,6 @@ from ..sampling_params import SamplingParams
 IntArray = npt.NDArray[np.int64]
 
 
-class MoveKind(enum.Enum):
-    """How two rows change places."""
-
-    ONE_WAY = "one_way"  # the source is empty afterwards
-    SWAP = "swap"
-
-
 class AddedRow(NamedTuple):
     """A request that took a row. `output_token_ids` is the request's own growing list, so a reader
     always sees its newest tokens."""
@@ -39,11 +31,11 @@ class AddedRow(NamedTuple):
 
 
 class MovedRow(NamedTuple):
-    """A request that changed its row (for SWAP: two)."""
+    """A request that changed its row. The source is empty afterwards; what
+    the target held is gone."""
 
     source: int
     target: int
-    kind: MoveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +70,8 @@ class BatchUpdateBuilder:
     def add(self, added: AddedRow) -> None:
         self._added.append(added)
 
-    def move(self, source: int, target: int, kind: MoveKind) -> None:
-        self._moved.append(MovedRow(source, target, kind))
+    def move(self, source: int, target: int) -> None:
+        self._moved.append(MovedRow(source, target))
 
     def peek_removed(self) -> int | None:
         """The lowest empty row, None where there is none."""

@@ -14,15 +14,16 @@ import cbor2
 from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
 from ..request import BlockHasher, Request
 
+# Where the chain of `sha256_cbor` starts; routers must be set to the same.
+_CBOR_SEED = "0"
 
-def make_block_hasher(
-    root: bytes, block_size: int, algorithm: str = "sha256", cbor_seed: str = "0"
-) -> BlockHasher:
+
+def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -> BlockHasher:
     """A hasher that returns the digests (32 bytes each) of the full blocks a request has and its
     `block_hashes` lack; the chain goes on from the last digest it has.
 
     `sha256` starts from `root` (`Identity.root()`). `sha256_cbor` is the form that routers
-    recompute: it starts from the CBOR of `cbor_seed`, so a store of such digests must be bound to
+    recompute: it starts from the CBOR of "0", so a store of such digests must be bound to
     one root by other means. Raises ValueError for another algorithm or a block size below 1.
     """
     if block_size < 1:
@@ -30,7 +31,7 @@ def make_block_hasher(
     if algorithm == "sha256":
         return _sha256_hasher(root, block_size)
     if algorithm == "sha256_cbor":
-        return _sha256_cbor_hasher(block_size, cbor_seed)
+        return _sha256_cbor_hasher(block_size)
     raise ValueError(f"the block hash is sha256 or sha256_cbor, not {algorithm!r}")
 
 
@@ -65,8 +66,8 @@ def _encoded_extras(request: Request, first: int, end: int) -> dict[int, bytes] 
     return extras or None
 
 
-def _sha256_cbor_hasher(block_size: int, seed: str) -> BlockHasher:
-    start = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
+def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
+    start = hashlib.sha256(cbor2.dumps(_CBOR_SEED, canonical=True)).digest()
 
     def hash_new_blocks(request: Request) -> list[bytes]:
         known = request.block_hashes

@@ -207,13 +207,6 @@ class BlockPool:
         """No request holds a block."""
         return self.free_queue.num_free == self.num_blocks - 1
 
-    def get_cached_block(
-        self, digest: bytes, group_ids: Sequence[int] = (0,)
-    ) -> list[KVCacheBlock] | None:
-        """A block of this digest for each group, or None where one group has none."""
-        prefix = self.get_cached_prefix((digest,), group_ids)
-        return [found[0] for found in prefix] if prefix[0] else None
-
     def get_cached_prefix(
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
     ) -> tuple[list[KVCacheBlock], ...]:

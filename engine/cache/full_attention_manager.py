@@ -27,9 +27,13 @@ class FullAttentionManager:
         """The blocks of a request, in the order of its tokens."""
         return self._tables.get(request_id, ())
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks in which `num_tokens` have a place."""
+        return -(-num_tokens // self._block_size)
+
     def num_missing(self, request_id: str, num_tokens: int) -> int:
         """Blocks to add until `num_tokens` have a place."""
-        return max(0, -(-num_tokens // self._block_size) - len(self.table(request_id)))
+        return max(0, self.num_blocks_for(num_tokens) - len(self.table(request_id)))
 
     def attach(self, request_id: str, hits: Sequence[KVCacheBlock]) -> None:
         """Begin a table with blocks found by their names."""

@@ -26,9 +26,9 @@ class KVCacheCoordinator:
         self._group_ids = tuple(range(num_groups))
         self._groups = tuple(FullAttentionManager(pool, block_size, i) for i in self._group_ids)
 
-    @property
-    def num_groups(self) -> int:
-        return len(self._groups)
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` takes in all groups when nothing is shared."""
+        return sum(group.num_blocks_for(num_tokens) for group in self._groups)
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int

@@ -3,13 +3,12 @@
 
 The tokens of one request, as `allocate_slots` sees them:
 
-    | computed | newly computed | external | new | look-ahead |
-    |  held    |  hits, to be   |      to be allocated        |
-    |          |  attached      |                             |
-    |<-------------- named when full --------->|  never named
+    | computed | newly computed | external | new  |
+    |  held    |  hits, to be   | to be allocated |
+    |          |  attached      |                 |
 
-`computed` is `request.num_computed_tokens`; `external` tokens will come from a tier; drafts lie in
-the look-ahead part and in tokens beyond `request.num_tokens`, and get no names.
+`computed` is `request.num_computed_tokens`; `external` tokens will come from a tier. Full blocks
+are named; tokens beyond `request.num_tokens` get a place but no name.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` takes when nothing is shared."""
-        return -(-num_tokens // self.block_size) * self._coordinator.num_groups
+        return self._coordinator.num_blocks_for(num_tokens)
 
     def num_missing_blocks(self, request: Request) -> int:
         """Blocks to add to what a request holds until all tokens that it has now fit."""
@@ -69,7 +68,6 @@ class KVCacheManager:
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: GroupBlocks | None = None,
-        num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
         keep_free_blocks: int = 0,
@@ -81,7 +79,7 @@ class KVCacheManager:
         `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
         """
         computed = request.num_computed_tokens
-        more = new_computed_blocks or num_lookahead_tokens or num_external_computed_tokens
+        more = new_computed_blocks or num_external_computed_tokens
         if num_new_tokens == 1 and not more and 0 < computed % self.block_size < self._last_offset:
             # A decode in the middle of a block: its slot is there, and the block is not full yet.
             return self.no_blocks
@@ -89,7 +87,7 @@ class KVCacheManager:
         num_tokens = computed + num_new_tokens
         counts = self._fitting_counts(
             request.request_id,
-            min(num_tokens + num_lookahead_tokens, self.max_model_len),
+            min(num_tokens, self.max_model_len),
             new_computed_blocks,
             keep_free_blocks,
         )

@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PORT = 65535
 DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
-_MAX_TOKEN_BYTES = 8192
 _EXIT_NOT_WRITTEN = 1
 _PR_SET_DUMPABLE = 4
 

@@ -48,7 +48,6 @@ class RequestBuilder:
             request.request_id,
             tokens,
             _fit_max_tokens(params, self._max_model_len - len(tokens)),
-            priority=request.priority,
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,

@@ -55,15 +55,6 @@ def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[Pos
     return entries
 
 
-def position_logprobs(
-    logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
-) -> list[PositionLogprobs]:
-    """One entry for each row of `logprobs` `[n, vocab]`: its token of `token_ids` `[n]`, and its
-    count of the likeliest. Waits for the device."""
-    found = position_tensors(logprobs, token_ids, counts)
-    return position_entries(to_host([*itertools.chain(*found)]), counts)
-
-
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> list[PositionLogprobs]:
     """For a slice of a prompt: entry i is of `token_ids[i]`, whose distribution is `logits[i]`
     (computed at the token before it), and of the `count` likeliest there. Waits for the device."""

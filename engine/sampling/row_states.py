@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..batch.batch_update import AddedRow, BatchUpdate, IntArray, MoveKind
+from ..batch.batch_update import AddedRow, BatchUpdate, IntArray
 
 # What the sampler itself keeps for each row of the batch, kept in step by BatchUpdates alone.
 
@@ -101,10 +101,8 @@ class RowFollower(ABC):
         for added in update.added:
             self._drop(added.row)
             self._add(added)
-        for source, target, kind in update.moved:
-            self._exchange(source, target)
-            if kind is MoveKind.ONE_WAY:
-                self._drop(source)
+        for source, target in update.moved:
+            self._move(source, target)
 
     @abstractmethod
     def _add(self, added: AddedRow) -> None: ...
@@ -113,7 +111,8 @@ class RowFollower(ABC):
     def _drop(self, row: int) -> None: ...
 
     @abstractmethod
-    def _exchange(self, first: int, second: int) -> None: ...
+    def _move(self, source: int, target: int) -> None:
+        """Give what the source holds to the target, and empty the source."""
 
 
 class RowValues(RowFollower, Generic[Number]):
@@ -132,8 +131,9 @@ class RowValues(RowFollower, Generic[Number]):
     def _drop(self, row: int) -> None:
         self.values[row] = self._empty
 
-    def _exchange(self, first: int, second: int) -> None:
-        self.values[[first, second]] = self.values[[second, first]]
+    def _move(self, source: int, target: int) -> None:
+        self.values[target] = self.values[source]
+        self._drop(source)
 
 
 class RowStates(RowFollower, Generic[State]):
@@ -169,14 +169,12 @@ class RowStates(RowFollower, Generic[State]):
         self._states.pop(row, None)
         self._has_state[row] = False
 
-    def _exchange(self, first: int, second: int) -> None:
-        one, other = self._states.get(first), self._states.get(second)
-        self._drop(first)
-        self._drop(second)
-        if one is not None:
-            self._put(second, one)
-        if other is not None:
-            self._put(first, other)
+    def _move(self, source: int, target: int) -> None:
+        state = self._states.get(source)
+        self._drop(source)
+        self._drop(target)
+        if state is not None:
+            self._put(target, state)
 
     def _put(self, row: int, state: State) -> None:
         self._states[row] = state

@@ -71,11 +71,7 @@ class Meetings:
             if state.is_copying or computed < state.loaded_from:
                 return state.limit - computed
             self._meet(request, progress, connector)
-        return (
-            request.num_tokens_with_spec
-            + request.num_output_placeholders
-            - request.num_computed_tokens
-        )
+        return request.num_tokens - request.num_computed_tokens
 
     def leave(self, request: Request) -> bool:
         """A request runs no more. True: a copy writes to its blocks, and they may not be given back

@@ -121,7 +121,6 @@ class Places:
         self.progress[request.request_id].lose(request.num_computed_tokens, "preemption")
         request.num_computed_tokens = 0
         request.num_external_computed_tokens = 0
-        request.spec_token_ids.clear()
         request.num_preemptions += 1
         self.counts["preemptions"] += 1
         return request

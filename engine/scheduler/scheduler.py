@@ -90,11 +90,7 @@ class RunningRound:
             if meetings:
                 num_tokens = meetings.most_tokens(request, progress[request.request_id])
             else:
-                num_tokens = (
-                    request.num_tokens_with_spec
-                    + request.num_output_placeholders
-                    - request.num_computed_tokens
-                )
+                num_tokens = request.num_tokens - request.num_computed_tokens
             if num_tokens == 0:  # it waits for a copy
                 index += 1
                 continue

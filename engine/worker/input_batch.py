@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, MoveKind
+from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder
 from ..cache.kv_block import BlockIds
 from ..request import TokenArray
 from ..sampling_params import SamplingParams
@@ -138,19 +138,6 @@ class InputBatch:
         for request, block_ids, num_computed in held:
             self.add(request, block_ids, num_computed)
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchange two rows in use."""
-        for array in (self.token_ids, self.num_tokens, self.num_computed):
-            array[[first, second]] = array[[second, first]]
-        self.tables.swap_row(first, second)
-        requests = self.requests
-        requests[first], requests[second] = requests[second], requests[first]
-        for row in (first, second):
-            request = requests[row]
-            if request is not None:
-                self.row_of[request.request_id] = row
-        self._builder.move(first, second, MoveKind.SWAP)
-
     def _free_row(self) -> int:
         row = self._builder.pop_removed()
         if row is not None:
@@ -171,4 +158,4 @@ class InputBatch:
         self.tables.move_row(source, target)
         self.requests[source], self.requests[target] = None, request
         self.row_of[request.request_id] = target
-        self._builder.move(source, target, MoveKind.ONE_WAY)
+        self._builder.move(source, target)

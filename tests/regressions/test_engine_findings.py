@@ -318,7 +318,7 @@ def test_e04_a_batch_update_that_breaks_off(
 
 
 def test_e04_requests_that_the_failed_step_had_not_keep_what_is_theirs() -> None:
-    table = BlockTable(4, 8, SIZE, kernel_block_size=SIZE // 2)
+    table = BlockTable(4, 8, SIZE)
     batch = InputBatch(4, 32, MultiGroupBlockTable([table]))
     make = _worker_request
     for number, name in enumerate("abc"):

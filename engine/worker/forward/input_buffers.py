@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..block_table import NO_SLOT
 from ..runtime.device_runtime import DeviceRuntime, Mark
 from .forward import StepInputs
 from .kernel_attention import Chunks, Decodes, KernelPlan
+
+# The slot of a row that only fills up the batch: nothing is written for it.
+_NO_SLOT = -1
 
 
 class _Buffer(NamedTuple):
@@ -81,7 +83,7 @@ class InputBuffers:
             self._stage(step)
         padded = requests + num_rows - tokens
         for buffer, nobody in (
-            (self._token_ids, 0), (self._positions, 0), (self._slots, NO_SLOT),
+            (self._token_ids, 0), (self._positions, 0), (self._slots, _NO_SLOT),
         ):  # fmt: skip
             buffer.array[tokens:num_rows] = nobody
             _send(buffer, num_rows)

@@ -132,14 +132,11 @@ def check_weights(weight_bytes: int, free_bytes: int) -> None:
         )
 
 
-def pool_blocks(
-    use: MemoryUse, layout: BlockLayout, max_model_len: int, share: float,
-    reserve_bytes: int = RESERVE_BYTES,
-) -> int:  # fmt: skip
+def pool_blocks(use: MemoryUse, layout: BlockLayout, max_model_len: int, share: float) -> int:
     """The blocks of the pool, the null block included. Raises ConfigError, with what is needed and
     which flags help, where one request of `max_model_len` tokens would not fit."""
     budget = int(use.total_bytes * share)
-    taken = use.outside_bytes + use.peak_bytes + reserve_bytes
+    taken = use.outside_bytes + use.peak_bytes + RESERVE_BYTES
     blocks = min(max(0, budget - taken) // layout.page_bytes, MAX_BLOCKS)
     needed = blocks_for_one_request(layout, max_model_len)
     if blocks >= needed:
@@ -153,7 +150,7 @@ def pool_blocks(
     raise ConfigError(
         f"{_gib(budget)} of GPU memory ({SHARE_FLAG} {share:g} of {_gib(use.total_bytes)}) cannot "
         f"hold weights of {_gib(use.weight_bytes)}, steps of {_gib(steps)}, "
-        f"{_gib(use.outside_bytes + reserve_bytes)} of libraries and reserve, and K and V of one "
+        f"{_gib(use.outside_bytes + RESERVE_BYTES)} of libraries and reserve, and K and V of one "
         f"request of {max_model_len} tokens, {_gib(needed * layout.page_bytes)}: together "
         f"{_gib(wanted)}; {', '.join(cures)}, lower --max-num-batched-tokens, or give "
         "--kv-cache-dtype fp8_e4m3"

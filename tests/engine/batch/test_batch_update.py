@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stratakv.engine.batch.batch_update import AddedRow, BatchUpdateBuilder, MovedRow, MoveKind
+from stratakv.engine.batch.batch_update import AddedRow, BatchUpdateBuilder, MovedRow
 from stratakv.engine.sampling_params import SamplingParams
 
 
@@ -35,13 +35,13 @@ def test_the_lowest_row_is_reused_first_and_then_no_longer_removed():
     assert builder.peek_removed() == 3
     assert [builder.pop_removed(), builder.pop_removed()] == [3, 5]
     builder.add(added(3))
-    builder.move(8, 5, MoveKind.ONE_WAY)
-    builder.move(1, 2, MoveKind.SWAP)
+    builder.move(8, 5)
+    builder.move(2, 1)
     update = builder.finish(8)
     assert update is not None
     assert list(update.removed) == [7]
     assert [one.row for one in update.added] == [3]
-    assert list(update.moved) == [MovedRow(8, 5, MoveKind.ONE_WAY), MovedRow(1, 2, MoveKind.SWAP)]
+    assert list(update.moved) == [MovedRow(8, 5), MovedRow(2, 1)]
     assert builder.pop_removed() is None
 
 

@@ -97,8 +97,8 @@ def test_sha256_cbor_is_the_chain_routers_compute() -> None:
     first = cbor_hash([cbor_hash("0"), TOKENS[:4], None])
     second = cbor_hash([first, TOKENS[4:8], None])
     assert hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor")) == [first, second]
-    salted = hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor", "7"), b"s", "a")
-    assert salted[0] == cbor_hash([cbor_hash("7"), TOKENS[:4], ["a", b"s"]])
+    salted = hashes(TOKENS, make_block_hasher(ROOT, 4, "sha256_cbor"), b"s", "a")
+    assert salted[0] == cbor_hash([cbor_hash("0"), TOKENS[:4], ["a", b"s"]])
     assert salted[1] == cbor_hash([salted[0], TOKENS[4:8], ["a"]])
 
 

@@ -22,6 +22,14 @@ def ids(blocks: object) -> list[int]:
     return [block.block_id for block in blocks]  # type: ignore[attr-defined]
 
 
+def found(
+    pool: BlockPool, name: bytes, group_ids: tuple[int, ...] = (0,)
+) -> list[KVCacheBlock] | None:
+    """A block of this digest for each group, or None where one group has none."""
+    prefix = pool.get_cached_prefix((name,), group_ids)
+    return [blocks[0] for blocks in prefix] if prefix[0] else None
+
+
 def named(pool: BlockPool, *numbers: int, computed: bool = True) -> list[KVCacheBlock]:
     """Held blocks with the names of `numbers`."""
     blocks = pool.get_new_blocks(len(numbers))
@@ -45,7 +53,7 @@ def test_the_null_block_is_never_handed_out() -> None:
     pool.free_blocks([pool.null_block])
     assert pool.num_free == 0
     pool.cache_full_blocks([digest(1)], [pool.null_block])
-    assert pool.get_cached_block(digest(1)) is None
+    assert found(pool, digest(1)) is None
     with pytest.raises(ValueError, match="at least one more, not 1 in all"):
         BlockPool(1)
 
@@ -57,9 +65,9 @@ def test_the_key_is_digest_and_group() -> None:
     other = pool.get_new_blocks(1)
     pool.cache_full_blocks([digest(7)], other, group_id=258)
     assert other[0].block_hash == digest(7) + b"\x02\x01"
-    assert pool.get_cached_block(digest(7)) == [block]
-    assert pool.get_cached_block(digest(7), (258, 0)) == [other[0], block]
-    assert pool.get_cached_block(digest(7), (0, 1)) is None
+    assert found(pool, digest(7)) == [block]
+    assert found(pool, digest(7), (258, 0)) == [other[0], block]
+    assert found(pool, digest(7), (0, 1)) is None
 
 
 def test_a_prefix_is_as_long_as_its_shortest_group() -> None:
@@ -98,8 +106,8 @@ def test_reuse_evicts_the_least_recently_freed_name_first() -> None:
     pool.free_blocks([blocks[2], blocks[3], blocks[5], blocks[6]])
     assert ids(pool.free_queue) == [3, 4, 6, 7]
     assert ids(pool.get_new_blocks(2)) == [3, 4]
-    assert pool.get_cached_block(digest(3)) is None
-    assert pool.get_cached_block(digest(6)) == [blocks[5]]
+    assert found(pool, digest(3)) is None
+    assert found(pool, digest(6)) == [blocks[5]]
     assert blocks[2].block_hash is None
     assert pool.take_evicted() == [EvictedBlock(3, key(3))]
     assert pool.take_evicted() == []
@@ -109,26 +117,26 @@ def test_reuse_evicts_the_least_recently_freed_name_first() -> None:
 def test_several_blocks_may_carry_one_name() -> None:
     pool = BlockPool(5)
     copies = [named(pool, 9)[0] for _ in range(3)]
-    assert pool.get_cached_block(digest(9)) == [copies[0]]
+    assert found(pool, digest(9)) == [copies[0]]
     pool.free_blocks(copies)
     assert ids(pool.get_new_blocks(2)) == [4, 1]
-    assert pool.get_cached_block(digest(9)) == [copies[1]]
+    assert found(pool, digest(9)) == [copies[1]]
     pool.drop_names([copies[1]])
-    assert pool.get_cached_block(digest(9)) == [copies[2]]
+    assert found(pool, digest(9)) == [copies[2]]
     pool.drop_names([copies[2]])
-    assert pool.get_cached_block(digest(9)) is None
+    assert found(pool, digest(9)) is None
     assert pool.take_evicted() == [EvictedBlock(1, key(9))]
 
 
 def test_an_uncomputed_block_is_hit_but_never_evicted_to_a_tier() -> None:
     pool = BlockPool(3)
     blocks = named(pool, 1, 2, computed=False)
-    assert pool.get_cached_block(digest(1)) == [blocks[0]]
+    assert found(pool, digest(1)) == [blocks[0]]
     assert not pool.all_computed(blocks)
     pool.free_blocks(blocks)
     pool.get_new_blocks(2)
     assert pool.take_evicted() == []
-    assert pool.get_cached_block(digest(1)) is None
+    assert found(pool, digest(1)) is None
     # The same blocks under new names are judged anew.
     pool.cache_full_blocks([digest(3)], blocks[:1])
     pool.commit_step()
@@ -141,7 +149,7 @@ def test_loaded_blocks_are_computed_at_once() -> None:
     pool.cache_full_blocks([digest(1)], blocks, computed=True)
     assert pool.all_computed(blocks)
     pool.drop_uncomputed()
-    assert pool.get_cached_block(digest(1)) == blocks
+    assert found(pool, digest(1)) == blocks
 
 
 def test_a_failed_step_takes_its_names_back_and_no_others() -> None:
@@ -150,9 +158,9 @@ def test_a_failed_step_takes_its_names_back_and_no_others() -> None:
     new = named(pool, 2, 3, computed=False)
     pool.free_blocks([*old, new[0]])
     pool.drop_uncomputed()
-    assert pool.get_cached_block(digest(1)) == old
-    assert pool.get_cached_block(digest(2)) is None
-    assert pool.get_cached_block(digest(3)) is None
+    assert found(pool, digest(1)) == old
+    assert found(pool, digest(2)) is None
+    assert found(pool, digest(3)) is None
     # What is worth nothing is reused before what never held anything.
     assert ids(pool.free_queue) == [2, 4, 5, 1]
     assert pool.all_computed(new)
@@ -162,11 +170,11 @@ def test_the_cache_is_reset_only_when_nobody_holds_a_block() -> None:
     pool = BlockPool(4)
     blocks = named(pool, 1, 2)
     assert not pool.reset_prefix_cache()
-    assert pool.get_cached_block(digest(1)) == blocks[:1]
+    assert found(pool, digest(1)) == blocks[:1]
     pool.free_blocks(blocks)
     assert pool.is_idle
     assert pool.reset_prefix_cache()
-    assert pool.get_cached_block(digest(1)) is None
+    assert found(pool, digest(1)) is None
     pool.get_new_blocks(3)
     assert pool.take_evicted() == []
 
@@ -182,4 +190,4 @@ def test_resident_blocks_are_listed_as_they_would_be_evicted() -> None:
 def test_without_caching_nothing_gets_a_name() -> None:
     pool = BlockPool(4, enable_caching=False)
     named(pool, 1)
-    assert pool.get_cached_block(digest(1)) is None
+    assert found(pool, digest(1)) is None

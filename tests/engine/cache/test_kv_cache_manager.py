@@ -95,7 +95,7 @@ def test_three_requests_share_reuse_and_evict() -> None:
     assert free_ids(manager) == [7, 6]
     assert pool.take_evicted() == [EvictedBlock(4, key4)]
     # IJkl, of req1, can still be found.
-    assert pool.get_cached_block(req1.block_hashes[2]) == [pool.blocks[6]]
+    assert pool.get_cached_prefix(req1.block_hashes[2:3]) == ([pool.blocks[6]],)
 
 
 def test_a_partial_block_is_no_prefix() -> None:
@@ -207,11 +207,10 @@ def test_blocks_can_be_kept_free() -> None:
     assert manager.allocate_slots(request, 0, keep_free_blocks=3) is not None
 
 
-def test_drafts_and_look_ahead_get_blocks_but_no_names() -> None:
+def test_tokens_that_are_not_known_yet_get_blocks_but_no_names() -> None:
     manager = make_manager()
     request = make_request("r", "ABCDEF")
-    request.spec_token_ids = [1, 2, 3, 4]
-    added = manager.allocate_slots(request, 10, num_lookahead_tokens=3)
+    added = manager.allocate_slots(request, 13)
     assert added is not None
     assert table(manager, request) == [1, 2, 3, 4]
     assert [manager.pool.blocks[i].block_hash is not None for i in (1, 2, 3)] == [
@@ -221,10 +220,10 @@ def test_drafts_and_look_ahead_get_blocks_but_no_names() -> None:
     ]
 
 
-def test_look_ahead_stops_at_the_end_of_the_context() -> None:
+def test_blocks_stop_at_the_end_of_the_context() -> None:
     manager = KVCacheManager(11, SIZE, 8)
     request = make_request("r", "ABCDEF")
-    assert manager.allocate_slots(request, 6, num_lookahead_tokens=7) is not None
+    assert manager.allocate_slots(request, 13) is not None
     assert table(manager, request) == [1, 2]
 
 

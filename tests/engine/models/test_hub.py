@@ -256,7 +256,7 @@ def test_what_has_the_form_of_an_id(text: str, is_id: bool) -> None:
 
 def test_an_id_is_the_name_that_clients_ask_for() -> None:
     model = engine_config(ID, {}, is_fetched=False).model
-    assert (model.served_name, model.typed_name, model.path) == (ID, ID, Path(ID))
+    assert (model.served_name, model.path) == (ID, Path(ID))
     assert engine_config(ID, {"served_model_name": "x"}, is_fetched=False).model.served_name == "x"
 
 
@@ -265,8 +265,7 @@ def test_a_path_stays_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     settings = resolve({"model": "./org/model"}, {})
     model = engine_config(settings.model, {}).model
-    assert (model.typed_name, model.served_name) == ("./org/model", "model")
-    assert engine_config(None, {}).model.typed_name == ""
+    assert (settings.model, model.served_name) == ("./org/model", "model")
 
 
 def test_settings_are_shown_without_a_download(

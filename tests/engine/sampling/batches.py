@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
+from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
+from stratakv.engine.logprobs import PositionLogprobs
+from stratakv.engine.sampling.copies import to_host
+from stratakv.engine.sampling.logprobs import position_entries, position_tensors
 from stratakv.engine.sampling_params import SamplingParams
 
 VOCAB = 12
@@ -28,6 +33,14 @@ def row_of(
 
 def added(*rows: AddedRow) -> BatchUpdate:
     return BatchUpdate(len(rows), (), rows, ())
+
+
+def position_logprobs(
+    logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
+) -> list[PositionLogprobs]:
+    """One entry for each row of `logprobs`: its own token and its count of the likeliest."""
+    found = position_tensors(logprobs, token_ids, counts)
+    return position_entries(to_host([*itertools.chain(*found)]), counts)
 
 
 class RandomBatch:
@@ -77,9 +90,5 @@ class RandomBatch:
     def _move(self) -> MovedRow:
         source = self._rng.choice(sorted(self.rows))
         target = self._rng.choice([row for row in range(self._max_rows) if row != source])
-        kind = self._rng.choice(list(MoveKind))
-        mover, other = self.rows.pop(source), self.rows.pop(target, None)
-        self.rows[target] = mover._replace(row=target)
-        if other is not None and kind is MoveKind.SWAP:
-            self.rows[source] = other._replace(row=source)
-        return MovedRow(source, target, kind)
+        self.rows[target] = self.rows.pop(source)._replace(row=target)
+        return MovedRow(source, target)

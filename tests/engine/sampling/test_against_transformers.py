@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers.generation import logits_process as theirs
 
-from stratakv.engine.sampling.logprobs import position_logprobs, raw_logprobs
+from stratakv.engine.sampling.logprobs import raw_logprobs
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.builtin import BadWords, MinP, MinTokens, Penalties
 from stratakv.engine.sampling.truncation import truncate
 
-from .batches import added, row_of
+from .batches import added, position_logprobs, row_of
 
 VOCAB = 400
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

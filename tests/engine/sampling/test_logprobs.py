@@ -15,13 +15,12 @@ import torch
 from stratakv.engine.sampling import row_parts
 from stratakv.engine.sampling.logprobs import (
     LOGPROB_FLOOR,
-    position_logprobs,
     prompt_logprobs,
     raw_logprobs,
 )
 from stratakv.engine.sampling.sampler import Sampled, Sampler
 
-from .batches import VOCAB, added, row_of
+from .batches import VOCAB, added, position_logprobs, row_of
 
 PROBABILITIES = torch.tensor([0.5, 0.2, 0.2, 0.1])
 GREEDY = {"temperature": 0.0}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow, MoveKind
+from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
 from stratakv.engine.sampling import row_parts, truncation
 from stratakv.engine.sampling.sampler import Sampled, Sampler, uniform_of
 from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
@@ -184,7 +184,7 @@ def test_a_request_that_ignores_the_end_may_sample_it():
     assert draw(sampler, logits) == [2]
 
 
-def test_rows_follow_moves_swaps_and_removals():
+def test_rows_follow_moves_and_removals():
     sampler, outputs = sampler_for(
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 1},
@@ -193,15 +193,18 @@ def test_rows_follow_moves_swaps_and_removals():
     )
     logits = torch.stack([LOGITS] * 4)
     alone = draw(sampler, logits[:1], rows=[3])
-    sampler.update(BatchUpdate(4, (), (), [MovedRow(0, 3, MoveKind.SWAP)]))
+    # Row 0 goes and row 3 moves into it; a new request takes row 3.
+    greedy = AddedRow(3, SamplingParams(temperature=0.0), np.array([1], np.int32), [])
+    sampler.update(BatchUpdate(3, (0,), (), [MovedRow(3, 0)]))
+    sampler.update(BatchUpdate(4, (), [greedy], ()))
     assert draw(sampler, logits[:1], rows=[0]) == alone
     assert draw(sampler, logits[:1], rows=[3]) == [2]
     # Row 1 goes; row 3 moves into it, row 2 stays, and a new request takes row 3.
     new = AddedRow(3, SamplingParams(temperature=0.0), np.array([1], np.int32), [])
-    sampler.update(BatchUpdate(3, (1,), (), [MovedRow(3, 1, MoveKind.ONE_WAY)]))
+    sampler.update(BatchUpdate(3, (1,), (), [MovedRow(3, 1)]))
     sampler.update(BatchUpdate(4, (), [new], ()))
     assert draw(sampler, logits[1:], rows=[1, 2, 3]) == [2, 5, 2]
-    sampler.update(BatchUpdate(3, (), (), [MovedRow(2, 1, MoveKind.ONE_WAY)]))
+    sampler.update(BatchUpdate(3, (), (), [MovedRow(2, 1)]))
     assert draw(sampler, logits[:1], rows=[1]) == [5]
     # What a row held is gone once another request has it.
     sampler.update(BatchUpdate(3, (), [new._replace(row=1), new._replace(row=0)], ()))

@@ -86,9 +86,6 @@ def in_company(params: SamplingParams, rng: random.Random) -> list[int]:
             wishes = SamplingParams(max_tokens=LENGTH, **rng.choice(OTHERS))
             life.add(WorkerRequest(f"other {count}", np.array([count], np.int32), wishes))
         life.finish()
-        if len(batch) > 1 and rng.random() < 0.3:
-            batch.swap(*rng.sample(range(len(batch)), 2))
-            life.finish()
         if len(batch):
             life.seen_rows.add(batch.row_of.get("followed", 0))
             life.step(rng.sample(range(len(batch)), rng.randint(1, len(batch))))

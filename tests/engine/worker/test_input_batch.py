@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratakv.engine.batch.batch_update import BatchUpdate, MoveKind
+from stratakv.engine.batch.batch_update import BatchUpdate
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.worker.block_table import BlockTable, MultiGroupBlockTable
 from stratakv.engine.worker.input_batch import InputBatch, WorkerRequest
@@ -38,12 +38,8 @@ class Follower:
             self.outputs.pop(row, None)
         for one in update.added:
             self.outputs[one.row] = one.output_token_ids
-        for source, target, kind in update.moved:
-            moved, other = self.outputs.pop(source), self.outputs.pop(target, None)
-            self.outputs[target] = moved
-            if kind is MoveKind.SWAP:
-                assert other is not None
-                self.outputs[source] = other
+        for source, target in update.moved:
+            self.outputs[target] = self.outputs.pop(source)
         assert len(self.outputs) == update.batch_size
 
 
@@ -94,21 +90,6 @@ def test_a_hole_is_filled_by_a_new_request_before_anything_moves():
     assert [one.row for one in update.added] == [0]
     assert [(m.source, m.target) for m in update.moved] == [(2, 1)]
     assert list(update.removed) == []
-
-
-def test_rows_in_use_can_be_swapped():
-    batch, follower = make_batch(), Follower()
-    a, b = request("a", [1, 2]), request("b", [3])
-    batch.add(a, ([4],), 1)
-    batch.add(b, ([5, 6],), 0)
-    follower.update(batch.finish())
-    batch.swap(0, 1)
-    follower.update(batch.finish())
-    assert batch.row_of == {"a": 1, "b": 0}
-    assert batch.token_ids[1, :2].tolist() == [1, 2]
-    assert batch.num_computed[:2].tolist() == [0, 1]
-    assert batch.tables[0].row(0).tolist() == [5, 6]
-    assert follower.outputs[0] is b.output_token_ids
 
 
 def test_sampled_tokens_reach_the_row_and_the_request():
