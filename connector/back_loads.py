@@ -196,7 +196,7 @@ class BackLoads:
                 self._has_news = True
 
     def take_reports(self) -> list[LoadReport]:
-        """Those that were ended while blocks were being written to."""
+        """Reports of loads that were ended while blocks were being written to."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -246,7 +246,7 @@ class BackLoads:
             self._counters.count_load_copy(num_blocks * self._hierarchy.block_bytes)
 
     def _fail(self, load: _BackLoad, reason: str, fault: str | None) -> None:
-        """What is not on its way to the pool by now will be computed."""
+        """Give a load up: every block that is not on its way to the pool by now will be computed."""
         load.failure = reason
         load.fault = load.fault or fault
         self._counters.count_failure(reason)

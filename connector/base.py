@@ -117,9 +117,9 @@ class ConnectorWorkerOutput:
     failed_stores: list[int] = field(default_factory=list)
     finished_loads: list[int] = field(default_factory=list)
     failed_loads: list[int] = field(default_factory=list)
-    # Of a finished store whose device makes them: the digest of each block, in the job's order.
+    # For a finished store whose device makes digests: one for each block, in the job's order.
     store_digests: dict[int, list[bytes]] = field(default_factory=dict)
-    # What it cost, for metrics; no part of what was finished.
+    # Costs, for metrics only.
     store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
     load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
     store_wait_seconds: float = field(default=0.0, compare=False)  # the step waited for stores
@@ -200,9 +200,9 @@ class KVConnectorScheduler(ABC):
     def begin_back_load(
         self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
     ) -> None:
-        """As `update_after_alloc`, after BOTH: the request is not parked but computes these tokens
-        from the front, while their blocks are loaded from the back. Only connectors that answer
-        BOTH need this and the next three."""
+        """Takes the place of `update_after_alloc` after BOTH: the request is not parked. It
+        computes these tokens from the front while their blocks are loaded from the back. Only
+        connectors that answer BOTH need this and the next three."""
         raise NotImplementedError
 
     def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
@@ -217,7 +217,7 @@ class KVConnectorScheduler(ABC):
         raise NotImplementedError
 
     def back_load_failure(self, request_id: str) -> str | None:
-        """What has kept blocks of such a load from coming until now; see `LoadReport.failure`."""
+        """Why blocks of such a load have not come so far; see `LoadReport.failure`."""
         raise NotImplementedError
 
     def note_step(  # noqa: B027 - a hint, not a duty

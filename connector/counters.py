@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..tiers.histogram import Histogram
 from .base import ConnectorWorkerOutput, LoadReport
 
-# Of one copy job, in bytes.
+# Histogram bounds: the size of one copy job, in bytes.
 _SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 
 
@@ -66,7 +66,7 @@ class OffloadCounters:
         self.store_sizes.observe(num_bytes)
 
     def count_costs(self, output: ConnectorWorkerOutput) -> None:
-        """What the worker's copies have cost."""
+        """Add the cost of the worker's copies."""
         self.load_copy_seconds += output.load_copy_seconds
         self.store_copy_seconds += output.store_copy_seconds
         self.store_wait_seconds += output.store_wait_seconds

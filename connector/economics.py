@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 COPIES = 3  # the quickest counts: what else the machine does only adds
 COPY_BYTES = 32 * 1024**2  # of each: more than caches hold
-# Of less than this what a disk gives cannot be told.
+# Smaller reads say nothing about a disk's speed.
 LEAST_READ_BYTES = 2 * 1024**2
 _TYPICAL_PROMPT = 1024  # tokens
 
 
 class Calibration:
-    """Of one connector, before its first request."""
+    """The calibration of one connector, before its first request."""
 
     def __init__(
         self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: JobIds
@@ -193,7 +193,7 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """Of one hierarchy, whose `tiers` are named the slab first."""
+    """The estimates and choices for one hierarchy; `tiers` names the slab first."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Economics:
         self.prefill.note(num_tokens, num_context_tokens, seconds)
 
     def plan(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
-        """What to do about blocks, the first one at `first_token`, that lie in `tiers`. Changes
+        """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
         nothing. `alone`: the request has the engine to itself."""
         num_blocks = len(tiers)
         if self.choice is Choice.BOTH and num_blocks > 1:
@@ -243,7 +243,7 @@ class Economics:
         return Plan(chosen)
 
     def decide(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
-        """As `plan`, for a request that goes by it."""
+        """`plan`, for a request that will follow it; the choice is remembered."""
         plan = self.plan(first_token, tiers, alone=alone)
         if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
             return plan
@@ -321,7 +321,7 @@ class Economics:
         return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)
 
     def _load(self, runs: Sequence[Run], start: int, end: int) -> float:
-        """To load the blocks from `start` to `end`: all stores at once, then the copy."""
+        """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
         blocks: dict[str, int] = {}
         for tier, count in _overlap(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
@@ -348,7 +348,7 @@ def _runs(tiers: Sequence[str]) -> list[Run]:
 
 
 def _overlap(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
-    """What lies between two blocks of each run."""
+    """The part of each run that lies between two blocks."""
     first = 0
     for tier, count in runs:
         inside = min(end, first + count) - max(start, first)

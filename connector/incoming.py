@@ -39,7 +39,7 @@ class Load:
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
-    """What befell a load that has ended, in words; None where all came that had been begun."""
+    """What went wrong with a load that has ended, in words; None where all that was begun came."""
     if ticket.fault is None:
         return None
     missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]

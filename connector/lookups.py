@@ -29,7 +29,7 @@ AHEAD_SHARE = 0.25
 
 @dataclass(slots=True)
 class Lookup:
-    """What `find` said of the blocks `first` to `first + len(keys)` of a request."""
+    """The answer of `find` for the blocks `first` to `first + len(keys)` of a request."""
 
     first: int
     keys: list[bytes]
@@ -41,7 +41,7 @@ class Lookup:
 
 
 class Lookups:
-    """Of one hierarchy. `suffix` completes a digest to a key."""
+    """The look-ups of one hierarchy. `suffix` completes a digest to a key."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Lookups:
         self.let_go(request_id)
 
     def let_go(self, request_id: str) -> None:
-        """What was read ahead for the request is not needed any more."""
+        """Release blocks that were read ahead for the request."""
         ticket = self._read_ahead.pop(request_id, None)
         if ticket is not None:
             self._blocks_ahead -= len(ticket.keys)
@@ -166,7 +166,7 @@ class Lookups:
         else:
             keys = known.keys
         prefix = self._hierarchy.find(keys)
-        # What is read ahead was counted when it was found, where it was found.
+        # Blocks read ahead were counted when and where they were found.
         is_counted = request.request_id in self._read_ahead or (
             known is not None and known.keys is keys and known.is_counted
         )
@@ -176,7 +176,7 @@ class Lookups:
         return lookup
 
     def plan_of(self, lookup: Lookup, alone: bool) -> Plan:
-        """What is done about what was found; the same until something changes."""
+        """The plan for what a look-up found; the same until something changes."""
         if lookup.plan is None:
             economics = self._economics
             # Decided anew, it is still one request.
@@ -193,7 +193,7 @@ class Lookups:
             self._counters.count_lookup(self._hierarchy.tiers, found, len(lookup.keys))
 
     def origins(self, request_id: str) -> dict[bytes, str]:
-        """Of the blocks that were read ahead for this request: the tier each came from."""
+        """The tier that each block read ahead for this request came from."""
         ticket = self._read_ahead.get(request_id)
         return {} if ticket is None else dict(zip(ticket.keys, ticket.tiers, strict=True))
 

@@ -135,7 +135,7 @@ class OffloadScheduler(KVConnectorScheduler):
                 self._lookups.count(lookup)
                 self._lookups.let_go(request_id)
                 return _NO_MATCH
-        # What another request is loading will be in the pool, for this one too.
+        # Blocks that another request is loading will be in the pool for this one too.
         if (not tiers and lookup.prefix.pending) or (
             tiers and self._incoming.brings(lookup.keys[0])
         ):
@@ -285,7 +285,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._lookups.clear()
-        # What is written must be closed, which has time of its own, within the limit if it can be.
+        # Closing what was written has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
         if not self._signal.wait_idle(flush_seconds):

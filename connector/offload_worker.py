@@ -85,7 +85,7 @@ class OffloadWorker(KVConnectorWorker):
                 self._start(Stream.STORE, job, after, is_held=True)
             self._news().store_wait_seconds += time.monotonic() - began
         if meta.loads:
-            # Those that still run do so in order, so the newest stands for all of them.
+            # Running stores end in order, so the newest stands for all of them.
             newest = [event for event in self._stores.values() if not event.done()][-1:]
             for job in meta.loads:
                 self._start(Stream.LOAD, job, after + newest)
@@ -138,7 +138,7 @@ class OffloadWorker(KVConnectorWorker):
             log.error("copies are still running %.1f s after the shutdown began", timeout_seconds)
 
     def _news(self) -> ConnectorWorkerOutput:
-        """What the next poll reports."""
+        """The output that the next poll returns."""
         if self._unreported is None:
             self._unreported = ConnectorWorkerOutput()
         return self._unreported

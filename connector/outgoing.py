@@ -16,7 +16,7 @@ from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
 from .transfer import JobIds
 
-# What one job ahead of need moves at most: the evicted blocks of a later step queue behind it.
+# Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
 AHEAD_BLOCKS = 128  # for small blocks: what a step should spend on choosing them
 AHEAD_JOBS = 2  # in flight
@@ -60,8 +60,7 @@ class Outgoing:
         return self._batch if len(self._ahead) < AHEAD_JOBS else 0
 
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Those of these blocks that are copied ahead may be overwritten by the next step, and are
-        not to be kept."""
+        """Discard copies ahead of these blocks, which the next step may overwrite."""
         for block_id, pool_key in blocks if self._ahead else ():
             key = pool_key + self._shard
             job_id = self._ahead_job_of.get(key)

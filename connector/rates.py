@@ -104,7 +104,7 @@ class ReadTimes:
             came = all(slots[index] is not None for index in indices)
             self._links[tier].note(
                 watched.num_bytes[tier],
-                # Of several stores any may be the one that is still to come.
+                # With several stores, any of them may be the one that is still to come.
                 at_least if len(watched.indices) == 1 else 0.0,
                 at_most if came else math.inf,
             )
@@ -149,7 +149,7 @@ class PrefillRate:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the average token of late; None while nothing was measured."""
+        """Seconds of a recent average token; None while nothing was measured."""
         return self._seconds / self._tokens if self._tokens else None
 
     def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
@@ -163,7 +163,7 @@ class PrefillRate:
         self._seconds_by_position = self._seconds_by_position * _KEPT + seconds * mean
 
     def seconds(self, start: int, end: int) -> float | None:
-        """To compute the tokens at `start` to `end`; None while nothing was measured."""
+        """Seconds to compute the tokens at `start` to `end`; None while nothing was measured."""
         price = self.price_at((start + end - 1) / 2)
         return None if price is None else (end - start) * price
 

@@ -88,7 +88,7 @@ class CopySignal:
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
-        """What to call from now on; None: nothing."""
+        """Set the function to call from now on; None: nothing."""
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:

@@ -44,7 +44,7 @@ class ModelConfig:
 
     path: Path  # a Hugging Face directory
     served_name: str
-    # Of the Hub's repository; also separates the cached blocks of otherwise equal models.
+    # Revision in the Hub's repository; also separates the cached blocks of otherwise equal models.
     revision: str = ""
     dtype: str = "auto"  # the checkpoint's, where the device is quick in it
     max_model_len: int | None = None  # None: what the model allows and the pool holds

@@ -95,7 +95,7 @@ _CLOSE_GRACE_SECONDS = 10.0
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt. `timings` are seconds, by name; `cached_tokens_by_tier` has the
+    """The answer to one prompt. `timings` are seconds, by name; `cached_tokens_by_tier` has the
     pool and each tier that the engine was given."""
 
     prompt_token_ids: list[int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-# As many as OpenAI's API allows for a chat.
+# The most that OpenAI's API allows for a chat.
 MAX_LOGPROBS = 20
 
 

@@ -54,7 +54,7 @@ class OffloadConfig:
     )  # fmt: skip
     cpu: CpuSettings = field(default_factory=CpuSettings)
     ssd: SsdSettings = field(default_factory=SsdSettings)
-    # Of cache servers, whose addresses stand among the tiers.
+    # Settings of the cache servers; their addresses stand among the tiers.
     remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
     # For tiers that other packages bring: tier → option → value.
     tier_options: Mapping[str, Mapping[str, str]] = setting(

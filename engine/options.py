@@ -206,9 +206,9 @@ def model_directory(
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What else clients may call a model: the path that it was started with, as it was given and in
-    full. Nothing where `given` names the model, where it is the embedded one, and for an id of the
-    Hub, which is its name already."""
+    """Other names that clients may use for a model: the path that it was started with, as it was
+    given and in full. Nothing where `given` names the model, where it is the embedded one, and for
+    an id of the Hub, which is its name already."""
     if model is None or "served_model_name" in given:
         return ()
     if is_hub_id(str(model)) and not os.path.lexists(model):
@@ -217,7 +217,7 @@ def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[s
 
 
 def _served_name(typed: str, path: Path) -> str:
-    """What clients call a model that was given no name."""
+    """The name of a model that was given none."""
     if not typed:
         return EMBEDDED_NAME
     if is_hub_id(typed) and not os.path.lexists(typed):

@@ -44,7 +44,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one device's memory is divided into, in bytes."""
+    """How one device's memory is divided, in bytes."""
 
     total_bytes: int
     weight_bytes: int
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one tier holds: all its blocks, and the tokens and requests that they have room for."""
+    """The capacity of one tier: its blocks, and the tokens and requests that they have room for."""
 
     size_bytes: int
     blocks: int
@@ -145,7 +145,7 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """What `blocks` hold, `null_blocks` of them nothing; a request takes whole blocks."""
+    """The capacity of `blocks`, `null_blocks` of them empty; a request takes whole blocks."""
     usable = blocks - null_blocks
     return Capacity(
         size_bytes=size_bytes,
@@ -157,7 +157,7 @@ def capacity(
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
-    """Of a last block, from 0 to all slots but one are empty."""
+    """Slots lost in last blocks, on average: from none to all but one of their slots are empty."""
     tokens = (layout.block_size - 1) / 2
     return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from .sampling_params import SamplingParams
 
-# Token ids as bytes: little-endian int32, as they travel to the core and are hashed.
-# whether an id is in range is for the core to say.
+# Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
 
 BYTES_PER_TOKEN = 4
 
@@ -209,7 +208,7 @@ class Progress:
     scheduled: float | None = None
     first_token: float | None = None
     load_seconds: float = 0.0
-    # What its last load brought, by tier, until it runs.
+    # Tokens that its last load brought, by tier, until it runs.
     loaded_by_tier: dict[str, int] = field(default_factory=dict)
     # The leading tokens that were there, or that a tier had promised, and why they may be missing.
     lost_tokens: int = 0
@@ -221,7 +220,7 @@ class Progress:
             self.lost_tokens, self.lost_cause = num_tokens, cause
 
     def timings(self, request: Request, now: float) -> dict[str, float]:
-        """What the last output reports, in seconds (and the number of preemptions).
+        """The timings in the last output, in seconds (and the number of preemptions).
 
         A request that ended before a moment spent all its time in the stage before it. Loads of a
         request that waits for them are part of `queue_seconds`.

@@ -50,7 +50,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class TokenOutput(msgspec.Struct, array_like=True):
-    """What one step made of one request."""
+    """One step's output for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -93,7 +93,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
-    # What prompt tokens can come from without being computed.
+    # Where prompt tokens can come from without being computed.
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
 

@@ -68,7 +68,7 @@ class CopyDevice(ABC):
 
     @abstractmethod
     def set_notify(self, notify: Callable[[], None]) -> None:
-        """What to call after each copy that has ended. It must return at once."""
+        """Call `notify` after each copy that has ended. It must return at once."""
 
     @abstractmethod
     def register_slab(self, slab: SlabTier) -> None:
@@ -78,14 +78,14 @@ class CopyDevice(ABC):
         """From now on every store has digests. Before the first copy."""
 
     def digests(self, store: Event) -> list[bytes] | None:
-        """Of each block of a store that ended well, in the order of its slots, the
-        `payload_digest` of what the copy left in the slot; None where `make_digests` was not
-        called, and for any other event."""
+        """The `payload_digest` of what a store left in each of its slots, in their order. None for
+        a store that did not end well, for any other event, and where `make_digests` was not
+        called."""
         return None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Until copies run at full speed. On CUDA the slab is page-locked in the background, and
-        what is not yet, is copied more slowly. False if the time was too short."""
+        """Wait until copies run at full speed. CUDA page-locks the slab in the background, and
+        copies more slowly until that is done. False if the time was too short."""
         return True
 
     @abstractmethod
@@ -119,8 +119,8 @@ class CopyDevice(ABC):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """As `copy` of a store for which whatever computes next will be held. It may run at once,
-        on the caller's thread, and so before stores that were queued earlier."""
+        """Copy a store that the next computation will wait for. It may run at once, on the caller's
+        thread, and so before stores that were queued earlier."""
         return self.copy(Stream.STORE, block_ids, slots, after)
 
     @abstractmethod

@@ -74,7 +74,7 @@ def many_blocks_go_at_once(rig: Rig) -> None:
 
 
 def stores_have_digests(rig: Rig) -> None:
-    """Of what lies in the slots, in their order; loads have none."""
+    """A store has the digests of what lies in its slots, in their order; a load has none."""
     rig.device.make_digests()
     pairs = {4: 9, 3: 10, 11: 0}
     event = rig.copy(Stream.STORE, pairs)
@@ -87,7 +87,7 @@ def stores_have_digests(rig: Rig) -> None:
 
 
 def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
-    """What lies behind a page belongs to somebody else."""
+    """Bytes of a slot after the page stay as they were."""
     behind = slice(rig.layout.page_bytes, None)
     length = rig.layout.slot_bytes - rig.layout.page_bytes
     rig.slab.buffer(1)[behind] = b"x" * length
@@ -172,7 +172,7 @@ def a_slot_is_read_after_its_store(rig: Rig) -> None:
 
 
 def the_writer_event_ends_without_help(rig: Rig) -> None:
-    """What was queued to compute runs, and then it ends."""
+    """The event ends once the queued computation has run."""
     rig.surroundings.write(rig.pool, 0, 5)
     event = rig.device.writer_event()
     expect_end(rig.copy(Stream.STORE, {0: 0}, event))

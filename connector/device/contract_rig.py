@@ -38,7 +38,7 @@ class Gate(NamedTuple):
 
 
 class Surroundings(ABC):
-    """What a device needs around it to be tried."""
+    """The surroundings in which a device is tested."""
 
     @abstractmethod
     def device(self) -> CopyDevice:

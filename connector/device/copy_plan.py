@@ -74,7 +74,7 @@ def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
 
 
 def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
-    """Those whose slot is one of the first `num_locked`, and the rest."""
+    """The pairs whose slot is one of the first `num_locked`, and the others."""
     return (
         [pair for pair in pairs if pair[1] < num_locked],
         [pair for pair in pairs if pair[1] >= num_locked],

@@ -28,7 +28,7 @@ from .base import CopyDevice, DeviceError, Event, Stream
 QUEUE_JOBS = 1024
 # Longest wait for an event of the other stream; copies take milliseconds.
 DEPENDENCY_SECONDS = 60.0
-# Of more than this, which takes milliseconds, the thread copies part while the caller prepares.
+# Larger stores take milliseconds, so the thread copies part while the caller prepares.
 HELD_BYTES = 16 * 1024**2
 
 Bytes = npt.NDArray[np.uint8]
@@ -202,7 +202,7 @@ class CpuCopyDevice(CopyDevice):
     def copy_held(
         self, block_ids: Sequence[int], slots: Sequence[int], after: Sequence[Event] = ()
     ) -> Event:
-        """As promised by CopyDevice: at once, unless it is much or has to wait for something."""
+        """Copies at once, unless it is much or has to wait for something."""
         is_much = len(slots) * self._page_bytes > HELD_BYTES
         if is_much or not all(event.done() for event in after):
             return self.copy(Stream.STORE, block_ids, slots, after)

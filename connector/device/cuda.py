@@ -118,7 +118,7 @@ class CudaCopyDevice(CopyDevice):
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
-        """As promised, and a short calibration of the ways to copy."""
+        """Keeps the contract of CopyDevice, and calibrates the ways to copy."""
         if self._slab is None or self._slab_rows is None:
             raise DeviceError("the slab must be registered before the pool")
         page = self._slab_rows.shape[1]
@@ -150,7 +150,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def writer_event(self) -> Event:
-        """Of the calling thread's current stream."""
+        """An event of the calling thread's current stream."""
         self._check_open()
         with self._blamed():
             self._enter()
@@ -176,8 +176,8 @@ class CudaCopyDevice(CopyDevice):
         return self._lanes[stream].submit(job)
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
-        """As promised: the compute stream waits, and the caller only for what is in no stream yet.
-        Where CUDA fails the caller waits for all of it."""
+        """The compute stream waits; the caller waits only for what is in no stream yet, or for
+        everything where CUDA fails."""
         deadline = time.monotonic() + timeout_seconds
         by_caller = []
         for event in [event for event in events if not event.done()]:
@@ -242,7 +242,7 @@ class CudaCopyDevice(CopyDevice):
             raise DeviceError("the device is closed")
 
     def _blame(self, error: CudaError) -> DeviceError:
-        """What callers see of an error of CUDA. One that stays closes the device."""
+        """The error that callers see for an error of CUDA. A lasting one closes the device."""
         if error.code in STICKY:
             if self._lost is None:
                 self._lost = (

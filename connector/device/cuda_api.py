@@ -106,7 +106,7 @@ class CudaApi:
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        """What is queued in it still runs."""
+        """Destroy a stream; work queued in it still runs."""
         self._call("cudaStreamDestroy", stream)
 
     def create_event(self) -> int:
@@ -124,8 +124,8 @@ class CudaApi:
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """What is queued in the stream from now on runs after the event as it was last recorded;
-        at once, if it never was."""
+        """Work queued in the stream from now on runs after the last recording of the event; at
+        once, if it was never recorded."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def has_ended(self, event: int) -> bool:
@@ -141,7 +141,7 @@ class CudaApi:
         self._call("cudaEventSynchronize", event)
 
     def seconds_between(self, start: int, end: int) -> float:
-        """Of two events that have been reached."""
+        """Seconds between two events that have been reached."""
         milliseconds = ctypes.c_float()
         self._call("cudaEventElapsedTime", ctypes.addressof(milliseconds), start, end)
         return milliseconds.value / 1e3

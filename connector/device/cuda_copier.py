@@ -160,7 +160,7 @@ class Copier:
         )
 
     def cost_of_pageable(self) -> str:
-        """What it costs that slots are not page-locked, in words."""
+        """A sentence on the cost of slots that are not page-locked."""
         if not self._rates:
             return f"{self._direction.value}s as the driver does it"
         slow, quick = (self._rates[way] / GB for way in (self.pageable, self.locked))

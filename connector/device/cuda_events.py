@@ -105,12 +105,12 @@ class ComputeEvent:
 
 
 def point_of(event: Event) -> Point | None:
-    """What a stream can wait for in place of the event; None where now only a thread can."""
+    """A point that a stream can wait for in place of the event; None where only a thread can."""
     return event.point if isinstance(event, CopyEvent | ComputeEvent) else None
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """What a stream can wait for, as soon as there is something; None if instead the event has
+    """Wait for a point that a stream can wait for, and return it; None if instead the event has
     ended. Raises DeviceError where the time is too short for either."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():

@@ -54,7 +54,7 @@ class Job(ABC):
         """The copies have ended well; on the thread that saw it, before anybody hears of it."""
 
     def points(self) -> list[Point] | None:
-        """What its stream has to wait for; None if a thread has to wait for something."""
+        """The points its stream has to wait for; None if a thread has to wait for something."""
         points = [point_of(event) for event in self.after]
         known = [point for point in points if point is not None]
         return known if len(known) == len(points) and not (points and self.is_by_cpu) else None
@@ -191,7 +191,7 @@ class Lane:
         job.event.queued(job.ended)
 
     def _wait_for_end(self, job: Job) -> Exception | None:
-        """What went wrong. A job that failed has its end too."""
+        """Wait for a job's end, which a failed job has too; the error, if any."""
         try:
             if job.ended is not None:
                 job.ended.synchronise()

@@ -29,7 +29,7 @@ from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
 
 log = logging.getLogger(__name__)
 
-# Of a copy kernel that leaves decode undisturbed.
+# The programs of a copy kernel that leaves decode undisturbed.
 FEW_PROGRAMS = 12
 
 
@@ -59,12 +59,12 @@ class Runtime(Protocol):
         """Where the calling thread's kernels are queued."""
 
     def create_stream(self) -> int:
-        """Of the lowest priority."""
+        """A stream of the lowest priority."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def create_event(self) -> int:
-        """With a time; threads sleep while they wait for it."""
+        """An event with a time; threads sleep while they wait for it."""
 
     def destroy_event(self, event: int) -> None: ...
 

@@ -110,7 +110,7 @@ class LockedSlab:
 
 
 def locked_memory_advice(wanted_bytes: int) -> str:
-    """What to do where memory cannot be locked."""
+    """Advice for a machine where memory cannot be locked."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= wanted_bytes:
         return "The limit of locked memory is not the reason; a smaller slab may do"

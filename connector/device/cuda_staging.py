@@ -44,7 +44,7 @@ class StagingBuffer:
             self._land(*landing.popleft())
 
     def load(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """To the device; all sources have been read on return."""
+        """Copy to the device; all sources have been read on return."""
         busy: deque[Point] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(busy) == 2:

@@ -81,7 +81,7 @@ class Front:
     template: ChatTemplate | None
     settings: ApiSettings
     metrics: Metrics
-    # What the model's authors recommend, for fields that a client leaves out.
+    # The authors' recommendations, used for fields that a client leaves out.
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths; clients may ask for the model by them
@@ -209,7 +209,7 @@ class Front:
         except OverflowError:
             message = f"`{param}` holds an id of more than 64 bits; ids end at {vocab_size - 1}"
             raise ApiError(message, param=param, code="token_id_out_of_range") from None
-        # As unsigned numbers negative ids are huge, so one comparison sees both ends.
+        # Negative ids are huge as unsigned numbers, so one comparison checks both ends.
         wrong = array.view(np.uint64) >= vocab_size
         if wrong.any():
             place = int(wrong.argmax())

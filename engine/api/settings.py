@@ -20,7 +20,7 @@ class CrossOrigin:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """What the routes obey. Raises ConfigError for values that cannot work."""
+    """Settings of the routes. Raises ConfigError for values that cannot work."""
 
     api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     metrics_without_key: bool = False

@@ -113,7 +113,7 @@ class Residency:
 
 
 class ColdBlocks:
-    """Of one queue, whose owner tells what becomes of it."""
+    """The window of one free queue; the queue's owner reports every change to it."""
 
     __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
 
@@ -449,5 +449,5 @@ def _offer(block: KVCacheBlock) -> EvictedBlock:
 
 
 def group_suffix(group_id: int) -> bytes:
-    """What completes a digest to the name of a block."""
+    """The bytes that follow a digest in the name of a block."""
     return group_id.to_bytes(2, "little")

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong, in words that say what to do."""
+        """Report argparse's complaint in words that say what to do."""
         text = message.removeprefix("argument ")
         flag = text.partition(":")[0]
         if text.endswith(": expected one argument"):
@@ -160,7 +160,7 @@ def log_level(args: argparse.Namespace) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What all layers gave."""
+    """The settings from all layers."""
     settings: Settings = getattr(args, _SETTINGS)
     return settings
 

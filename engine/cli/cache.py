@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_look_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `ls` and `du`."""
+    """Add the arguments of `ls` and `du`."""
     parser.add_argument(
         "paths", metavar="PATH", nargs="*", help="look here too: a --kv-offload-ssd-path, or above"
     )
@@ -57,7 +57,7 @@ def add_look_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `rm`."""
+    """Add the arguments of `rm`."""
     parser.add_argument("paths", metavar="PATH", nargs="*", help="the directory of an SSD tier")
     parser.add_argument(
         "--all", action="store_true", help="all in the default cache folder, unless one is in use"
@@ -185,7 +185,7 @@ def _moment(entry: StoreEntry) -> str:
 
 
 def _size(count: int) -> str:
-    """As flags take it, rounded: `5.2 GiB`."""
+    """A rounded size in the form that flags take: `5.2 GiB`."""
     for unit, factor in _UNITS:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -195,7 +195,8 @@ def _unwelcome(address: ServerAddress, credentials: Credentials) -> str:
 
 
 def _trusting() -> ssl.SSLContext:
-    """To find out whether a server speaks TLS; nothing is sent."""
+    """A context that trusts any certificate, only to find out whether a server speaks TLS: nothing
+    is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -265,7 +265,8 @@ def _server_settings(options: Mapping[str, Any]) -> ServerSettings:
 
 
 def _ssd_settings(options: Mapping[str, Any]) -> SsdSettings:
-    """What holds for every tenant's store. What cannot be used is refused here, at the start."""
+    """The settings of every tenant's store. Those that cannot be used are refused here, at the
+    start."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
     from ...tiers.codecs.choice import make_codec

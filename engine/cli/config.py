@@ -114,7 +114,7 @@ def _print_lines(values: Mapping[str, Any], settings: Settings, *, with_origin: 
 
 
 def _yaml_line(name: str, value: Any) -> str:
-    """What no file can take, a secret or nothing, is a comment."""
+    """A line of YAML; a comment for what no file can hold: a secret, or nothing."""
     if value is None:
         is_unused = default_text(name) != SCHEMA[name].unset
         return f"# {name}: {'not used' if is_unused else SCHEMA[name].unset}"

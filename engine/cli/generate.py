@@ -38,7 +38,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
 }
 # A context has up to 2**24 tokens; whoever pipes in what never ends is told before memory does.
 MAX_PROMPT_CHARACTERS = 2**26
-# Those that are given one value at a time.
+# Flags that take one value at a time, by parameter.
 _FLAGS = {"bad_words": "--bad-word"}
 
 

@@ -80,7 +80,7 @@ def _silence_grpc() -> None:
 
 
 def _write_any_text() -> None:
-    """What the terminal's encoding lacks is written with backslashes, as on standard error."""
+    """Escape characters that the terminal's encoding lacks, as standard error does."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

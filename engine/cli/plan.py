@@ -101,7 +101,7 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is planned. Bytes and the layout are those of one device."""
+    """The model and memory to plan for. Bytes and layout are those of one device."""
 
     path: Path
     spec: ModelSpec
@@ -289,7 +289,7 @@ def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
 def _notes(
     subject: Subject, given: Mapping[str, Any], rates: Mapping[str, Rate], pool: plan.Capacity
 ) -> list[str]:
-    """What the figures rest on, and what `serve` would say to them."""
+    """The assumptions behind the figures, and what `serve` would say to them."""
     notes = []
     if "reserve" not in given:
         notes.append("the reserve is an estimate for steps of the default size")

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
-    """What holds without having been asked for, or has no effect."""
+    """Notes on settings that apply without having been given, or have no effect."""
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
@@ -120,7 +120,7 @@ def _explain_bind(error: OSError, host: str, port: int) -> str:
 
 
 def api_settings(server: ServerConfig) -> ApiSettings:
-    """What of the server's settings the routes obey."""
+    """The part of the server's settings that the routes use."""
     from ..api.settings import ApiSettings, CrossOrigin
 
     allowed = CrossOrigin(
@@ -228,7 +228,7 @@ async def _serve_app(
 def _tell_start(
     config: EngineConfig, server: ServerConfig, ready: Ready, sock: socket.socket
 ) -> None:
-    """What a person wants to know in the log, and the ready line on standard output."""
+    """Write the facts of the start to the log, and the ready line to standard output."""
     model, offload = config.model, config.offload
     logger.info("model %s, dtype %s", model.path, model.dtype)
     tokens = ready.num_blocks * ready.block_size

@@ -40,14 +40,14 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class Runner(Protocol):
-    """What is needed of a model runner."""
+    """The part of a model runner that calibration needs."""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBudget:
-    """What a request and a step may take."""
+    """The limits on a request and on a step."""
 
     block_size: int
     num_blocks: int  # of the pool, the null block included
@@ -56,7 +56,7 @@ class CalibrationBudget:
 
 
 class Calibration:
-    """Of one engine, before its first request."""
+    """The calibration of one engine, before its first request."""
 
     def __init__(
         self, runner: Runner, budget: CalibrationBudget, note: Callable[[PromptCost], None]

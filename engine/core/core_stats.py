@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core measures of its steps, and what of its settings is shown beside it.
+"""The core's measurements of its steps, and the settings that are shown beside them.
 
 Plain values, as they travel in the answer to `stats`.
 """

@@ -48,7 +48,7 @@ def placement_of(config: EngineConfig) -> Placement:
 
 
 def dtype_for(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """What the model is computed in; the log hears why."""
+    """The type to compute the model in; the reason goes to the log."""
     chosen = choose_dtype(config.model.dtype, device.type, spec.stored_dtype)
     logger.info("computing in %s: %s", chosen.name, chosen.reason)
     return chosen.dtype

@@ -108,7 +108,7 @@ class EngineCore:
             raise
 
     def ready(self) -> Ready:
-        """What clients must know."""
+        """The facts that clients need."""
         return Ready(
             protocol_version=PROTOCOL_VERSION,
             max_model_len=self.max_model_len,

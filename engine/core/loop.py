@@ -36,7 +36,8 @@ TAKE_SECONDS = 0.02
 
 
 class Core(Protocol):
-    """What the loop needs of an engine core. `num_failed_steps`: since the last good one."""
+    """The part of an engine core that the loop needs. `num_failed_steps` counts since the last good
+    step."""
 
     num_failed_steps: int
 
@@ -51,7 +52,7 @@ class Core(Protocol):
 
 
 class _Answer(NamedTuple):
-    """What the loop's thread is to emit on behalf of another."""
+    """An answer from another thread, for the loop's thread to emit."""
 
     message: FromCore
 

@@ -55,7 +55,7 @@ def open_tiers(
 
 
 def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSettings:
-    """What the connector is built from."""
+    """The settings from which the connector is built."""
     return OffloadSettings(
         cpu=offload.cpu,
         ssd=offload.ssd if "ssd" in offload.tiers else None,
@@ -70,7 +70,7 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
 
 
 def describe_tiers(offload: OffloadConfig) -> str:
-    """What the tiers are about to take, so that nobody wonders where the disk's space went."""
+    """The memory and disk space that the tiers are about to take, for the log."""
     parts = [f"cpu, {show_size(offload.cpu.capacity_bytes)} of memory"]
     if "ssd" in offload.tiers:
         parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")

@@ -22,7 +22,7 @@ from ..scheduler.output import SchedulerOutput
 
 MIN_PROMPT_TOKENS = 32
 
-# What the scheduler's counts of such tokens begin with, and of the sums of their positions.
+# Prefixes of the scheduler's counts of such tokens, and of the sums of their positions.
 REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 

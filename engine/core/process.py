@@ -74,7 +74,7 @@ class CoreServer:
         reader = threading.Thread(target=self._read, name="core-input", daemon=True)
         try:
             core = self._build()
-            # What was built stays, so the collector need not look at it in the middle of steps.
+            # Everything built so far stays, so the garbage collector need not scan it during steps.
             gc.collect()
             gc.freeze()
             self._loop = CoreLoop(core, self._send)

@@ -18,7 +18,7 @@ from ..wire import AddRequest
 
 
 class RequestBuilder:
-    """Of one model. Without a `hasher` no request is found in a cache."""
+    """Builds requests for one model. Without a `hasher` no request is found in a cache."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RequestBuilder:
         tokens = self._check_tokens(request.prompt_token_ids)
         params = request.sampling_params
         _check_vocabulary(params, self._vocab_size)
-        # What is found in a cache is not computed, so it has no logits to tell of.
+        # Cached tokens are not computed, so they have no logits to report.
         needs_all_logits = params.prompt_logprobs is not None
         return Request(
             request.request_id,

@@ -68,7 +68,7 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class GatherGroup:
-    """What one gather brings, and who reads it."""
+    """The blocks that one gather copies, and the chunks and decodes that read them."""
 
     block_rows: Tensor  # int64 [2 * blocks]: rows of layer 0, K's then V's
     stale: Tensor | None  # int64: gathered tokens that lie beyond their request's length

@@ -102,7 +102,7 @@ class Decoder:
 
     @property
     def element_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return self._embedding.element_size()
 
     def forward(

@@ -28,7 +28,7 @@ _BY_NAME = {
 }
 _POOL_TYPES = _BY_NAME | {FP8_KV: torch.float8_e4m3fn}
 CPUINFO = Path("/proc/cpuinfo")
-# What /proc/cpuinfo calls the units that multiply a type: on x86, then on ARM.
+# Names in /proc/cpuinfo of the units that multiply a type: on x86, then on ARM.
 _UNITS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
@@ -44,7 +44,7 @@ class ComputeDtype:
 
     @property
     def name(self) -> str:
-        """As block layouts and identities write it."""
+        """The type's name in block layouts and identities."""
         return dtype_name(self.dtype)
 
 

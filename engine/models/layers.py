@@ -24,7 +24,7 @@ from .rope import rotate
 # megabyte. A number of rows that was not seen before costs a fraction of a millisecond once.
 # Other types are left to torch, float64 because oneDNN has none.
 
-# What the blocks are chosen for; any other number of rows works with them as well.
+# The number of rows the blocks are chosen for; any other number works too.
 _USUAL_ROWS = 16
 
 

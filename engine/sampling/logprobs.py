@@ -26,7 +26,8 @@ def raw_logprobs(logits: Tensor) -> Tensor:
 
 
 class LogprobTensors(NamedTuple):
-    """Of some rows, where they were computed: each row's own token first, then the likeliest."""
+    """Log-probabilities of some rows, on the device that computed them: each row's own token first,
+    then the likeliest."""
 
     token_ids: Tensor  # int64 [rows, 1 + most]
     values: Tensor  # [rows, 1 + most]
@@ -36,8 +37,8 @@ class LogprobTensors(NamedTuple):
 def position_tensors(
     logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> list[LogprobTensors]:
-    """Of each row of `logprobs` `[n, vocab]` its token of `token_ids` `[n]` and the likeliest, in
-    parts. Nothing waits for the device."""
+    """For each row of `logprobs` `[n, vocab]`, its token in `token_ids` `[n]` and the likeliest, in
+    parts. Never waits for the device."""
     return [
         _tensors(logprobs[part], token_ids[part], max(counts[part]))
         for part in row_parts(len(logprobs), logprobs.shape[1], logprobs.device.type)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept for each row of the persistent batch, following requests from row to row.
+"""State for each row of the persistent batch, which follows requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
 rows that need one. Both follow BatchUpdates alone and keep nothing of a row once it is empty.
@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from ..batch.batch_update import AddedRow, BatchUpdate, IntArray
 
-# What the sampler itself keeps for each row of the batch, kept in step by BatchUpdates alone.
-
 NO_LOGPROBS = -1
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
@@ -31,7 +29,7 @@ class Seeded(NamedTuple):
 
 
 class SamplingRows:
-    """Parameters by row: numbers as arrays, seeds for the rows that have one."""
+    """The sampler's parameters by row: numbers as arrays, seeds for the rows that have one."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         def top_k(added: AddedRow) -> int:

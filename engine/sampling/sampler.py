@@ -60,7 +60,7 @@ class ProcessorSet:
         return _apply(self._before_choice, logits, rows)
 
     def after_temperature(self, logits: Tensor, rows: IntArray) -> Tensor:
-        """What only a draw can notice. May overwrite `logits`."""
+        """Apply the processors that matter to random draws only. May overwrite `logits`."""
         return _apply(self._after_temperature, logits, rows)
 
 

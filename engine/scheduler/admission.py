@@ -52,7 +52,7 @@ class Admission:
         places = self._places
         later: list[Request] = []
         while step.budget > 0 and len(places.running) < self._max_running:
-            # Those passed over are older than those not yet looked at.
+            # Skipped requests are older than those that have not been looked at.
             queue = places.skipped if places.skipped else places.waiting
             if not queue:
                 break
@@ -142,7 +142,7 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
         places.counts["loads"] += 1
-        # What does not come of it has to be computed after all.
+        # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
         places.progress[request.request_id].lose(promised, "load_failed")
         return Verdict.PARKED

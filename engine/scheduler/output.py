@@ -171,6 +171,6 @@ class ModelRunnerOutput:
     nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
     banned_request_ids: set[str] = field(default_factory=set)  # by its own wishes: every token
     connector_output: ConnectorWorkerOutput | None = None
-    # Of requests that asked: one for each sampled token, and with the first of them the prompt's.
+    # For requests that asked: one entry for each sampled token; the prompt's come with the first.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)

@@ -81,7 +81,7 @@ class Places:
         self.waiting = FCFSQueue()
         self.skipped = FCFSQueue()
         self.parked = CarPark(manager)
-        # Those in `skipped` that hold loaded blocks, in the order their loads ended.
+        # Requests in `skipped` that hold loaded blocks, in the order in which their loads ended.
         self.loaded: dict[str, Request] = {}
         self.finished_ids: set[str] = set()  # the worker has not been told yet
         self.deferred_ids: set[str] = set()  # stood aside in the last round of admission

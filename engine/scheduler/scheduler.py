@@ -119,7 +119,7 @@ class RunningRound:
         return victim is not request and victim.request_id not in places.parked
 
 
-# What can never run, so that it is refused at the door and nobody waits for it.
+# Requests that can never run are refused on arrival.
 # Every message says what was expected, what came, what to do.
 
 
@@ -170,12 +170,12 @@ LOAD_FAILED = (
 )
 
 
-# What blocks are counted under that are forgotten because a request got no finite logits with them.
+# The cause under which blocks are counted that are dropped after a request got no finite logits.
 NOT_FINITE = "not_finite"
 
 
 class QueueFull(ValueError):
-    """As many requests wait as may wait; the caller may try again later."""
+    """The waiting queue is full; the caller may try again later."""
 
 
 class Scheduler:
@@ -234,7 +234,7 @@ class Scheduler:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What was counted since start; part of `stats`."""
+        """Counts since start; part of `stats`."""
         return self._places.counts
 
     @property
@@ -403,7 +403,7 @@ class Scheduler:
     def _build_meta(
         self, connector: KVConnectorScheduler, evicted: list[EvictedBlock]
     ) -> ConnectorMetadata:
-        """What the step moves, with blocks that one of the next steps may evict."""
+        """The step's copies, among them those of blocks that one of the next steps may evict."""
         wanted = connector.num_wanted_ahead()
         pool = self.manager.pool
         ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []

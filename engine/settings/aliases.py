@@ -19,7 +19,7 @@ from ..logprobs import MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an alias says in StrataKV's own options, read already."""
+    """An alias in terms of StrataKV's own options, already read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)  # where no layer gives the option

@@ -17,7 +17,7 @@ from .aliases import ALIASES
 from .schema import SCHEMA, VARIABLE_PREFIX, variable_of
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
-# Those of `stratakv cache-server`, which reads them itself.
+# Variables of `stratakv cache-server`, which reads them itself.
 CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
 # Variables that are no options, and what they are for.
 OTHER_VARIABLES: Mapping[str, str] = {

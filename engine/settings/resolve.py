@@ -28,7 +28,7 @@ from .server import SERVER_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was given, after all layers. `notes` say what was taken and has no effect."""
+    """The settings after all layers. `notes` name those that were accepted and have no effect."""
 
     given: Layer
     notes: tuple[str, ...] = ()
@@ -36,12 +36,12 @@ class Settings:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """As `LLM` takes them."""
+        """The engine's options, in the form that `LLM` takes."""
         return {name: each.value for name, each in self.given.items() if name in OPTIONS}
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """As `server_config` takes them."""
+        """The server's options, in the form that `server_config` takes."""
         return {name: each.value for name, each in self.given.items() if name in SERVER_OPTIONS}
 
     def explain(self, error: ConfigError) -> ConfigError:
@@ -82,7 +82,7 @@ def resolve(
 
 
 def read_config_settings(path: Path) -> Settings:
-    """What one file gives, alone. Raises ConfigError as `resolve` does."""
+    """The settings of one file alone. Raises ConfigError as `resolve` does."""
     read = _read_file(path)
     return Settings(merge([read.values, read.implied], hides), tuple(read.notes), path)
 

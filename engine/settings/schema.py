@@ -31,7 +31,7 @@ MODEL_OPTION = Option(
 SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS}
 
 VARIABLE_PREFIX = "STRATAKV_"
-# What is shown of a secret. It says nothing, not even the length.
+# Shown in place of a secret. Not even the length shows.
 MASK = "***"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
 
@@ -45,7 +45,7 @@ def variable_of(name: str) -> str:
 
 
 def value_in(name: str, engine: EngineConfig, server: ServerConfig) -> Any:
-    """What holds for an option in these settings."""
+    """The value of an option in these settings."""
     option = SCHEMA[name]
     if option.section == "server":
         return getattr(server, option.field)
@@ -81,7 +81,7 @@ def hides(name: str, value: Any) -> Iterator[str]:
 
 
 def default_text(name: str) -> str:
-    """What holds where nothing is given, in words or as a flag takes it."""
+    """The default, in words or in the form that a flag takes."""
     if name in (MODEL, "served_model_name"):
         return SCHEMA[name].unset
     value = masked(name, value_in(name, _DEFAULT_ENGINE, _DEFAULT_SERVER))

@@ -27,7 +27,7 @@ _CONTEXT_TOKENS = 6
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that detokenizing needs."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -117,8 +117,8 @@ class IncrementalDetokenizer:
         return new
 
     def _given_of(self, text: str) -> str:
-        """What of `text` is already out: a half character given out before, or at the end of the
-        prompt, may have become whole."""
+        """The part of `text` that is already out: a half character given out before, or at the end
+        of the prompt, may have become whole."""
         given = self._given
         for _ in range(_MAX_HELD_CHARACTERS):
             if text.startswith(given) or not given.endswith(REPLACEMENT):

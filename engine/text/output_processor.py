@@ -35,7 +35,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        # Of each stop string, how much of its beginning the held text ends with. A string cannot
+        # For each stop string, how much of its beginning the held text ends with. A string cannot
         # have begun before that, so however much another one has held back is not looked at again.
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
@@ -61,7 +61,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """The held text, which turned out to be no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -89,7 +89,7 @@ _CONTEXT_TOKENS = 16
 
 @dataclass(slots=True)
 class TextOutput:
-    """What is new of one request; fields as in `wire.TokenOutput`, and the text."""
+    """New output of one request: the fields of `wire.TokenOutput`, and the text."""
 
     text: str = ""  # whole characters, certain to be before any stop string
     token_ids: list[int] = field(default_factory=list)
@@ -118,7 +118,7 @@ class OutputProcessor:
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
         self._num_tokens = 0
-        # What the core says of the time up to the first token, and when that came.
+        # The core's timings up to the first token, and the moment it came.
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
@@ -183,7 +183,7 @@ class OutputProcessor:
             result.text += self._stops.finish()
 
     def _timings_now(self) -> dict[str, float] | None:
-        """What the core would say if the request ended here."""
+        """The timings that the core would report if the request ended here."""
         if self._first_timings is None:
             return None
         decode = time.monotonic() - self._first_at

@@ -81,7 +81,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _encode_after_space(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """What follows the anchor's own tokens; nothing where the two do not come apart."""
+    """The tokens after the anchor's own; nothing where the two cannot be told apart."""
     anchor = _encode(tokenizer, _ANCHOR)
     whole = _encode(tokenizer, f"{_ANCHOR} {word}")
     return whole[len(anchor) :] if whole[: len(anchor)] == anchor else ()
@@ -202,7 +202,7 @@ class Tokenizer:
         """The text of token ids; ids outside the vocabulary have none."""
         if len(token_ids) <= _MAX_LOCKED_TOKENS:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # As in `encode`: a batch of one lets go of the interpreter's lock.
+        # A batch of one releases the interpreter's lock, as in `encode`.
         (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 

@@ -23,7 +23,7 @@ from .block_table import MultiGroupBlockTable
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """What the worker remembers of a request, in the batch or (preempted) out of it."""
+    """The worker's state of a request, in the batch or (preempted) out of it."""
 
     request_id: str
     prompt_token_ids: TokenArray
@@ -36,7 +36,7 @@ class WorkerRequest:
 
 
 class HeldRow(NamedTuple):
-    """What a request has in the batch."""
+    """A request's row in the batch."""
 
     request: WorkerRequest
     block_ids: BlockIds
@@ -115,9 +115,9 @@ class InputBatch:
         return self._builder.finish(size)
 
     def held_rows(self) -> list[HeldRow]:
-        """What every request in the batch has there. After an update that broke off in the middle:
-        of each that is whole; what that update was adding may be left out, and nothing was done to
-        the rows of the others."""
+        """The row of every request in the batch. After an update that broke off in the middle: of
+        each that is whole. What that update was adding may be left out; the other rows are
+        untouched."""
         held = []
         for request_id, row in self.row_of.items():
             request = self.requests[row]

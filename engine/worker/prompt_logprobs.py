@@ -81,8 +81,8 @@ class PromptLogprobsCollector:
     def plan(
         self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> list[PromptPiece]:
-        """What a step that computes `counts` tokens of each of these rows of the batch, after
-        `computed` ones, has for the open wishes."""
+        """The work for the open wishes in a step that computes `counts` tokens of each of these
+        rows of the batch, after `computed` ones."""
         first_rows = np.cumsum(counts) - counts
         row_index = {row: index for index, row in enumerate(rows.tolist())}
         pieces = []

@@ -32,8 +32,8 @@ class _Encrypted(Exception):
 
 
 def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """What the server's sockets are wrapped in, or None where it speaks plain HTTP. TLS 1.2 is the
-    least. Raises ConfigError, with the flag and the file, for files that cannot be used."""
+    """The TLS context of the server's sockets, or None for plain HTTP. TLS 1.2 is the least.
+    Raises ConfigError, with the flag and the file, for files that cannot be used."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
         return None
@@ -192,7 +192,7 @@ class HttpProtocol(H11Protocol):
             self._head_timer = None
 
 
-# Of the request line and all headers together, before they are complete.
+# Limit on the request line and all headers together, checked before they are complete.
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75  # above what load balancers usually wait, so that they close first
 BACKLOG = 2048

@@ -154,7 +154,7 @@ class CoreCollector(Collector):
         yield from self._health(connector["traffic"])
 
     def _health(self, traffic: Mapping[str, CoreStats]) -> Iterator[Metric]:
-        """Of the stores below the cpu tier."""
+        """The health of the stores below the cpu tier: figures, breakers, blocks not admitted."""
         for key, shown in tables.STORE_HEALTH:
             yield self._by_label(shown, "tier", {name: f[key] for name, f in traffic.items()})
         for key, shown in tables.BREAKERS:

@@ -47,7 +47,7 @@ Table = tuple[tuple[str, Shown], ...]
 UP = _gauge("stratakv:engine_up", "1 while the engine core is alive.")
 AGE = _gauge("stratakv:stats_age_seconds", "Age of the core's figures.")
 
-# Of the scheduler. It makes a counter when there is something to count; until then it is 0.
+# Scheduler metrics. A counter appears there with its first count; until then it is shown as 0.
 SCHEDULER: Table = (
     ("num_running", _gauge("vllm:num_requests_running", "Requests being computed.")),
     ("num_waiting", _gauge("vllm:num_requests_waiting", "Requests that wait or load.")),
@@ -82,7 +82,7 @@ RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens ag
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
 CAUSES = ("preemption", "load_failed", "load_given_up")
 
-# Of the blocks of the KV pool that are followed.
+# Metrics of the sampled blocks of the KV pool.
 POOL: Table = (
     (
         "lifetime",
@@ -95,7 +95,7 @@ POOL: Table = (
     ("reuse_gap", _histogram("vllm:kv_block_reuse_gap_seconds", "Between two uses of a block.")),
 )
 
-# Of the steps.
+# Step metrics.
 CORE: Table = (
     ("iteration_tokens", _histogram("vllm:iteration_tokens_total", "Tokens of a step.")),
     (
@@ -108,7 +108,7 @@ SAVED = _counter("stratakv:prefill_seconds_saved", "Time of computing what was f
 CACHE_CONFIG = _gauge("vllm:cache_config_info", "Settings of the KV pool, as labels.")
 OFFLOAD_CONFIG = _gauge("vllm:kv_offload_config_info", "Settings of the tiers, as labels.")
 
-# Of the connector, where there is one.
+# Connector metrics, where there is a connector.
 CONNECTOR: Table = (
     ("stores", _counter("stratakv:stores", "Copy jobs from the KV pool to the tiers.")),
     ("stored_blocks", _counter("stratakv:stored_blocks", "Blocks copied out of the KV pool.")),
@@ -134,7 +134,7 @@ CONNECTOR: Table = (
         _counter("vllm:kv_offload_allocation_failure", "Stores the cpu tier lacked room for."),
     ),
 )
-# Of the estimates by which loading and computing are held against each other, by tier.
+# The estimates, by tier, on which the choice between loading and computing rests.
 ESTIMATES: Table = (
     ("break_even_tokens", _gauge("stratakv:break_even_tokens", "Prompts longer are loaded.")),
     (
@@ -159,7 +159,7 @@ EXTERNAL_HITS = _counter(
     "vllm:external_prefix_cache_hits", "Prompt tokens that came from these tiers."
 )
 
-# Of each tier, with the label `tier`: its name.
+# Metrics of each tier; the label `tier` is its name.
 TIER: Table = (
     ("capacity_bytes", _gauge("stratakv:tier_capacity_bytes", "Bytes a tier may hold.")),
     ("used_bytes", _gauge("stratakv:tier_used_bytes", "Bytes a tier holds.")),
@@ -186,7 +186,7 @@ TIER: Table = (
         _counter("stratakv:corrupt_records_dropped", "Records forgotten as damaged or unreadable."),
     ),
 )
-# Of each tier, by a further label.
+# Metrics of each tier with a second label.
 TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
     (
         "rejected",
@@ -196,18 +196,18 @@ TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
     ("errors", "kind", _counter("stratakv:tier_errors", "Faults of a tier, each a miss.")),
 )
 
-# Of the cpu tier: parts of its slots that transfers hold now.
+# The shares of the cpu tier's slots that transfers hold now.
 CPU_USAGE = _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Part held by transfers.")
 CPU_READ_USAGE = _gauge("vllm:kv_offload_cpu_cache_read_usage_perc", "Part being read.")
 CPU_WRITE_USAGE = _gauge("vllm:kv_offload_cpu_cache_write_usage_perc", "Part being filled.")
 
 _TIERING = "vllm:kv_offload_tiering_"
-# Of the connector, with the label `tier`: place and name, as `0:primary` and `1:ssd`.
+# Connector metrics; the label `tier` is place and name, as `0:primary` and `1:ssd`.
 LOOKUPS: Table = (
     ("lookup_queries", _counter(f"{_TIERING}chunk_queries", "Chunks looked up in a tier.")),
     ("lookup_hits", _counter(f"{_TIERING}chunk_hits", "Chunks that were there.")),
 )
-# Of each store below the cpu tier, from its tier's figures; the label as above.
+# Metrics of each store below the cpu tier, from its tier's figures; the label is as above.
 STORE: Table = (
     ("loaded_bytes", _counter(f"{_TIERING}read_bytes", "Bytes read from a tier.")),
     ("load_seconds", _counter(f"{_TIERING}read_time", "Time of these reads.")),

@@ -47,7 +47,7 @@ class Part:
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
-    # Of the tokens that the part holds, whether or not the client sees their ids.
+    # The ids of the tokens in this part, whether or not the client sees them.
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -96,7 +96,7 @@ class Answer(ABC):
         parts = []
         for generation in self.generations:
             output = wholes[generation.index]
-            # What the engine says of a prompt it says to the first of its answers.
+            # The engine reports on a prompt once, to the first of its answers.
             output.prompt_logprobs = wholes[generation.index - generation.child].prompt_logprobs
             parts.append(self._part(generation, output, is_first=True))
         return await _encoded(parts, lambda: self.whole(parts, tally.usage()))

@@ -98,7 +98,7 @@ MAX_CONCURRENT_RENDERINGS = 8
 MAX_PRODUCT_ITEMS = 1 * MIB  # of a repeated string or list
 MAX_POWER_BITS = 4096
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# What a client may not set, since the server does.
+# Variables that the server sets, and a client may not.
 RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
 )
@@ -111,7 +111,7 @@ class TemplateRefused(ValueError):
 
 
 class SpecialTokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that templates need."""
 
     @property
     def chat_template(self) -> str | None: ...

@@ -144,7 +144,7 @@ def _tasks(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """As many as one of the two forms needs that tell of prompts."""
+    """The larger count of the two fields that ask for prompt log-probabilities."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)
 

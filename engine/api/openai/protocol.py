@@ -56,8 +56,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
-    # Of OpenAI's service, for its records, its bills and its cache; they change no answer, and here
-    # nothing at all.
+    # OpenAI's service takes these for its records, bills and cache. They change no answer, so they
+    # are accepted and ignored.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None

@@ -31,10 +31,12 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-# Those of which answers hold many thousands are kept from the garbage collector, which would go
-# through them again and again; they cannot be part of a cycle.
 class PromptToken(msgspec.Struct, gc=False):
-    """One token at a position of the prompt, be it the one that stands there or a likely one."""
+    """One token at a position of the prompt, be it the one that stands there or a likely one.
+
+    An answer may hold thousands, so the garbage collector does not track them (`gc=False`); they
+    cannot be part of a cycle.
+    """
 
     logprob: float
     rank: int
@@ -122,7 +124,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What was added to a message."""
+    """The part of a message that a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

@@ -40,8 +40,8 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the client asked of the sampler, for whatever prompt. Raises ApiError, naming the field,
-    for what it may not ask."""
+    """The client's sampling parameters, which hold for any prompt. Raises ApiError, naming the
+    field, for what it may not ask."""
     _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
@@ -87,8 +87,8 @@ def sampling_params(
 
 
 def default_max_tokens(front: Front, most: int) -> int:
-    """What may be made where the client names no limit: `most`, or what the model's authors
-    recommend where that is less."""
+    """The limit where the client names none: `most`, or what the model's authors recommend where
+    that is less."""
     return min(most, int(front.default_sampling.get("max_new_tokens", most)))
 
 
@@ -155,8 +155,8 @@ def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> 
 
 
 def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
-    """Those of one of several answers to the same prompt: with a seed of its own, and without what
-    a brother finds out about the prompt."""
+    """The parameters of one of several answers to the same prompt. Each has a seed of its own;
+    the prompt's log-probabilities are computed for the one `with_prompt` only."""
     changes: dict[str, int | None] = {}
     if params.seed is not None:  # beyond the greatest seed comes the least
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2

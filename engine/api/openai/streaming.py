@@ -22,7 +22,7 @@ Write = Callable[[bytes], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-# What a client that does not read gets to take the last words of a failed stream.
+# How long a client that does not read is given to take the last event of a failed stream.
 LAST_WORDS_SECONDS = 2.0
 
 _HEADERS = [

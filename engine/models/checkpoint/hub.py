@@ -135,7 +135,7 @@ def _check_names(repo_id: str, names: set[str], *, needs_weights: bool) -> None:
 
 @contextmanager
 def _explained(repo_id: str, revision: str) -> Iterator[None]:
-    """What huggingface_hub raises inside, as a ConfigError or as _Unreachable."""
+    """Turn errors of huggingface_hub raised inside into ConfigError or _Unreachable."""
     from huggingface_hub import constants, errors
 
     at = "" if revision == _MAIN else f" --revision {revision}"

@@ -25,7 +25,7 @@ from ..row_states import RowStates
 
 @dataclass(frozen=True, slots=True)
 class ProcessorContext:
-    """What a processor may know of the engine."""
+    """Facts about the engine for processors."""
 
     max_rows: int
     vocab_size: int
@@ -98,7 +98,7 @@ class StatefulProcessor(LogitsProcessor, Generic[State]):
 
     @abstractmethod
     def _state_of(self, added: AddedRow) -> State | None:
-        """What is kept of a request; None for one that asks for nothing."""
+        """The state to keep for a request; None for one that asks for nothing."""
 
 
 # Single logits named in bulk: a few tokens of a few rows, reached with one operation for all.
@@ -128,5 +128,5 @@ def ban(logits: Tensor, parts: Sequence[tuple[int, IntArray]]) -> Tensor:
 
 
 def known_ids(token_ids: Iterable[int], vocab_size: int) -> IntArray:
-    """Those in the vocabulary, ascending, each once."""
+    """The ids that are in the vocabulary, ascending, each once."""
     return np.array(sorted({i for i in token_ids if 0 <= i < vocab_size}), np.int64)

@@ -188,7 +188,7 @@ class BadWords(StatefulProcessor[BadSequences]):
 
 
 class Strengths(NamedTuple):
-    """What one request asks for."""
+    """The penalties of one request."""
 
     repetition: float
     frequency: float

@@ -32,8 +32,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaState:
-    """What was found. `driver_version` is None without a driver, `runtime_version` without a CUDA
-    build of torch; both are (major, minor) of CUDA."""
+    """The result of the probe. `driver_version` is None without a driver, `runtime_version` without
+    a CUDA build of torch; both are (major, minor) of CUDA."""
 
     driver_version: tuple[int, int] | None
     runtime_version: tuple[int, int] | None

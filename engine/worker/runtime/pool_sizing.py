@@ -30,7 +30,7 @@ from ..kv_pool import SHARE_FLAG, blocks_for_one_request
 # recorded batch size holds its outputs: together some hundreds of MiB for models of 8 billion.
 RESERVE_BYTES = 768 * MIB
 HOST_SHARE = 0.5  # of what is left; others live there too
-# Of what is left, for one request of a length that the user asked for.
+# Share of what is left, for one request of a length that the user asked for.
 HOST_SHARE_AT_MOST = 0.9
 WEIGHTS_IN_POOL = 4
 MIN_CONTEXT = 2  # one token to read and one to answer with
@@ -105,7 +105,7 @@ class MemoryUse:
 
     @property
     def outside_bytes(self) -> int:
-        """What this process holds outside torch's allocator."""
+        """Bytes that this process holds outside torch's allocator."""
         return max(0, self.free_before_bytes - self.free_after_bytes - self.held_after_bytes)
 
 

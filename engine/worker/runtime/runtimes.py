@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryMeter(Protocol):
-    """What a device says of its memory."""
+    """A device's report on its memory."""
 
     def total_bytes(self) -> int: ...
 
@@ -129,7 +129,7 @@ def check_room(spec: ModelSpec, placement: Placement, compute: torch.dtype) -> N
 
 
 def open_sizer(placement: Placement) -> PoolSizer:
-    """What sizes the pool of a GPU, to be made before the weights are loaded."""
+    """The object that sizes a GPU's pool; make it before the weights are loaded."""
     from .cuda_runtime import CudaMeter
 
     return PoolSizer(placement, CudaMeter(placement.device))
@@ -153,8 +153,8 @@ def make_forward(
         return GatherForward(model, pool.tensor, layout, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
-        # Of heads, all 1: K and V are kept as they are, rounded to e4m3. Scales of tokens would
-        # have to travel with every block.
+        # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to
+        # travel with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
         pool.tensor, layout, kv_scales=scales, strict=placement.strict_kernels
