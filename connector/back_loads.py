@@ -246,7 +246,7 @@ class BackLoads:
             self._counters.count_load_copy(num_blocks * self._hierarchy.block_bytes)
 
     def _fail(self, load: _BackLoad, reason: str, fault: str | None) -> None:
-        """Give a load up: every block that is not on its way to the pool by now will be computed."""
+        """Give a load up: every block that is not on its way to the pool will be computed."""
         load.failure = reason
         load.fault = load.fault or fault
         self._counters.count_failure(reason)

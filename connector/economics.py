@@ -29,11 +29,6 @@ from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
 from .rates import LinkRate, PrefillRate
 from .transfer import CopySignal, JobIds
 
-# Before the first request: a trial of what loads take, and where they begin to pay, in words.
-#     stores   each reads a little of what it holds and throws it away
-#     slab     slots that hold nothing yet are copied to blocks of the pool that are nobody's
-# So the first request is decided on as well as later ones.
-
 log = logging.getLogger(__name__)
 
 COPIES = 3  # the quickest counts: what else the machine does only adds
@@ -44,7 +39,12 @@ _TYPICAL_PROMPT = 1024  # tokens
 
 
 class Calibration:
-    """The calibration of one connector, before its first request."""
+    """Times loads of one connector before its first request, so that it is decided on as well as
+    later ones.
+
+        stores   each reads a little of what it holds and throws it away
+        slab     slots that hold nothing yet are copied to blocks of the pool that are nobody's
+    """
 
     def __init__(
         self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: JobIds

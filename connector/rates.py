@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 from ..tiers.hierarchy.promotions import LoadTicket
 
-# How long stores take to bring blocks: loads under way are watched, and the links' rates learn.
-# Abandoned loads are still timed: a load we gave up on is the best evidence that its store is slow.
-
 
 @dataclass(slots=True)
 class _Watched:
@@ -29,7 +26,12 @@ class _Watched:
 
 
 class ReadTimes:
-    """Loads that wait for a store, of those in `links`. `end_load` ends those let go."""
+    """Watches loads that wait for a store in `links`, whose rates learn from them. `end_load` ends
+    those let go.
+
+    Abandoned loads are still timed: a load we gave up on is the best evidence that its store is
+    slow.
+    """
 
     def __init__(
         self,

@@ -9,13 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-# Numbers for copy jobs, and a memory of requests that does not grow.
-
 T = TypeVar("T")
 
 
 class JobIds:
-    """Counts up; no number is given twice."""
+    """Numbers for copy jobs; none is given twice."""
 
     def __init__(self) -> None:
         self._last = 0

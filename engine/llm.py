@@ -36,15 +36,14 @@ import threading
 from collections.abc import Awaitable
 from typing import TypeVar
 
-# An asyncio event loop in a thread of its own, for plain callers.
-
 T = TypeVar("T")
 
 _JOIN_SECONDS = 5.0
 
 
 class EventLoopThread:
-    """Runs until `close`. The thread is a daemon, so it never keeps Python from ending."""
+    """An asyncio event loop in a thread of its own, for plain callers. Runs until `close`. The
+    thread is a daemon, so it never keeps Python from ending."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from .sampling_params import SamplingParams
 
 # Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
-
 BYTES_PER_TOKEN = 4
 
 

@@ -33,11 +33,6 @@ from .cuda_runtime import Runtime
 from .cuda_slab import locked_memory_advice
 from .cuda_staging import StagingBuffer
 
-# A short calibration: how fast each way to copy is on this machine, in bytes per second.
-# It copies scratch memory only, never the pool or the slab, in pieces of the size of a block that
-# lie apart. Some milliseconds in all; a kernel, which has to be compiled, is tried only for
-# blocks so small that the copy engine is known to be slow.
-
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
@@ -48,7 +43,12 @@ Rates = dict[Way, float]
 def measure_rates(
     runtime: Runtime, staging: StagingBuffer, stream: int, direction: Stream, block_bytes: int
 ) -> Rates:
-    """One figure for each way that works here. `staging` must be idle."""
+    """Bytes per second of each way to copy that works on this machine. `staging` must be idle.
+
+    Takes some milliseconds. Copies scratch memory only, never the pool or the slab, in pieces of
+    the size of a block that lie apart. A kernel, which has to be compiled, is tried only for blocks
+    so small that the copy engine is known to be slow.
+    """
     locked = staging.memory.tensor()
     size = min(block_bytes, locked.numel() // 2)
     count = min(MOST_COPIES, locked.numel() // size)

@@ -25,12 +25,10 @@ from .openai.protocol import Prompt
 from .openai.token_texts import TokenTexts
 from .settings import ApiSettings
 
-# Counts the generating requests that are being answered, for whoever spreads load over servers,
-# and ends them all when the server does.
-
 
 class InFlight:
-    """`with in_flight:` around a request. Belongs to one event loop."""
+    """Counts the generating requests that are being answered, for load balancers, and ends them all
+    when the server ends. Use `with in_flight:` around a request. Belongs to one event loop."""
 
     __slots__ = ("_ended", "count")
 

@@ -45,11 +45,6 @@ from ...connector.base import EvictedBlock
 from ...tiers.histogram import Histogram
 from .kv_block import FreeBlockQueue, KVCacheBlock
 
-# How long blocks stay in the pool: their age and their idle time when they are evicted, and the
-# time between two uses.
-# Only a sample of the blocks is followed, every n-th one, so that a step of thousands of blocks
-# pays for a few. A block is used when it is handed out and when a request finds it by its name.
-
 MAX_SAMPLED_BLOCKS = 64
 
 _SECONDS = (
@@ -59,7 +54,11 @@ _SECONDS = (
 
 
 class Residency:
-    """Followed blocks: when each was handed out and when it was last used."""
+    """How long blocks stay in the pool: their age and idle time at eviction, and the time between
+    two uses. A block is used when it is handed out and when a request finds it by its name.
+
+    Only every n-th block is followed, so that a step of thousands of blocks pays for a few.
+    """
 
     def __init__(
         self, blocks: Sequence[KVCacheBlock], clock: Callable[[], float] = time.monotonic
@@ -105,15 +104,15 @@ class Residency:
         }
 
 
-# Cold blocks: those in front of the free queue, to be stored before they are reused.
-#     head | offered | offered | new | new | ... | tail
-#          |<------------- window -------------->|
-# A step takes blocks from the front and the window moves on over others. The queue is only walked
-# when enough may have come into the window, not in every step.
-
-
 class ColdBlocks:
-    """The window of one free queue; the queue's owner reports every change to it."""
+    """Blocks in front of a free queue, to be stored before they are reused.
+
+        head | offered | offered | new | new | ... | tail
+             |<------------- window -------------->|
+
+    A step takes blocks from the front, and the window moves on over others. The queue's owner
+    reports its changes, so it is walked only when enough may have come into the window.
+    """
 
     __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
 

@@ -31,13 +31,14 @@ from ..wire import (
 )
 from .base import EngineClient, EngineDead
 
-# The mailbox of one request: outputs wait here, merged into one, until their reader comes.
-# Merging bounds it by the request's own length, so a slow reader neither holds up the others nor
-# fills the memory. Lives in one event loop.
-
 
 class Mailbox:
-    """One writer, one reader."""
+    """Holds a request's outputs, merged into one, until their reader comes. One writer, one reader,
+    one event loop.
+
+    Merging bounds it by the request's own length, so a slow reader neither holds up the others nor
+    fills the memory.
+    """
 
     __slots__ = ("_error", "_filled", "_pending")
 

@@ -18,10 +18,9 @@ from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, Family, Windows
 from .rope_spec import RopeSpec, parse_rope, stable_length
 
-# The keys of a config.json that would change a model's numbers in ways nothing here computes.
-# A model that has one is refused by the name of the key, rather than answered wrongly.
-
-# Each key with the values under which it changes nothing. An absent or null key is always neutral.
+# Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
+# the values under which it changes nothing; an absent or null key is always neutral. A model with
+# another value is refused by the name of the key, rather than answered wrongly.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # Weights that are not plain matrices, and code that comes with them.
     "quantization_config": (),
@@ -64,11 +63,7 @@ def refuse_unsupported(config: JsonFields) -> None:
             )
 
 
-# How far back the layers of a model see, as its configuration says.
-# A window of W positions is a token's own and the W - 1 before it. Sequences of at most W tokens
-# are computed the same with and without it, so a model with windows is served up to that length.
-
-# What the families take where config.json is silent, which is not the same as null.
+# Values of the families where config.json is silent, which is not the same as null.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -77,7 +72,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 def parse_sliding_window(config: JsonFields, family: Family, num_layers: int) -> int | None:
     """The window in positions where any layer has one, else None; raises ConfigError naming the
-    key."""
+    key.
+
+    A window of W positions is a token's own and the W - 1 before it. Sequences of at most W tokens
+    are computed the same with and without it, so a model with windows is served up to that length.
+    """
     window = _window(config, family)
     kinds = _layer_types(config, num_layers)
     if _SLIDING in kinds and window is None:

@@ -31,16 +31,16 @@ from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, SamplingRows
 from .truncation import truncate
 
-# The logits processors of one sampler, in the order in which they are applied.
-# Those that can change which token is likeliest come before the greedy choice, the others after
-# the temperature.
-
-# Penalties last of those before the choice: repetition looks at the sign that biases leave.
+# Penalties are last of those before the choice: repetition looks at the sign that biases leave.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (MinTokens, BadWords, LogitBias, Penalties, MinP)
 
 
 class ProcessorSet:
-    """Keeps all up to date and applies those that are active."""
+    """The logits processors of one sampler, in the order in which they are applied.
+
+    Those that can change which token is likeliest come before the greedy choice, the others after
+    the temperature. All are kept up to date; only active ones are applied.
+    """
 
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
         self._all = tuple(processors)

@@ -18,9 +18,6 @@ from ..sampling_params import SamplingParams
 from ..wire import TokenOutput
 from .places import Places
 
-# When a request has said enough: the rules that need token ids only.
-# Changes nothing.
-
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
     """The ids that end this request, by its own wish or by the model's."""
@@ -51,12 +48,12 @@ def stop_reason(request: Request, token_id: int) -> int | None:
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 
-# From what the worker computed to what a client is told: tokens taken in, ends noticed.
-# Every request that ends gets exactly one output with a finish reason, and it is its last.
-
-
 class OutputWriter:
-    """Moves requests on, or to their end. `places.sweep` must follow a batch of calls."""
+    """Turns the worker's results into outputs for clients: takes in tokens and notices ends.
+
+    A request that ends gets exactly one output with a finish reason, its last. `places.sweep` must
+    follow a batch of calls.
+    """
 
     def __init__(self, places: Places, max_model_len: int) -> None:
         self._places = places

@@ -20,12 +20,10 @@ from ..request import Progress, Request, RequestStatus
 from .meeting import Meetings
 from .parking import CarPark
 
-# The queue of requests that wait, first come, first served.
-# Its length is bounded by the scheduler, which refuses requests.
-
 
 class FCFSQueue:
-    """Requests in the order of their arrival; those put back in front come first."""
+    """Waiting requests, first come, first served; those put back in front come first. The scheduler
+    bounds the length by refusing requests."""
 
     __slots__ = ("_requests",)
 

@@ -50,14 +50,13 @@ from .places import Places
 from .pressure import MemoryPressure
 from .step import StepBuilder
 
-# The running requests' part of a step: tokens for each, and room for them.
-# In the order they were let in each gets what it lacks, as far as the budget goes. Who comes
-# first takes room from who came last; `scheduler.py` says why nobody can block everybody that
-# way.
-
 
 class RunningRound:
-    """One a step."""
+    """The running requests' part of a step: tokens for each, and room for them.
+
+    Each gets the tokens it lacks, in order of admission, as far as the budget goes. An earlier one
+    takes room from the last; the module's docstring says why that blocks nobody for ever.
+    """
 
     def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
         self._places = places
@@ -119,10 +118,6 @@ class RunningRound:
         return victim is not request and victim.request_id not in places.parked
 
 
-# Requests that can never run are refused on arrival.
-# Every message says what was expected, what came, what to do.
-
-
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
     """Without chunks a whole prompt must fit into one step. Raises ConfigError."""
     if config.enable_chunked_prefill:
@@ -141,7 +136,8 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
 
 
 def check_request(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
-    """The request must fit into the context, and alone into the pool. Raises ValueError."""
+    """Refuse a request that can never run: it must fit into the context, and alone into the pool.
+    Raises ValueError with what was expected, what came and what to do."""
     num_prompt = request.num_prompt_tokens
     if num_prompt >= max_model_len:
         raise ValueError(

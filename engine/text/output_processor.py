@@ -21,13 +21,14 @@ from ..wire import AddRequest, TokenOutput
 from .detokenizer import IncrementalDetokenizer
 from .tokenizer import Tokenizer
 
-# The stop strings of one request, looked for in text that arrives in pieces. Text that may be the
-# beginning of a stop string is held back, and nothing else is; so a match never begins in text that
-# was given out.
-
 
 class StopStrings:
-    """Joined, the results of `push` and `finish` are the text up to the first stop string."""
+    """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
+    of `push` and `finish` are the text up to the first stop string.
+
+    Only text that may be the beginning of a stop string is held back, so a match never begins in
+    text that was given out.
+    """
 
     __slots__ = ("_begun", "_held", "_include", "_stops", "matched")
 

@@ -20,12 +20,6 @@ from ..models.checkpoint.files import is_there
 from ..models.checkpoint.json_fields import read_json
 from ..sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 
-# Spells bad words in the tokens of a model, since the sampler knows ids only.
-# A word has one spelling at the start of a text and often another one after a space:
-#     byte-level    "word" → word       "a word" → a Ġword
-#     SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
-# Spaces around a word mean nothing, for both spellings are looked for anyway.
-
 # Any text would do; tokenizers that mark the start of a text mark this one instead of the space.
 _ANCHOR = "a"
 
@@ -48,7 +42,15 @@ def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) ->
 def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it is spelt at the start of a text and after a space, without special tokens
     around it; every spelling once. Raises ValueError, naming the word, for one that cannot be spelt
-    or takes too many tokens."""
+    or takes too many tokens.
+
+    A word has one spelling at the start of a text and often another one after a space:
+
+        byte-level    "word" → word       "a word" → a Ġword
+        SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
+
+    Both are used, so spaces around a word mean nothing.
+    """
     spelt: dict[tuple[int, ...], None] = {}
     for word in words:
         spelt.update(dict.fromkeys(_spellings(tokenizer, word)))

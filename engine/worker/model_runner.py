@@ -35,14 +35,15 @@ from .runtime.device_runtime import DeviceRuntime
 from .runtime.pool_sizing import MIN_CONTEXT, context_that_fits
 from .runtime.runtimes import check_room, make_forward, open_runtime, open_sizer
 
-# The worker's requests, and its batch, brought up to date by what each step differs in.
-# An update that breaks off in the middle fails its step, whose requests the scheduler then ends.
-# The batch is dirty from there on: the next step first gives every other request a row of its own
-# again.
-
 
 class StepBatch:
-    """`requests` are all that the worker remembers, by id, in the batch or out of it."""
+    """The worker's requests and its batch, brought up to date by each step's differences.
+    `requests` are all that the worker remembers, by id, in the batch or out of it.
+
+    An update that breaks off in the middle fails its step, whose requests the scheduler then ends.
+    The batch is dirty from there on: the next step first gives every other request a row of its own
+    again.
+    """
 
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch

@@ -23,9 +23,6 @@ from ....tiers.settings.values import ConfigError
 from ...settings.server import ServerConfig
 from ..errors import ApiError, encode_error
 
-# The TLS of the HTTP server: its certificate and key, and whom it asks for one.
-# Made before the model is loaded, so that a bad file is known at once.
-
 
 class _Encrypted(Exception):
     """The key wants a password."""
@@ -33,7 +30,8 @@ class _Encrypted(Exception):
 
 def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
     """The TLS context of the server's sockets, or None for plain HTTP. TLS 1.2 is the least.
-    Raises ConfigError, with the flag and the file, for files that cannot be used."""
+    Made before the model is loaded, so that a bad file is known at once. Raises ConfigError, with
+    the flag and the file, for files that cannot be used."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
         return None
@@ -87,11 +85,6 @@ def _refuse_password() -> str:
     raise _Encrypted
 
 
-# One HTTP connection: uvicorn's, with limits on the time that it may stand still. A client that
-# opens a connection and says nothing, or half a head, would hold it for ever; and so would one that
-# reads nothing of its answer, with all of the answer that the kernel has no room for. What is no
-# HTTP at all is answered with an error object, as every other fault is.
-
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 30.0
@@ -103,7 +96,12 @@ _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invali
 
 
 class HttpProtocol(H11Protocol):
-    """Given to uvicorn, which makes one for each connection."""
+    """One HTTP connection, made by uvicorn, with limits on the time that it may stand still.
+
+    Otherwise a client that sends nothing or half a head would hold the connection for ever, and one
+    that reads nothing would hold its answer in memory as well. Bytes that are not HTTP are answered
+    with an error object.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None

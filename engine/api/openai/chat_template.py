@@ -28,11 +28,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ....tiers.settings.values import MIB, ConfigError
 
-# Runs a function in a thread of its own, and stops it when its time is up.
-# Python cannot kill a thread, but it can raise an exception in one between two bytecodes. That
-# ends any loop written in Python, which is what a hostile chat template is made of; a single call
-# into C runs to its end first.
-
 T = TypeVar("T")
 
 
@@ -81,8 +76,13 @@ class _Work(Generic[T]):
 
 
 async def run_interruptible(function: Callable[[], T], seconds: float, name: str) -> T:
-    """The function's result, or what it raised. TimeoutError after `seconds`; the function is
-    interrupted then, and also when the waiting task is cancelled."""
+    """The function's result, or what it raised. TimeoutError after `seconds`; the function, which
+    runs in a thread of its own, is interrupted then, and also when the waiting task is cancelled.
+
+    Python cannot kill a thread, but it can raise an exception in one between two bytecodes. That
+    ends any loop written in Python, which is what a hostile chat template is made of; a single call
+    into C runs to its end first.
+    """
     work = _Work(function, name)
     try:
         async with asyncio.timeout(seconds):

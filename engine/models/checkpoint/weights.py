@@ -20,17 +20,17 @@ from ....tiers.settings.values import ConfigError
 from ..spec import ModelSpec
 from .checkpoint import CPU, Checkpoint
 
-# Random weights in place of a checkpoint's, made where they are used: for benchmarks and trials.
-# A directory with a config.json is then a model, whatever its size. The numbers are the same in
-# every start on one kind of device, so what tiers keep stays of use; on another kind they are
-# others.
-
 SEED = 20261
 SPREAD = 0.02  # what models are initialised with
 
 
 class RandomTensors:
-    """Reads like a checkpoint. The order of the reads decides the numbers."""
+    """Random weights, read like a checkpoint's and made on the device, for benchmarks and trials: a
+    directory with only a config.json is then a model.
+
+    The order of the reads decides the numbers. They are the same in every start on one kind of
+    device, so blocks in the tiers stay valid, and differ between kinds.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self.device = device

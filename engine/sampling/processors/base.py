@@ -71,15 +71,16 @@ class LogitsProcessor(ABC):
         any order and not always all of them. A logit of -inf is a banned token and must stay so."""
 
 
-# A logits processor that keeps an object for each request that asks for something.
-# The form of most of them: they may change which token is the likeliest, and a row without a
-# state is left alone. A subclass says what a request's state is and what it does to the logits.
-
 State = TypeVar("State")
 
 
 class StatefulProcessor(LogitsProcessor, Generic[State]):
-    """`self._states.of(rows)` are the states among the rows of an `apply`."""
+    """A logits processor that keeps a state for each request that asks for something.
+
+    It may change which token is the likeliest, and leaves rows without a state alone. A subclass
+    says what a request's state is and what it does to the logits: `self._states.of(rows)` are the
+    states among the rows of an `apply`.
+    """
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -101,11 +102,9 @@ class StatefulProcessor(LogitsProcessor, Generic[State]):
         """The state to keep for a request; None for one that asks for nothing."""
 
 
-# Single logits named in bulk: a few tokens of a few rows, reached with one operation for all.
-
-
 class Entries(NamedTuple):
-    """Positions in `[rows, vocab]`, one of each pair."""
+    """A few logits of a few rows, reached with one operation: each pair is a position in
+    `[rows, vocab]`."""
 
     indices: Tensor  # of rows
     token_ids: Tensor

@@ -23,11 +23,9 @@ from ..copies import to_device
 from ..row_states import RowValues
 from .base import LogitsProcessor, ProcessorContext, StatefulProcessor, ban, entries_of, known_ids
 
-# No end before `min_tokens`: ids that would end a request are banned until then.
-
 
 class Minimum(NamedTuple):
-    """Ids that must not be sampled before the output has `length` tokens."""
+    """`min_tokens`: ids that would end a request are banned until the output is `length` long."""
 
     length: int
     banned: IntArray
@@ -55,13 +53,11 @@ class MinTokens(StatefulProcessor[Minimum]):
         return Minimum(params.min_tokens, banned, output) if len(banned) else None
 
 
-# Min-p: tokens less likely than a share of the likeliest are never drawn.
-# The share is applied to probabilities after the temperature; between logits it is a difference,
-# so no softmax is needed.
-
-
 class MinP(LogitsProcessor):
-    """Bans what lies further below the best logit than `-log(min_p)`."""
+    """Bans tokens less likely than a share of the likeliest, after the temperature.
+
+    Between logits the share is a difference, `-log(min_p)`, so no softmax is needed.
+    """
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -101,11 +97,8 @@ def _log_share(added: AddedRow) -> float:
     return math.log(share) if share > 0.0 else -math.inf
 
 
-# Biases: numbers that a request adds to the logits of tokens it names.
-
-
 class Biases(NamedTuple):
-    """Token ids and what is added to each."""
+    """Numbers that a request adds to the logits of the tokens it names."""
 
     token_ids: IntArray
     values: npt.NDArray[np.float64]
@@ -134,13 +127,12 @@ class LogitBias(StatefulProcessor[Biases]):
         return Biases(np.array(list(totals), np.int64), np.array(list(totals.values()), np.float64))
 
 
-# Bad words: token sequences that an output must not complete.
-# The last token of a sequence is banned wherever the tokens before it are the newest ones of the
-# prompt and the output. A sequence of one token is always banned.
-
-
 class BadSequences:
-    """The sequences of one request, by what comes before their last tokens."""
+    """Bad words: token sequences that one request's output must not complete.
+
+    The last token of a sequence is banned wherever the tokens before it are the newest ones of the
+    prompt and the output. A sequence of one token is always banned.
+    """
 
     def __init__(self, sequences: list[tuple[int, ...]], added: AddedRow) -> None:
         by_prefix: dict[tuple[int, ...], set[int]] = {}

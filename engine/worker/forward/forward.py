@@ -24,14 +24,15 @@ from ...models.decoder import Decoder
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner
 
-# What one forward pass computes, in host memory: the form in which the batch hands it on.
-# Requests that compute one token come first, then those that compute several, so that attention
-# finds decodes and chunks each in one piece.
-
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`[requests]` arrays in the order of the step, `[tokens]` arrays request by request."""
+    """The input of one forward pass, in host memory: `[requests]` arrays in the order of the step,
+    `[tokens]` arrays request by request.
+
+    Requests that compute one token come first, then those that compute several, so that attention
+    finds decodes and chunks each in one piece.
+    """
 
     table: BlockTable
     rows: IntArray  # [requests] of the batch and its block table

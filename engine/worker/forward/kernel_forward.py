@@ -22,11 +22,6 @@ from .forward import Launch, StepInputs
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
-# Decode steps recorded once for each batch size that is worth it, and run again from the record.
-# A decode step is hundreds of small launches whose Python takes longer than the device does.
-# Recorded over buffers that stay, they are one launch. A batch runs in the smallest recorded size
-# that holds it, filled up with nobody's rows.
-
 # Filling up costs a share of the step: half at worst in small batches, where a step reads the
 # weights anyway, and a sixteenth in large ones.
 _FIRST_SIZES = (1, 2, 4)
@@ -54,7 +49,12 @@ def bucket_for(num_requests: int, buckets: Sequence[int]) -> int | None:
 
 
 class DecodeGraphs:
-    """The records of one model over one set of buffers."""
+    """Decode steps of one model over one set of buffers, recorded once for each batch size.
+
+    A decode step is hundreds of small launches whose Python takes longer than the device does.
+    Recorded over buffers that stay, they are one launch. A batch runs in the smallest recorded size
+    that holds it, filled up with nobody's rows.
+    """
 
     def __init__(
         self, runtime: DeviceRuntime, work_of: Callable[[int], Work], buckets: Sequence[int]

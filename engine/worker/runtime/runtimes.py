@@ -28,10 +28,6 @@ from .device_config import Placement
 from .device_runtime import DeviceRuntime, HostRuntime
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
 
-# How much of a device's memory a model leaves to its pool: measured, and checked on the way.
-# The largest step that a model may meet is run without a pool. Attention is left out of it: its
-# kernels take no memory but their result, which is counted.
-
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +55,12 @@ class _NoAttention:
 
 
 class PoolSizer:
-    """Made before the weights are loaded, asked after."""
+    """Measures how much of a device's memory a model leaves to its pool. Made before the weights
+    are loaded, asked after.
+
+    The largest step that the model may meet is run without a pool, and without attention, whose
+    kernels take no memory but their result, which is counted.
+    """
 
     def __init__(self, placement: Placement, meter: MemoryMeter) -> None:
         """Raises ConfigError where the share of the memory is not free."""
