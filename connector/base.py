@@ -269,9 +269,9 @@ class KVConnectorScheduler(ABC):
         """`wakeup` is called from any thread when `has_pending_work` may have become True."""
 
     def build_final_meta(self, resident: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """At an orderly shutdown: `resident` are the computed, hashed blocks still in the pool,
-        the least recently used first, as they would be evicted. What the worker has to move so
-        that they survive; as many as the tiers have room for. Run it like the metadata of a step,
+        """What the worker has to move at an orderly shutdown so that the pool's blocks survive, as
+        many as the tiers have room for. `resident` are the computed, hashed ones, the least
+        recently used first, as they would be evicted. Run it like the metadata of a step,
         without a forward pass, then call `shutdown`. Optional: by default nothing is kept."""
         return ConnectorMetadata()
 

@@ -167,7 +167,7 @@ _BREAK_EVEN_LIMIT = 2**20  # tokens
 
 
 class Choice(Enum):
-    """Who decides: the estimates, or for drills and measurements always the same."""
+    """Choose by the estimates, or always the same, for drills and measurements."""
 
     AUTO = "auto"
     LOAD = "always"
@@ -358,7 +358,7 @@ def _overlap(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
 
 
 def _ends(runs: Sequence[Run]) -> list[tuple[int, str]]:
-    """Where a load may end, and the tier of the last block then."""
+    """The blocks after which a load may end, each with the tier of its last block."""
     if len(runs) > MAX_RUNS:
         return [(sum(run.num_blocks for run in runs), runs[-1].tier)]
     return list(

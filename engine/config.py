@@ -40,7 +40,7 @@ MAX_BLOCK_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is computed."""
+    """The model, and how it is computed."""
 
     path: Path  # a Hugging Face directory
     served_name: str

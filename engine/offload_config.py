@@ -165,7 +165,7 @@ class OffloadConfig:
 
 
 def _offload_options() -> dict[str, Option]:
-    """In the order in which help shows them, with paths below OffloadConfig."""
+    """The options in the order in which help shows them, with paths below OffloadConfig."""
     own = options_of(OffloadConfig, "")
     cpu = options_of(CpuSettings, "cpu", "kv_offload_cpu_")
     return {

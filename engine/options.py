@@ -179,7 +179,7 @@ _SECTIONS = {option.section for option in OPTIONS.values()}
 
 
 def default_ssd_path() -> Path:
-    """Where the ssd tier lies unless told otherwise."""
+    """The default folder of the ssd tier."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return readers.path("XDG_CACHE_HOME", cache) / "stratakv" / "ssd"
 

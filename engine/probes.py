@@ -72,7 +72,8 @@ def _write_file(path: Path, view: memoryview) -> None:
 
 
 def _read_file(path: Path, view: memoryview) -> None:
-    """By O_DIRECT or, where the file system refuses that, with the file's cached pages dropped."""
+    """Read a file by O_DIRECT or, where the file system refuses that, with its cached pages
+    dropped."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

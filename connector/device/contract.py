@@ -207,7 +207,7 @@ def every_end_is_announced(rig: Rig) -> None:
 
 
 def pairs_that_cannot_be_are_refused(rig: Rig) -> None:
-    """At once, and nothing is copied."""
+    """They are refused at once, and nothing is copied."""
     wrong = [([NUM_BLOCKS], [0]), ([-1], [0]), ([0], [NUM_SLOTS]), ([0], [-1]), ([0, 1], [0])]
     for stream in Stream:
         for block_ids, slots in wrong:
@@ -226,7 +226,7 @@ def a_pool_of_another_shape_is_refused(rig: Rig) -> None:
 
 
 def close_lets_queued_copies_end(rig: Rig) -> None:
-    """And takes no more."""
+    """`close` waits for queued copies and takes no more."""
     gate = rig.gate()
     event = rig.copy(Stream.STORE, {1: 1}, gate.event)
     expect(not rig.device.close(MOMENT_SECONDS), "a device with a stuck copy says so")

@@ -114,7 +114,7 @@ class CudaCopyDevice(CopyDevice):
         return store.digests if isinstance(store, CopyEvent) else None
 
     def wait_locked(self, timeout_seconds: float) -> bool:
-        """Until as much of the slab as can be is page-locked; False if the time was too short."""
+        """Wait until the slab is page-locked where it can be; False if the time was too short."""
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class CopyEvent(CpuEvent):
         self._unqueued.release()
 
     def wait_queued(self, timeout_seconds: float) -> None:
-        """Until `point` is what it will be, at most so long."""
+        """Wait until `point` is final, at most so long."""
         if self._unqueued.acquire(timeout=max(0.0, timeout_seconds)):
             self._unqueued.release()  # for the next one who waits
 

@@ -151,7 +151,8 @@ class Lane:
             self._blame(error)  # and every job will fail by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Until only streams have to wait; for what. Raises DeviceError if that takes too long."""
+        """Wait until only streams have to wait, and return their points. Raises DeviceError if that
+        takes too long."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:

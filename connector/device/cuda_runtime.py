@@ -56,7 +56,7 @@ class Runtime(Protocol):
         captures a graph; of a caller's nothing is changed but its current device."""
 
     def compute_stream(self) -> int:
-        """Where the calling thread's kernels are queued."""
+        """The stream in which the calling thread's kernels are queued."""
 
     def create_stream(self) -> int:
         """A stream of the lowest priority."""

@@ -56,7 +56,7 @@ class LockedSlab:
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Until all is locked, or no more can be; False if the time was too short."""
+        """Wait until all that can be is locked; False if the time was too short."""
         self._thread.join(max(0.0, timeout_seconds))
         return not self._thread.is_alive()
 

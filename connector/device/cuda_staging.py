@@ -31,7 +31,7 @@ class StagingBuffer:
         self.memory = runtime.page_locked(2 * half_bytes)
 
     def store(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """From the device; all bytes are in place on return."""
+        """Copy from the device; all bytes are in place on return."""
         landing: deque[tuple[Copies, Copies, Point]] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(landing) == 2:

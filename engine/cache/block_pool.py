@@ -304,12 +304,12 @@ class BlockPool:
             self._uncomputed.update(dict.fromkeys([b.block_id for b in blocks if not b.is_null]))
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
-        """From now on have `tell` called with the blocks that lose their names and are not reported
-        as evicted, whatever took the names away."""
+        """Call `tell` from now on with blocks that lose their names and are not reported as
+        evicted, whatever took the names away."""
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """From now on `take_fresh` has every block that is computed."""
+        """Give every computed block to `take_fresh` from now on."""
         self._fresh = deque(maxlen=self.num_blocks)
 
     @property

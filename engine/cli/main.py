@@ -86,13 +86,13 @@ def _write_any_text() -> None:
 
 
 def _flush() -> None:
-    """Now, for a full disk is a failure too."""
+    """Flush standard output now, because a full disk is a failure too."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """Where output cannot be written, so that Python does not complain again when it flushes."""
+    """Drop output that cannot be written, so that Python does not complain when it flushes."""
     try:
         _flush()
     except OSError:

@@ -188,7 +188,7 @@ async def _serve_app(
     tls: ssl.SSLContext | None,
     told: asyncio.Event,
 ) -> int:
-    """Until told to stop (0) or until the core is gone (1)."""
+    """Serve until told to stop (0) or until the core is gone (1)."""
     from ..api.http.server import make_server
     from ..api.metrics.stats_log import StatsLog
 

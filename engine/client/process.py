@@ -93,7 +93,7 @@ class ProcessClient(MessageClient):
             self._raise_if_dead()
 
     async def _wait_sent(self, sending: asyncio.Future[Any]) -> None:
-        """Until the core has taken it, or is known to be gone."""
+        """Wait until the core has taken it, or is known to be gone."""
         died = asyncio.ensure_future(self._dead.wait())
         try:
             waits = (sending, died)
@@ -145,7 +145,7 @@ class ProcessClient(MessageClient):
         return socket
 
     async def _read(self) -> None:
-        """Until cancelled: hand on what the core says."""
+        """Hand on the core's messages until cancelled."""
         while True:
             frame = await self._from_core.recv()
             try:

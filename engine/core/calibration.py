@@ -111,7 +111,7 @@ class Calibration:
         return seconds
 
     def _step(self, new: list[NewRequestData], counts: dict[str, int]) -> None:
-        """And end the request of the step before."""
+        """Run a step, and end the request of the step before."""
         ended = {f"calibration-{self._num_steps}"} if self._num_steps else set()
         self._num_steps += 1
         total = sum(counts.values())

@@ -55,7 +55,8 @@ class CoreStats:
 
 
 def _cache_config(config: EngineConfig, layout: BlockLayout, num_blocks: int) -> dict[str, str]:
-    """Under the names that users of other engines know; the pool's blocks are the GPU's there."""
+    """Settings under the names that users of other engines know: the pool's blocks are the GPU's
+    there."""
     cache = config.cache
     return {
         "block_size": str(layout.block_size),

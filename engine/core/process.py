@@ -66,7 +66,7 @@ class CoreServer:
         self._ended = threading.Event()
 
     def run(self) -> int:
-        """Until told to stop; the exit status."""
+        """Run until told to stop; the exit status."""
         watch = threading.Thread(
             target=self._watch, args=(_signal_pipe(),), name="core-watch", daemon=True
         )

@@ -78,9 +78,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """In the order of the rows asked for. The token means nothing where `is_finite` is False, for
-    the model's logits were not finite, and where `has_choice` is False, for the request's own
-    wishes left no token to choose."""
+    """Results, in the order of the rows asked for. The token means nothing where `is_finite` is
+    False, for the model's logits were not finite, and where `has_choice` is False, for the
+    request's own wishes left no token to choose."""
 
     token_ids: list[int]
     is_finite: list[bool]

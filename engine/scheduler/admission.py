@@ -160,11 +160,12 @@ class Admission:
         return added is not None
 
     def _keep_free(self) -> int:
-        """With nothing running the watermark protects nobody, and could lock everybody out."""
+        """The blocks to leave free: none while nothing runs, because the watermark would protect
+        nobody and could lock everybody out."""
         return self._manager.watermark_blocks if self._places.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """With nothing running nobody else will give blocks back: take those of another load."""
+        """Take the blocks of another load while nothing runs: nobody else will give any back."""
         return not self._places.running and self._places.give_up_last_load(spare=request)
 
     def _start(self, request: Request, num_tokens: int, step: StepBuilder, now: float) -> None:
@@ -183,8 +184,8 @@ class Admission:
             step.start(request, num_tokens)
 
     def _count_reuse(self, request: Request, progress: Progress) -> None:
-        """At every start: tokens that need not be computed, by where they were, and those that have
-        to be computed again, by cause."""
+        """Count, at every start, the tokens that need not be computed, by where they were, and those
+        that have to be computed again, by cause."""
         counts = self._places.counts
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens

@@ -127,8 +127,8 @@ class InputBatch:
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
-        """In place of a step's removals: only these are in the batch, and the next BatchUpdate
-        empties all rows and fills them anew."""
+        """Take the place of a step's removals: only these are in the batch, and the next
+        BatchUpdate empties all rows and fills them anew."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._builder = BatchUpdateBuilder()

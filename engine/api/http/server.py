@@ -147,7 +147,7 @@ class HttpProtocol(H11Protocol):
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """In the form of every other error."""
+        """Answer in the form of every other error."""
         body = encode_error(_INVALID)
         headers = [
             (b"content-type", b"application/json"),

@@ -91,7 +91,7 @@ class CompletionForm:
         return top
 
     def _take(self, token: int) -> int:
-        """Where the token begins in the text; the next one begins behind it."""
+        """The token's offset in the text; the next one begins behind it."""
         known = self._texts.of(token)
         if known.is_special and self._skip_special_tokens:
             return self._offset

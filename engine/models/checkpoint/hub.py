@@ -63,7 +63,7 @@ class _Unreachable(Exception):
 
 
 def _cached(repo_id: str, revision: str) -> Path | None:
-    """Where the cache keeps this revision, whole or not."""
+    """The folder in which the cache keeps this revision, whole or not."""
     from huggingface_hub import try_to_load_from_cache
 
     with _explained(repo_id, revision):

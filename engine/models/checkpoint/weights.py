@@ -55,7 +55,7 @@ KEY_NORM = "self_attn.k_norm.weight"
 
 
 class Source(Protocol):
-    """Where tensors come from: a checkpoint, or chance."""
+    """A source of tensors: a checkpoint, or chance."""
 
     device: torch.device
 

@@ -213,7 +213,7 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """In the output; 0 for tokens of the prompt only."""
+        """Counts in the output; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:

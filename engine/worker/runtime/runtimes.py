@@ -39,7 +39,7 @@ class MemoryMeter(Protocol):
     def free_bytes(self) -> int: ...
 
     def held_bytes(self) -> int:
-        """By torch's allocator, of this process."""
+        """Bytes held by torch's allocator in this process."""
 
     def peak_bytes(self) -> int:
         """The most that it held since `reset_peak`."""
