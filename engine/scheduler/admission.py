@@ -184,7 +184,7 @@ class Admission:
             step.start(request, num_tokens)
 
     def _count_reuse(self, request: Request, progress: Progress) -> None:
-        """Count, at every start, the tokens that need not be computed, by where they were, and those
+        """Count, at every start, tokens that need not be computed, by where they were, and tokens
         that have to be computed again, by cause."""
         counts = self._places.counts
         computed = request.num_computed_tokens

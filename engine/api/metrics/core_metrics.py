@@ -137,7 +137,7 @@ class CoreCollector(Collector):
             yield self._one(shown, blocks / slab["capacity_blocks"])
 
     def _tiering(self, connector: CoreStats) -> Iterator[Metric]:
-        """Metrics labelled with a tier's place; the first tier is the one that stores hang below."""
+        """Metrics labelled with a tier's place; the first tier is the one above all stores."""
         tiers = connector["tiers"]
         places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
         for key, shown in tables.LOOKUPS:
