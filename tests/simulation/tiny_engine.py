@@ -64,7 +64,7 @@ class Rows:
             self.held.pop(row, None)
         for added in update.added:
             self.held[added.row] = [int(token) for token in added.prompt_token_ids]
-        for source, target, _ in update.moved:
+        for source, target in update.moved:
             self.held[target] = self.held.pop(source)
 
 
