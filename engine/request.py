@@ -8,10 +8,12 @@ instead of rebuilding lists.
 from __future__ import annotations
 
 import enum
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +43,14 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 TokenArray = npt.NDArray[np.int32]
-# Computes the digests of the full blocks that `request` has and `request.block_hashes` lacks.
-BlockHasher = Callable[["Request"], list[bytes]]
+
+
+class BlockHasher(NamedTuple):
+    """Names the full blocks of requests."""
+
+    block_size: int  # tokens
+    # The digests (32 bytes each) of the full blocks that a request has and its `block_hashes` lack.
+    digests: Callable[[Request], list[bytes]]
 
 
 class RequestStatus(enum.IntEnum):
@@ -84,6 +92,7 @@ class Request:
 
     __slots__ = (
         "_block_hasher",
+        "_hash_at",
         "_num_tokens",
         "_tokens",
         "arrival_seconds",
@@ -148,6 +157,7 @@ class Request:
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = []
+        self._hash_at: float = math.inf  # tokens with which the next block is full
         self._extend_hashes()
 
     @property
@@ -173,19 +183,18 @@ class Request:
     def is_finished(self) -> bool:
         return self.status.is_finished
 
-    def append_output_tokens(self, token_ids: Sequence[int]) -> None:
-        """Add verified tokens and hash the blocks they complete."""
-        end = self._num_tokens + len(token_ids)
-        if end > len(self._tokens):
-            grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
-            grown[: self._num_tokens] = self.all_token_ids
+    def append_output_token(self, token_id: int) -> None:
+        """Add a verified token and hash the block it completes."""
+        position = self._num_tokens
+        if position == len(self._tokens):
+            grown = np.empty(2 * position, np.int32)
+            grown[:position] = self._tokens
             self._tokens = grown
-        # One at a time: nearly always it is one, and a slice would first make an array of the list.
-        for position, token_id in enumerate(token_ids, self._num_tokens):
-            self._tokens[position] = token_id
-        self._num_tokens = end
-        self.output_token_ids.extend(token_ids)
-        self._extend_hashes()
+        self._tokens[position] = token_id
+        self._num_tokens = position = position + 1
+        self.output_token_ids.append(token_id)
+        if position >= self._hash_at:
+            self._extend_hashes()
 
     def __repr__(self) -> str:
         return (
@@ -194,8 +203,10 @@ class Request:
         )
 
     def _extend_hashes(self) -> None:
-        if self._block_hasher is not None:
-            self.block_hashes.extend(self._block_hasher(self))
+        hasher = self._block_hasher
+        if hasher is not None:
+            self.block_hashes.extend(hasher.digests(self))
+            self._hash_at = (len(self.block_hashes) + 1) * hasher.block_size
 
 
 @dataclass(slots=True)
@@ -204,6 +215,7 @@ class Progress:
     far, and what it had computed or loaded before. Moments are monotonic; None: not yet."""
 
     end_ids: frozenset[int]
+    is_known: bool = False  # the worker has been told of it
     scheduled: float | None = None
     first_token: float | None = None
     load_seconds: float = 0.0

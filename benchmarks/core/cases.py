@@ -76,7 +76,7 @@ def hash_cases(num_tokens: int) -> list[Case]:
 
     def ours(algorithm: str) -> Callable[[], list[bytes]]:
         hasher = make_block_hasher(ROOT, BLOCK_SIZE, algorithm)
-        return lambda: hasher(request)
+        return lambda: hasher.digests(request)
 
     return [
         Case("hash", "tokens/s", num_tokens, hashing(ours("sha256"))),

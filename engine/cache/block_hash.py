@@ -48,7 +48,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
 
-    return hash_new_blocks
+    return BlockHasher(block_size, hash_new_blocks)
 
 
 def _encoded_extras(request: Request, first: int, end: int) -> dict[int, bytes] | None:
@@ -80,7 +80,7 @@ def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
         extras = _plain_extras(request, first, end)
         return chain_digests_sha256_cbor(known[-1] if known else start, blocks, extras)
 
-    return hash_new_blocks
+    return BlockHasher(block_size, hash_new_blocks)
 
 
 def _plain_extras(request: Request, first: int, end: int) -> dict[int, Extra] | None:

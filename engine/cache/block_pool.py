@@ -14,18 +14,20 @@ A block is in one of these states:
 step that writes it has run. Until `commit_step` it counts as not computed:
 
 - it may be hit by other requests of the same step, because a step is one forward pass in which
-  every layer writes the K and V of the whole batch before any row of it is read;
+  every layer writes the K and V of the whole batch before any row of it is read; and by those of
+  later steps, because steps run in their order and fail together (below);
 - it may not be hit by a request that would only read it in a later step (a parked one), because
   the step may yet fail: `all_computed` tells;
 - if it is reused before the commit, its name is dropped and not reported as evicted, so what was
   never written can never reach a tier;
-- `drop_uncomputed` takes the names away after a step that failed.
+- `drop_uncomputed` takes the names away after a step that failed, and those of all later steps,
+  which may have read its blocks.
 
 Whoever copies blocks is told of every name that is taken away otherwise than by an eviction
 (`tell_dropped`), at that moment: such a block may be overwritten by the next step.
 
-There is one step in flight at a time: everything named since the last commit belongs to it. Names
-from a finished load are trusted at once.
+Steps are told apart by their ids, which only grow: a block belongs to the step that `begin_step`
+named last when it got its name. Names from a finished load are trusted at once.
 
 Several blocks may carry one name: block tables only ever grow at their end, so a request that
 computed what another one has keeps its own copy.
@@ -38,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from ...connector.base import EvictedBlock
@@ -184,7 +186,9 @@ class BlockPool:
         self.residency = Residency(self.blocks[1:])
         # Nearly every key has one block; a dict of its own only where there are several.
         self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        self._uncomputed: dict[int, None] = {}  # block ids, in the order they were named
+        # Block id -> the step that writes it, in the order they were named: that of the steps.
+        self._uncomputed: dict[int, int] = {}
+        self._step_id = 0
         self._evicted: list[tuple[int, bytes]] = []
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
         self._fresh: deque[KVCacheBlock] | None = None
@@ -301,7 +305,8 @@ class BlockPool:
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            self._uncomputed.update(dict.fromkeys([b.block_id for b in blocks if not b.is_null]))
+            written = [b.block_id for b in blocks if not b.is_null]
+            self._uncomputed.update(dict.fromkeys(written, self._step_id))
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
         """Call `tell` from now on with blocks that lose their names and are not reported as
@@ -317,15 +322,40 @@ class BlockPool:
         """Whether `take_fresh` may have something."""
         return bool(self._fresh)
 
-    def commit_step(self) -> None:
-        """The step has run: everything named since the last commit is computed."""
-        if self._fresh is not None:
-            self._fresh.extend([self.blocks[block_id] for block_id in self._uncomputed])
-        self._uncomputed.clear()
+    def begin_step(self, step_id: int) -> None:
+        """From now on names belong to this step. Raises ValueError for an id that does not grow."""
+        if step_id <= self._step_id:
+            raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
+        self._step_id = step_id
 
-    def drop_uncomputed(self) -> None:
-        """The step failed: nothing named since the last commit can be found any more."""
-        self.drop_names([self.blocks[block_id] for block_id in self._uncomputed])
+    def commit_step(self, step_id: int | None = None) -> None:
+        """This step and all before it have run (without an id, all): the blocks that they name are
+        computed."""
+        uncomputed = self._uncomputed
+        if step_id is None or step_id >= self._step_id:  # nothing else is in flight
+            computed = list(uncomputed)
+            uncomputed.clear()
+        else:
+            computed = list(takewhile(lambda block_id: uncomputed[block_id] <= step_id, uncomputed))
+            for block_id in computed:
+                del uncomputed[block_id]
+        if self._fresh is not None:
+            self._fresh.extend([self.blocks[block_id] for block_id in computed])
+
+    def drop_uncomputed(self, from_step_id: int = 0) -> None:
+        """This step failed, and with it all later ones (without an id, all): what they named cannot
+        be found any more."""
+        failed = [i for i, step_id in self._uncomputed.items() if step_id >= from_step_id]
+        self.drop_names([self.blocks[block_id] for block_id in failed])
+
+    def revoke_names(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take back the names that the step being scheduled gave to blocks of one request. Raises
+        RuntimeError where another request has found one of them, and nothing changes."""
+        own = [b for b in blocks if self._uncomputed.get(b.block_id) == self._step_id]
+        shared = [block.block_id for block in own if block.ref_cnt > 1]
+        if shared:
+            raise RuntimeError(f"blocks {shared} were found by other requests of the same step")
+        self.drop_names(own)
 
     def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Make blocks unfindable, held or free; free ones are now the first to be reused."""

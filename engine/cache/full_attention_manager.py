@@ -59,6 +59,21 @@ class FullAttentionManager:
             self._pool.cache_full_blocks(digests[known:full], blocks, self.group_id, computed)
             self._num_cached[request_id] = full
 
+    def named_beyond(self, request_id: str, num_tokens: int) -> Sequence[KVCacheBlock]:
+        """The blocks after the first `num_tokens` that have had their names."""
+        first, end = num_tokens // self._block_size, self._num_cached.get(request_id, 0)
+        return self.table(request_id)[first:end]
+
+    def take_back(self, request_id: str, num_tokens: int, num_blocks: int) -> None:
+        """The blocks after the first `num_tokens` have lost their names, and the last `num_blocks`
+        of the table are given back."""
+        known = self._num_cached.get(request_id, 0)
+        self._num_cached[request_id] = min(known, num_tokens // self._block_size)
+        if num_blocks:
+            table = self._tables[request_id]
+            self._pool.free_blocks(table[: -num_blocks - 1 : -1])
+            del table[-num_blocks:]
+
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back, the last one first."""
         blocks = self._tables.pop(request_id, None)

@@ -71,6 +71,14 @@ class KVCacheCoordinator:
         """The names of the blocks of every group, head first in each, as the pool keeps them."""
         return [d + group_suffix(i) for i in self._group_ids for d in digests]
 
+    def revoke(self, request_id: str, num_tokens: int, counts: Sequence[int]) -> None:
+        """Take names and the last `counts[i]` blocks of group i back; see
+        `KVCacheManager.revoke`."""
+        groups = self._groups
+        self._pool.revoke_names([b for g in groups for b in g.named_beyond(request_id, num_tokens)])
+        for group, count in zip(groups, counts, strict=True):
+            group.take_back(request_id, num_tokens, count)
+
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back."""
         for group in self._groups:

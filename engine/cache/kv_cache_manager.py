@@ -104,6 +104,16 @@ class KVCacheManager:
         """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
         self._cache(request, num_computed_tokens, computed=True)
 
+    def revoke(
+        self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
+    ) -> None:
+        """The step being scheduled will not compute the request after all: what the step named
+        beyond its first `num_computed_tokens` loses its name, and the blocks that the step added,
+        `block_ids` for each group, are given back. Raises RuntimeError where another request of the
+        step has found one of them, and nothing changes."""
+        counts = [0] * self._coordinator.num_groups if block_ids is None else map(len, block_ids)
+        self._coordinator.revoke(request.request_id, num_computed_tokens, list(counts))
+
     def free(self, request: Request) -> None:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)

@@ -178,9 +178,10 @@ class Admission:
         if request.num_cached_tokens < 0:
             progress.scheduled = now
             self._note_cached_tokens(request)
-        if request.num_preemptions > 0:
+        if progress.is_known:
             step.resume(request, num_tokens)
         else:
+            progress.is_known = True
             step.start(request, num_tokens)
 
     def _count_reuse(self, request: Request, progress: Progress) -> None:

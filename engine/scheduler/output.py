@@ -67,7 +67,7 @@ class OutputWriter:
             progress.first_token = now
         status = None
         for count, token_id in enumerate(token_ids, start=1):
-            request.append_output_tokens((token_id,))
+            request.append_output_token(token_id)
             status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
             if status is not None:
                 token_ids = token_ids[:count]
@@ -109,13 +109,16 @@ def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutpu
         output.prompt_logprobs = runner_output.prompt_logprobs.get(output.request_id)
 
 
-def fault_of(request: Request, runner_output: ModelRunnerOutput) -> str | None:
-    """Why a request that got no usable token cannot go on; None in the middle of its prompt."""
+def fault_of(
+    request: Request, num_computed_tokens: int, runner_output: ModelRunnerOutput
+) -> str | None:
+    """Why a request that got no usable token cannot go on, with so many tokens computed after the
+    step; None in the middle of its prompt."""
     if request.request_id in runner_output.nan_request_ids:
         return "the model's logits for this request were not finite numbers"
     if request.request_id in runner_output.banned_request_ids:
         return "the biases and bad words of this request ban every token; allow at least one"
-    if request.num_computed_tokens >= request.num_tokens:
+    if num_computed_tokens >= request.num_tokens:
         return "the worker returned no token for this request"
     return None
 
@@ -147,7 +150,12 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step."""
+    """One step.
+
+    Steps are computed in the order of their ids. One that fails leaves the worker's requests
+    unknown to those behind it, so a worker refuses a step whose `num_failures` is less than it has
+    counted itself: the scheduler fails that one together with the one before it.
+    """
 
     new_requests: list[NewRequestData]
     cached_requests: CachedRequestData
@@ -158,6 +166,8 @@ class SchedulerOutput:
     # Lost their blocks this step: the worker takes them out of the batch but remembers them.
     preempted_request_ids: set[str]
     connector_meta: ConnectorMetadata | None = None
+    step_id: int = 0  # grows from step to step
+    num_failures: int = 0  # failures of the worker that the scheduler knew when it made the step
 
 
 @dataclass(slots=True)

@@ -23,7 +23,9 @@ Nobody can block everybody:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ...connector.base import (
     NOTHING_FINISHED,
@@ -48,7 +50,7 @@ from .output import (
 )
 from .places import Places
 from .pressure import MemoryPressure
-from .step import StepBuilder
+from .step import EntryKind, StepBuilder, StepEntry
 
 
 class RunningRound:
@@ -170,6 +172,13 @@ LOAD_FAILED = (
 NOT_FINITE = "not_finite"
 
 
+class StepInFlight(NamedTuple):
+    """A step that the worker has, with what its requests were when it was made."""
+
+    output: SchedulerOutput
+    entries: list[StepEntry]
+
+
 class QueueFull(ValueError):
     """The waiting queue is full; the caller may try again later."""
 
@@ -180,8 +189,10 @@ class Scheduler:
     `fails_with_load`: a request ends with an error where blocks did not come that a tier had; else
     it computes them.
 
-    A step is `schedule`, then `update_from_output` or `fail_step` with what became of it. Only a
-    step without tokens may be left without either.
+    A step is `schedule`, then `update_from_output` or `fail_step` with what became of it, in the
+    order of the steps. Up to `max_steps_in_flight` may be made before the first comes back; a
+    request whose next token is still being computed has no part in those after it. Only a step
+    without tokens may be left without either.
     """
 
     def __init__(
@@ -193,8 +204,11 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
+        max_steps_in_flight: int = 1,
     ) -> None:
         check_config(config, max_model_len)
+        if max_steps_in_flight < 1:
+            raise ValueError(f"at least one step is in flight, not {max_steps_in_flight}")
         self.config = config
         self.manager = manager
         self.max_model_len = max_model_len
@@ -216,7 +230,10 @@ class Scheduler:
         self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
         # Half of them go at a time: what is left in front is what one step takes.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
-        self._in_flight: SchedulerOutput | None = None
+        self._max_steps_in_flight = max_steps_in_flight
+        self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._step_id = 0
+        self._num_failures = 0  # of the worker
         # What a failed step told a worker that may not have listened.
         self._preempted_again: set[str] = set()
         # The last step could do nothing, and nothing has happened since.
@@ -296,12 +313,14 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. Raises RuntimeError while the last one is neither updated nor failed."""
-        if self._in_flight is not None:
-            raise RuntimeError("the last step must be updated or failed before the next is made")
+        """The next step. Raises RuntimeError while as many as may be are in flight."""
+        if len(self._in_flight) >= self._max_steps_in_flight:
+            raise RuntimeError("the first step must be updated or failed before the next is made")
         now = time.monotonic()
         places = self._places
-        step = StepBuilder(self.manager, self.config.max_num_batched_tokens)
+        self._step_id += 1
+        self.manager.pool.begin_step(self._step_id)
+        step = StepBuilder(self.manager, self._step_id, self.config.max_num_batched_tokens)
         num_parked = len(places.parked)
         self._running.run(step, now)
         retry = not step.pressed and self._admission.admit(step, now)
@@ -309,11 +328,12 @@ class Scheduler:
         evicted = self.manager.pool.take_evicted()
         meta = None if self.connector is None else self._build_meta(self.connector, evicted)
         step.preempted_ids |= self._preempted_again
-        output = step.build(places.finished_ids, meta)
+        output = step.build(places.finished_ids, meta, self._num_failures)
         places.finished_ids = set()
         self._preempted_again = set()
         total = output.total_num_scheduled_tokens
-        self._in_flight = output if total else None
+        if total:
+            self._in_flight.append(StepInFlight(output, list(step.entries.values())))
         self._stalled = total == 0 and len(places.parked) == num_parked
         self._retry_at = now + RETRY_SECONDS if retry else None
         places.counts["steps"] += 1
@@ -324,21 +344,25 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
         """Take in what the worker made of a step: first the loads that ended, then the tokens."""
-        self._land(scheduler_output)
+        entries = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
-        self.manager.pool.commit_step()
-        requests = self._places.requests
+        if entries:
+            self._stalled = False
+            self.manager.pool.commit_step(scheduler_output.step_id)
         sampled = runner_output.sampled_token_ids
         take = self._writer.take
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
-                continue  # ended while the step ran
+        running = RequestStatus.RUNNING
+        for entry in entries:
+            request = entry[0]
+            # As `entry.is_current`, for hundreds in every step.
+            if request.status is not running or request.num_preemptions != entry[3]:
+                continue  # ended or sent back while the step ran
+            request_id = request.request_id
             token_ids = sampled.get(request_id)
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
-            elif error := fault_of(request, runner_output):
+            elif error := fault_of(request, entry.end, runner_output):
                 if request_id in runner_output.nan_request_ids:
                     self._places.drop_blocks(request, NOT_FINITE)
                 ended = RequestStatus.FINISHED_ERROR
@@ -353,21 +377,29 @@ class Scheduler:
     def fail_step(
         self, scheduler_output: SchedulerOutput, error: BaseException | str
     ) -> list[TokenOutput]:
-        """A step raised in the worker: its requests end with an error, what it should have written
-        is forgotten, all others go on. Loads in flight are reported as ever."""
-        self._land(scheduler_output)
-        self.manager.pool.drop_uncomputed()
+        """A step raised in the worker: its requests end with an error, and so do those of all steps
+        in flight behind it, which no longer come back; what they should have written is forgotten,
+        all others go on. Loads in flight are reported as ever."""
+        failed = [StepInFlight(scheduler_output, self._land(scheduler_output)), *self._in_flight]
+        self._in_flight.clear()
+        self._num_failures += 1
+        self.manager.pool.drop_uncomputed(scheduler_output.step_id)
         now = time.monotonic()
         places = self._places
         text = f"the step that computed this request failed: {error}"
         outputs = []
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = places.requests.get(request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
-                outputs.append(self._writer.end(request, RequestStatus.FINISHED_ERROR, now, text))
+        for step in failed:
+            for entry in step.entries:
+                if entry.is_current:
+                    ended = RequestStatus.FINISHED_ERROR
+                    outputs.append(self._writer.end(entry.request, ended, now, text))
+                elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
+                    # Sent back since, and the worker may never have heard of it.
+                    places.progress[entry.request.request_id].is_known = False
+            places.finished_ids |= step.output.finished_request_ids
+            self._preempted_again |= step.output.preempted_request_ids
         places.sweep()
-        places.finished_ids |= scheduler_output.finished_request_ids
-        self._preempted_again = scheduler_output.preempted_request_ids & places.requests.keys()
+        self._preempted_again &= places.requests.keys()
         self._stalled = False
         return outputs
 
@@ -439,10 +471,13 @@ class Scheduler:
             for request_id, failure in failures + places.meetings.broken()
         ]
 
-    def _land(self, scheduler_output: SchedulerOutput) -> None:
-        """The step in flight has come back."""
+    def _land(self, scheduler_output: SchedulerOutput) -> list[StepEntry]:
+        """The first step in flight has come back, or one without tokens."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            return
-        if scheduler_output is not self._in_flight:
-            raise RuntimeError("this is not the step in flight; each step comes back exactly once")
-        self._in_flight = None
+            return []
+        if not self._in_flight or scheduler_output is not self._in_flight[0].output:
+            raise RuntimeError(
+                "this is not the step in flight that is due; each comes back exactly once, the "
+                "oldest first"
+            )
+        return self._in_flight.popleft().entries

@@ -2,86 +2,178 @@
 """The step being put together: who runs, with how many tokens, and what the worker must be told.
 
 A request the worker sees first is described in full, one it knows by the difference; one that was
-preempted and comes back replaces its table.
+preempted and comes back replaces its table. Until `build` an entry can be taken back.
 """
 
 from __future__ import annotations
 
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
 from ...connector.base import ConnectorMetadata
+from ..cache.kv_block import BlockIds
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
-from ..request import Request
+from ..request import Request, RequestStatus
 from .output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class EntryKind(Enum):
+    """How the worker is told of a request."""
+
+    GOES_ON = "goes on"
+    STARTS = "starts"
+    RESUMES = "resumes"
+
+
+class StepEntry(NamedTuple):
+    """What one request does in a step."""
+
+    request: Request
+    num_tokens: int  # to compute
+    num_computed_tokens: int  # before them
+    num_preemptions: int  # of the request so far: sent back, it gets nothing more of this step
+    block_ids: BlockIds | None  # that the worker does not know of; None: none
+    kind: EntryKind
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs as it did when the step was made."""
+        request = self.request
+        is_running = request.status is RequestStatus.RUNNING
+        return is_running and request.num_preemptions == self.num_preemptions
+
+    @property
+    def end(self) -> int:
+        """Computed tokens after the step."""
+        return self.num_computed_tokens + self.num_tokens
+
+
+# From a tuple, at half the price of the class itself.
+_step_entry = partial(tuple.__new__, StepEntry)
 
 
 class StepBuilder:
     """One step under construction. `budget` is what is left of its tokens."""
 
-    __slots__ = ("_cached", "_manager", "_new", "_tokens", "budget", "preempted_ids", "pressed")
+    __slots__ = (
+        "_all_go_on",
+        "_manager",
+        "budget",
+        "entries",
+        "preempted_ids",
+        "pressed",
+        "step_id",
+    )
 
-    def __init__(self, manager: KVCacheManager, budget: int) -> None:
+    def __init__(self, manager: KVCacheManager, step_id: int, budget: int) -> None:
         self._manager = manager
+        self._all_go_on = True
+        self.step_id = step_id
         self.budget = budget
         self.preempted_ids: set[str] = set()
         # Room had to be made for a running request: nobody new is let in during this step.
         self.pressed = False
-        self._tokens: dict[str, int] = {}
-        self._new: list[NewRequestData] = []
-        self._cached = CachedRequestData()
+        self.entries: dict[str, StepEntry] = {}  # by request id, in batch order
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
         """A running request computes `num_tokens` more; `added` are the blocks it got for them."""
-        request_id = request.request_id
-        cached = self._cached
-        cached.request_ids.append(request_id)
-        cached.num_computed_tokens.append(request.num_computed_tokens)
-        if added is self._manager.no_blocks or not any(added):
-            cached.new_block_ids.append(None)
-        else:
-            ids = tuple([[block.block_id for block in blocks] for blocks in added])
-            cached.new_block_ids.append(ids)
-        self._grant(request, num_tokens)
+        block_ids = None
+        if added is not self._manager.no_blocks and any(added):
+            block_ids = tuple([[block.block_id for block in blocks] for blocks in added])
+        self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON)
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """A request runs for the first time, after `num_computed_tokens` found or loaded."""
-        self._new.append(
-            NewRequestData(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling_params=request.sampling_params,
-                block_ids=self._manager.get_block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
-            )
-        )
-        self._grant(request, num_tokens)
+        """A request that the worker has not seen runs, after `num_computed_tokens` found or
+        loaded."""
+        block_ids = self._manager.get_block_ids(request.request_id)
+        self._all_go_on = False
+        self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
     def resume(self, request: Request, num_tokens: int) -> None:
-        """A preempted request runs again, with a new table."""
-        request_id = request.request_id
-        cached = self._cached
-        cached.request_ids.append(request_id)
-        cached.num_computed_tokens.append(request.num_computed_tokens)
-        cached.new_block_ids.append(self._manager.get_block_ids(request_id))
-        cached.resumed_request_ids.add(request_id)
-        cached.output_token_ids[request_id] = list(request.output_token_ids)
-        self._grant(request, num_tokens)
+        """A preempted request that the worker remembers runs again, with a new table."""
+        block_ids = self._manager.get_block_ids(request.request_id)
+        self._all_go_on = False
+        self._grant(request, num_tokens, block_ids, EntryKind.RESUMES)
+
+    def revoke(self, request: Request) -> None:
+        """Take a request out of the step: its tokens are back in the budget, the blocks it got are
+        free again, and what the step named for it has no name. One that was going on is as it was
+        before; one that was starting or coming back holds no blocks and has computed nothing.
+
+        Raises KeyError for a request that is not in the step, and RuntimeError, with nothing
+        changed, where another one of this step has found blocks that it was to compute.
+        """
+        entry = self.entries[request.request_id]
+        self._manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
+        del self.entries[request.request_id]
+        self.budget += entry.num_tokens
+        goes_on = entry.kind is EntryKind.GOES_ON
+        request.num_computed_tokens = entry.num_computed_tokens if goes_on else 0
 
     def build(
-        self, finished_ids: set[str], connector_meta: ConnectorMetadata | None
+        self,
+        finished_ids: set[str],
+        connector_meta: ConnectorMetadata | None,
+        num_failures: int = 0,
     ) -> SchedulerOutput:
         """The finished step."""
+        entries, new, cached = self.entries, [], CachedRequestData()
+        tokens: dict[str, int] = {}
+        if entries:
+            # By columns: most steps are hundreds of requests that go on.
+            _, counts, computed, _, block_ids, _ = zip(*entries.values(), strict=True)
+            tokens = dict(zip(entries, counts, strict=True))
+            if self._all_go_on:
+                cached = CachedRequestData(list(entries), list(block_ids), list(computed))
+            else:
+                new = self._describe(cached)
         return SchedulerOutput(
-            new_requests=self._new,
-            cached_requests=self._cached,
-            num_scheduled_tokens=self._tokens,
-            total_num_scheduled_tokens=sum(self._tokens.values()),
+            step_id=self.step_id,
+            num_failures=num_failures,
+            new_requests=new,
+            cached_requests=cached,
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
             finished_request_ids=finished_ids,
             preempted_request_ids=self.preempted_ids,
             connector_meta=connector_meta,
         )
 
-    def _grant(self, request: Request, num_tokens: int) -> None:
+    def _describe(self, cached: CachedRequestData) -> list[NewRequestData]:
+        """Fill `cached` where not all requests go on; those that the worker has not seen."""
+        new = []
+        for request_id, entry in self.entries.items():
+            request = entry.request
+            if entry.kind is EntryKind.STARTS:
+                assert entry.block_ids is not None
+                new.append(
+                    NewRequestData(
+                        request_id=request_id,
+                        prompt_token_ids=request.prompt_token_ids,
+                        sampling_params=request.sampling_params,
+                        block_ids=entry.block_ids,
+                        num_computed_tokens=entry.num_computed_tokens,
+                        output_token_ids=list(request.output_token_ids),
+                    )
+                )
+                continue
+            cached.request_ids.append(request_id)
+            cached.new_block_ids.append(entry.block_ids)
+            cached.num_computed_tokens.append(entry.num_computed_tokens)
+            if entry.kind is EntryKind.RESUMES:
+                cached.resumed_request_ids.add(request_id)
+                cached.output_token_ids[request_id] = list(request.output_token_ids)
+        return new
+
+    def _grant(
+        self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
+    ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
-        self._tokens[request.request_id] = num_tokens
+        computed = request.num_computed_tokens
+        self.entries[request.request_id] = _step_entry(
+            (request, num_tokens, computed, request.num_preemptions, block_ids, kind)
+        )
         self.budget -= num_tokens
-        request.num_computed_tokens += num_tokens
+        request.num_computed_tokens = computed + num_tokens

@@ -84,7 +84,8 @@ def test_growing_by_pieces_names_blocks_as_if_they_came_at_once(
         "r", prompt, SamplingParams(), block_hasher=hasher, cache_salt=salt, lora_name=lora
     )
     for piece in pieces:
-        grown.append_output_tokens(piece)
+        for token_id in piece:
+            grown.append_output_token(token_id)
     whole = prompt + [token for piece in pieces for token in piece]
     assert grown.block_hashes == hashes(whole, hasher, salt, lora)
     assert len(grown.block_hashes) == len(whole) // 4

@@ -38,7 +38,7 @@ def start(manager: KVCacheManager, request: Request, num_tokens: int | None = No
 
 def decode(manager: KVCacheManager, request: Request, token: str) -> None:
     """The token sampled last is computed in the next step."""
-    request.append_output_tokens([ord(token)])
+    request.append_output_token(ord(token))
     assert manager.allocate_slots(request, 1) is not None
     request.num_computed_tokens += 1
 

@@ -101,7 +101,7 @@ def admit(
 
 def grow(rng: random.Random, manager: KVCacheManager, oracle: Oracle, request: Request) -> None:
     if request.num_computed_tokens == request.num_tokens:
-        request.append_output_tokens([rng.randrange(2)])
+        request.append_output_token(rng.randrange(2))
     count = rng.randint(1, request.num_tokens - request.num_computed_tokens)
     total = request.num_computed_tokens + count
     needed = max(0, -(-total // SIZE) - len(oracle.tables[request.request_id]))

@@ -43,7 +43,8 @@ def test_the_end(
 ) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     request = Request("r", [1, 1, 1], params)
-    request.append_output_tokens(said)
+    for token_id in said:
+        request.append_output_token(token_id)
     ends = end_token_ids(request, EOS)
     assert check_stop(request, said[-1], ends, max_model_len) is expected
 
