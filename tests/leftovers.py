@@ -52,7 +52,7 @@ def check_nothing_left(core: EngineCore) -> None:
     assert manager._coordinator._groups[0]._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-    assert not (core._runner._steps.requests or core._runner.batch.row_of)
+    assert not (core._executor.runner._steps.requests or core._executor.runner.batch.row_of)
     connector: Any = core._connector
     if connector is None:
         return
@@ -72,7 +72,7 @@ def check_nothing_left(core: EngineCore) -> None:
 
 def check_bytes(core: EngineCore, slab: SlabTier) -> None:
     """A block is the same wherever it lies, but for the rounding of another batch."""
-    pool = core._runner.pool.tensor
+    pool = core._executor.runner.pool.tensor
     for block_id, name in core.scheduler.manager.pool.resident():
         key = name + SHARD
         if slab.lookup([key]) != [Answer.HIT]:

@@ -129,7 +129,7 @@ class Life:
         self.core = EngineCore(self._config())
         self._wake.clear()
         self.core.set_wakeup(self._wake.set)
-        model = self.core._runner.model
+        model = self.core._executor.runner.model
         model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
         self._asked: dict[str, Asked] = {}
         self._empty_steps = 0

@@ -101,7 +101,7 @@ def test_an_fp8_pool_answers_the_same_from_every_tier(model: Path, tmp_path: Pat
                "ssd_bytes": 64 * 2**20, "load": "always"}  # fmt: skip
     cache = {"num_blocks": 36, "kv_cache_dtype": FP8_KV}
     with running_core(model, cache={"num_blocks": 400} | {"kv_cache_dtype": FP8_KV}) as core:
-        assert core._runner.pool.tensor.dtype == torch.float8_e4m3fn
+        assert core._executor.runner.pool.tensor.dtype == torch.float8_e4m3fn
         expected = fp8_answers(core, documents, "alone")
     for life in range(2):
         with running_core(model, cache=cache, offload=offload) as core:

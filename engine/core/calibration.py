@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...connector.base import KVConnectorScheduler, KVConnectorWorker
+from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorScheduler
 from ..sampling_params import SamplingParams
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
@@ -39,10 +39,12 @@ _POLL_SECONDS = 1e-4
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-class Runner(Protocol):
-    """The part of a model runner that calibration needs."""
+class Worker(Protocol):
+    """What is needed of an executor."""
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput: ...
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
+    def start_copies(self, meta: ConnectorMetadata) -> None: ...
+    def poll_copies(self) -> ConnectorWorkerOutput | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,10 @@ class Calibration:
     """The calibration of one engine, before its first request."""
 
     def __init__(
-        self, runner: Runner, budget: CalibrationBudget, note: Callable[[PromptCost], None]
+        self, worker: Worker, budget: CalibrationBudget, note: Callable[[PromptCost], None]
     ) -> None:
         """`note` hears what each prompt took that says something."""
-        self._runner = runner
+        self._worker = worker
         self._budget = budget
         self._note = note
         self._num_steps = 0
@@ -115,18 +117,16 @@ class Calibration:
         ended = {f"calibration-{self._num_steps}"} if self._num_steps else set()
         self._num_steps += 1
         total = sum(counts.values())
-        self._runner.execute(SchedulerOutput(new, CachedRequestData(), counts, total, ended, set()))
+        self._worker.execute(SchedulerOutput(new, CachedRequestData(), counts, total, ended, set()))
 
 
-def try_loads(
-    connector: KVConnectorScheduler, worker: KVConnectorWorker, block_ids: Sequence[int]
-) -> None:
+def try_loads(connector: KVConnectorScheduler, worker: Worker, block_ids: Sequence[int]) -> None:
     """Have the connector's calibration loads made, to blocks that are nobody's. All have ended when
     this returns; raises RuntimeError where one does not."""
     deadline = time.monotonic() + STUCK_SECONDS
     while meta := connector.build_calibration_meta(block_ids, READ_SECONDS):
-        worker.start_step(meta)
-        while not (output := worker.poll()):
+        worker.start_copies(meta)
+        while not (output := worker.poll_copies()):
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"a copy from the cpu tier to the KV pool did not end within {STUCK_SECONDS:g} "
@@ -137,10 +137,9 @@ def try_loads(
 
 
 def calibrate(
-    runner: Runner,
+    worker: Worker,
     budget: CalibrationBudget,
     connector: KVConnectorScheduler,
-    worker: KVConnectorWorker,
     savings: PrefillSavings,
 ) -> str:
     """Seed the estimates; what they are, in words. Where prompts cannot be measured the engine
@@ -152,7 +151,7 @@ def calibrate(
 
     began = time.monotonic()
     try:
-        Calibration(runner, budget, note).prefill()
+        Calibration(worker, budget, note).prefill()
     except Exception:
         logger.exception("no prompt could be measured; the first requests will teach instead")
     try_loads(connector, worker, range(1, budget.num_blocks))

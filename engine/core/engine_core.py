@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ...connector.base import KVConnectorScheduler, KVConnectorWorker
+from ...connector.base import NOTHING_FINISHED, KVConnectorScheduler, KVConnectorWorker
 from ...tiers.block import BlockLayout, Identity
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
@@ -32,6 +33,7 @@ from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
 from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
+from .executor import Executor, InProcessExecutor, StepHandle
 from .offload import open_tiers
 from .request_builder import RequestBuilder
 
@@ -51,10 +53,17 @@ class EngineCore:
     """One model being served.
 
     Raises ConfigError for settings, a model directory or tiers that cannot work; nothing stays
-    open then. `progress` hears what the start is busy with.
+    open then. `progress` hears what the start is busy with. `max_steps_in_flight` steps are
+    begun before the first of them comes back.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        max_steps_in_flight: int = 1,
+    ) -> None:
         self.config = config
         self._progress = progress or logger.info
         self._closed = False
@@ -83,8 +92,12 @@ class EngineCore:
             kv_dtype,
             config.cache.block_size,
         )
+        self._max_steps_in_flight = max_steps_in_flight
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler | None = None
         self._connector_worker: KVConnectorWorker | None = None
+        self._executor: Executor | None = None
         try:
             if config.offload.enabled:
                 self._connector, self._connector_worker = open_tiers(
@@ -104,8 +117,14 @@ class EngineCore:
             )
             self._try_offload()
         except BaseException:
-            self._close_connector(0.0)
+            self._close(0.0)
             raise
+
+    @property
+    def executor(self) -> Executor:
+        """Where steps are computed."""
+        assert self._executor is not None
+        return self._executor
 
     def ready(self) -> Ready:
         """The facts that clients need."""
@@ -161,25 +180,33 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
-        return self.scheduler.has_runnable_work()
+        return bool(self._in_flight) or self.scheduler.has_runnable_work()
 
     def idle_seconds(self) -> float:
         """How long to wait for an event, at most, before asking `has_work` again."""
         return RETRY_SECONDS if self.scheduler.num_waiting else _IDLE_SECONDS
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, compute, take in. A fault of the worker ends the requests of this step only.
+        """Schedule, compute, take in: one step comes back, and up to `max_steps_in_flight` are
+        begun before it does. A fault of the worker ends the requests of this step, and those of the steps
+        that were begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
-        output = self.scheduler.schedule()
-        began = time.monotonic()
+        in_flight = self._in_flight
+        while not in_flight or (
+            len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
+        ):
+            self._dispatch()
+        output, handle, began = in_flight.popleft()
         try:
-            result = self._runner.execute(output)
+            result = self.executor.result(handle)
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0
-        cost = self._stats.note_step(output, result, time.monotonic() - began)
+        now = time.monotonic()
+        began, self._last_ended = max(began, self._last_ended), now
+        cost = self._stats.note_step(output, result, now - began)
         if cost is not None and self._connector is not None:
             self._connector.note_step(*cost)
         outputs = self.scheduler.update_from_output(output, result)
@@ -203,19 +230,20 @@ class EngineCore:
             timeout_seconds = self.config.offload.shutdown_seconds
         deadline = time.monotonic() + timeout_seconds
         self.scheduler.finish_requests(list(self.scheduler.requests))
-        if self._connector is not None and self._connector_worker is not None:
+        self._give_up_steps()
+        if self._connector is not None:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
-            self._connector_worker.start_step(self._connector.build_final_meta(resident))
-        self._close_connector(deadline - time.monotonic())
+            self.executor.start_copies(self._connector.build_final_meta(resident))
+        self._close(deadline - time.monotonic())
 
     def _build_engine(self, layout: BlockLayout, num_blocks: int | None) -> None:
         """Without `num_blocks` the pool is what a GPU has left beside the weights."""
-        config, runner = self.config, None
+        config = self.config
         if num_blocks is None:
-            runner = self._load_model(None)
-            num_blocks = runner.pool.num_blocks
-            self.max_model_len = runner.max_model_len
+            self._executor = executor = self._load_model(None)
+            num_blocks = executor.num_blocks
+            self.max_model_len = executor.max_model_len
         self.num_blocks = num_blocks
         self._stats = CoreStats(config, layout, num_blocks)
         # Before the weights are loaded where that can be, since it may refuse the settings.
@@ -232,15 +260,15 @@ class EngineCore:
             eos_token_ids=frozenset(self.spec.eos_token_ids),
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",
+            max_steps_in_flight=self._max_steps_in_flight,
         )
-        if runner is None:
-            runner = self._load_model(num_blocks)
-        self._runner = runner
+        if self._executor is None:
+            self._executor = self._load_model(num_blocks)
 
-    def _load_model(self, num_blocks: int | None) -> ModelRunner:
+    def _load_model(self, num_blocks: int | None) -> Executor:
         config = self.config
         self._progress(f"loading {config.model.path}")
-        return ModelRunner(
+        runner = ModelRunner(
             self.spec,
             config.model.path,
             dtype=dtype_name(self._dtype),
@@ -254,10 +282,11 @@ class EngineCore:
             placement=self._placement,
             progress=self._progress,
         )
+        return InProcessExecutor(runner)
 
     def _try_offload(self) -> None:
         """Seed what loading and computing are taken to cost, and say it."""
-        if self._connector is None or self._connector_worker is None:
+        if self._connector is None:
             return
         budget = CalibrationBudget(
             self.config.cache.block_size,
@@ -265,8 +294,8 @@ class EngineCore:
             self.max_model_len,
             self.config.scheduler.max_num_batched_tokens,
         )
-        sides = self._connector, self._connector_worker
-        self._progress(calibrate(self._runner, budget, *sides, self._stats.savings))
+        savings = self._stats.savings
+        self._progress(calibrate(self.executor, budget, self._connector, savings))
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache
@@ -281,10 +310,18 @@ class EngineCore:
             raise ValueError("requests still hold blocks of the pool; wait until they have ended")
         return {"done": True}
 
+    def _dispatch(self) -> None:
+        output = self.scheduler.schedule()
+        began = time.monotonic()
+        handle = self.executor.dispatch(output)
+        self.executor.sample(handle)
+        self._in_flight.append((output, handle, began))
+
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
         outputs = self.scheduler.fail_step(output, error)
+        outputs += self._give_up_steps()
         self.num_failed_steps += 1
         if is_device_lost(error):
             raise RuntimeError(f"the device is lost: {error}") from error
@@ -295,12 +332,31 @@ class EngineCore:
             ) from error
         return outputs
 
-    def _close_connector(self, timeout_seconds: float) -> None:
+    def _give_up_steps(self) -> list[TokenOutput]:
+        """Wait for the steps under way, whose tokens nobody takes; what they report of copies
+        counts."""
+        outputs: list[TokenOutput] = []
+        while self._in_flight:
+            _, handle, _ = self._in_flight.popleft()
+            try:
+                result = self.executor.result(handle)
+            except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
+                logger.debug("a step was given up: %s", error)
+            else:
+                outputs += self.scheduler.take_reports(result.connector_output)
+        return outputs
+
+    def _close(self, timeout_seconds: float) -> None:
         """Let copies end and be taken in, then close the tiers; all within the time."""
-        if self._connector is None or self._connector_worker is None:
-            return
         deadline = time.monotonic() + max(0.0, timeout_seconds)
         # Copies take milliseconds. Half of the time is left to the tiers where one does not end.
-        self._connector_worker.shutdown(max(MIN_COPY_SECONDS, timeout_seconds / 2))
-        self._connector.update_from_worker(self._connector_worker.poll())
-        self._connector.shutdown(max(0.0, deadline - time.monotonic()))
+        copy_seconds = max(MIN_COPY_SECONDS, timeout_seconds / 2)
+        output = None
+        if self._executor is not None:
+            output = self._executor.shutdown(copy_seconds)
+        elif self._connector_worker is not None:
+            self._connector_worker.shutdown(copy_seconds)
+            output = self._connector_worker.poll()
+        if self._connector is not None:
+            self._connector.update_from_worker(output or NOTHING_FINISHED)
+            self._connector.shutdown(max(0.0, deadline - time.monotonic()))

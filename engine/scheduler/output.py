@@ -153,8 +153,8 @@ class SchedulerOutput:
     """One step.
 
     Steps are computed in the order of their ids. One that fails leaves the worker's requests
-    unknown to those behind it, so a worker refuses a step whose `num_failures` is less than it has
-    counted itself: the scheduler fails that one together with the one before it.
+    unknown to those behind it, so a worker refuses a step that was made before its failure was
+    known (`last_failed_id`): the scheduler fails that one together with the one before it.
     """
 
     new_requests: list[NewRequestData]
@@ -167,7 +167,7 @@ class SchedulerOutput:
     preempted_request_ids: set[str]
     connector_meta: ConnectorMetadata | None = None
     step_id: int = 0  # grows from step to step
-    num_failures: int = 0  # failures of the worker that the scheduler knew when it made the step
+    last_failed_id: int = 0  # of the last step that was known to have failed
 
 
 @dataclass(slots=True)

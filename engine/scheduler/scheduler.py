@@ -233,7 +233,7 @@ class Scheduler:
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
-        self._num_failures = 0  # of the worker
+        self._last_failed_id = 0
         # What a failed step told a worker that may not have listened.
         self._preempted_again: set[str] = set()
         # The last step could do nothing, and nothing has happened since.
@@ -328,7 +328,7 @@ class Scheduler:
         evicted = self.manager.pool.take_evicted()
         meta = None if self.connector is None else self._build_meta(self.connector, evicted)
         step.preempted_ids |= self._preempted_again
-        output = step.build(places.finished_ids, meta, self._num_failures)
+        output = step.build(places.finished_ids, meta, self._last_failed_id)
         places.finished_ids = set()
         self._preempted_again = set()
         total = output.total_num_scheduled_tokens
@@ -382,7 +382,7 @@ class Scheduler:
         all others go on. Loads in flight are reported as ever."""
         failed = [StepInFlight(scheduler_output, self._land(scheduler_output)), *self._in_flight]
         self._in_flight.clear()
-        self._num_failures += 1
+        self._last_failed_id = failed[-1].output.step_id
         self.manager.pool.drop_uncomputed(scheduler_output.step_id)
         now = time.monotonic()
         places = self._places
@@ -401,6 +401,12 @@ class Scheduler:
         places.sweep()
         self._preempted_again &= places.requests.keys()
         self._stalled = False
+        return outputs
+
+    def take_reports(self, worker_output: ConnectorWorkerOutput | None) -> list[TokenOutput]:
+        """Take in what the worker says of copies with a step that nobody waits for any more."""
+        outputs = self._take_reports(worker_output, time.monotonic())
+        self._places.sweep()
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:

@@ -116,7 +116,7 @@ class StepBuilder:
         self,
         finished_ids: set[str],
         connector_meta: ConnectorMetadata | None,
-        num_failures: int = 0,
+        last_failed_id: int = 0,
     ) -> SchedulerOutput:
         """The finished step."""
         entries, new, cached = self.entries, [], CachedRequestData()
@@ -131,7 +131,7 @@ class StepBuilder:
                 new = self._describe(cached)
         return SchedulerOutput(
             step_id=self.step_id,
-            num_failures=num_failures,
+            last_failed_id=last_failed_id,
             new_requests=new,
             cached_requests=cached,
             num_scheduled_tokens=tokens,

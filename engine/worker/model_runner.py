@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...connector.base import NOTHING_TO_MOVE, ConnectorWorkerOutput, KVConnectorWorker
+from ...connector.base import (
+    CLOSE_SECONDS,
+    NOTHING_TO_MOVE,
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    KVConnectorWorker,
+)
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.layers import Elementwise
 from ..models.spec import ModelSpec
 from ..sampling.sampler import Sampler
+from ..sampling.token_mask import TokenMask
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
@@ -97,6 +105,23 @@ class StepBatch:
             if block_ids is not None:
                 batch.tables.append_row(block_ids, row)
 
+
+class StepRefused(RuntimeError):
+    """The step follows one that has failed, so that its requests may be unknown; nothing of it was
+    computed."""
+
+
+@dataclass(slots=True)
+class BegunStep:
+    """A step whose forward pass has begun."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput
+    logits: torch.Tensor | None = None  # [rows, vocab]; None: nobody is at the end of its tokens
+    rows: IntArray = field(default_factory=lambda: NO_ROWS)  # of the batch
+
+
+NO_ROWS: IntArray = np.zeros(0, np.int64)
 
 logger = logging.getLogger(__name__)
 
@@ -176,31 +201,67 @@ class ModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
+        self._last_failed_id = 0
         self._connector = connector
         if connector is not None:
             connector.register_pool(self.pool.tensor)
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step. Requests whose logits are not finite are named and get no token; the others are
-        not affected. Raises what goes wrong with the whole step; see `StepBatch.follow`."""
+        """One step as a whole: `begin`, then `finish`."""
+        return self.finish(self.begin(output))
+
+    @torch.inference_mode()
+    def begin(self, output: SchedulerOutput) -> BegunStep:
+        """The copies of a step, its changes of the batch and its forward pass; `finish` must follow
+        before the next step. Raises what goes wrong with the whole step, after which only steps
+        whose `last_failed_id` says so are computed; see also `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         if self._connector is not None:
             self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
-        self._update_batch(output)
-        result = ModelRunnerOutput({})
-        if output.num_scheduled_tokens:
-            self._compute(output, result)
-        result.connector_output = self._poll()
-        return result
+        if output.last_failed_id < self._last_failed_id:
+            raise StepRefused(
+                f"step {output.step_id} was made before it was known that step "
+                f"{self._last_failed_id} had failed"
+            )
+        try:
+            self._update_batch(output)
+            step = BegunStep(output, ModelRunnerOutput({}))
+            if output.num_scheduled_tokens:
+                self._compute(step)
+            return step
+        except Exception:
+            self._last_failed_id = output.step_id
+            raise
 
-    def shutdown(self) -> None:
-        """Let the connector finish its copies. Idempotent."""
+    @torch.inference_mode()
+    def finish(self, step: BegunStep, mask: TokenMask | None = None) -> ModelRunnerOutput:
+        """Choose the tokens of a step, where `mask` says among which; all requests that it names
+        choose one. Requests whose logits are not
+        finite are named and get no token; the others are not affected. Raises as `begin` does."""
+        try:
+            if step.logits is not None:
+                self._sample(step.logits, step.rows, step.result, mask)
+            if self._prompt_logprobs.is_active and step.output.num_scheduled_tokens:
+                self._prompt_logprobs.deliver(step.result)
+            step.result.connector_output = self.poll_copies()
+            return step.result
+        except Exception:
+            self._last_failed_id = step.output.step_id
+            raise
+
+    def start_copies(self, meta: ConnectorMetadata) -> None:
+        """Begin copies that belong to no step."""
         if self._connector is not None:
-            self._connector.shutdown()
+            self._connector.start_step(meta)
 
-    def _poll(self) -> ConnectorWorkerOutput | None:
+    def poll_copies(self) -> ConnectorWorkerOutput | None:
+        """What the connector has finished since it was last asked; None without one."""
         return None if self._connector is None else self._connector.poll()
+
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Let the connector finish its copies, at most so long. Idempotent."""
+        if self._connector is not None:
+            self._connector.shutdown(timeout_seconds)
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
@@ -209,8 +270,8 @@ class ModelRunner:
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
 
-    def _compute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        scheduled = output.num_scheduled_tokens
+    def _compute(self, step: BegunStep) -> None:
+        scheduled = step.output.num_scheduled_tokens
         rows, counts = self._scheduled_rows(scheduled)
         batch = self.batch
         computed = batch.num_computed[rows]
@@ -232,12 +293,11 @@ class ModelRunner:
             self._connector.wait_before_forward()
         hidden = launch()
         batch.num_computed[rows] += counts
-        result.sampled_token_ids = {request_id: [] for request_id in scheduled}
+        step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
         if len(last):
-            self._sample(self.model.logits(hidden[: len(last)]), rows[ready], result)
+            step.logits, step.rows = self.model.logits(hidden[: len(last)]), rows[ready]
         if prompts.is_active:
             prompts.collect(pieces, hidden[len(last) :])
-            prompts.deliver(result)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Rows in the order of the step, and their token counts."""
@@ -251,7 +311,17 @@ class ModelRunner:
         order = step_order(rows, counts)
         return rows[order], counts[order]
 
-    def _sample(self, logits: torch.Tensor, rows: IntArray, result: ModelRunnerOutput) -> None:
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rows: IntArray,
+        result: ModelRunnerOutput,
+        mask: TokenMask | None,
+    ) -> None:
+        if mask is not None:
+            index_of = {row: index for index, row in enumerate(rows.tolist())}
+            row_of = self.batch.row_of
+            mask.apply(logits, [index_of[row_of[request_id]] for request_id in mask.request_ids])
         sampled = self._sampler.sample(logits, rows)
         for index, row in enumerate(rows.tolist()):
             request = self.batch.requests[row]

@@ -195,7 +195,7 @@ def test_e02_a_poisoned_prefix_heals_on_every_engine(
             while not outputs:  # the whole prompt has been computed
                 outputs = one.step()
             (table,) = one.scheduler.manager.get_block_ids("first")
-            one._runner.pool.tensor[table[0]] = torch.nan
+            one._executor.runner.pool.tensor[table[0]] = torch.nan
             finish(one, [], 1)
             # One more engine loads what got to the tiers, and so does the first.
             results = []
@@ -307,7 +307,7 @@ def test_e04_a_batch_update_that_breaks_off(
             patched.setattr(MultiGroupBlockTable, "add_row", fail)
             ended = {output.request_id: output for output in core.step()}
         assert "no more memory" in (ended["bad"].error or "")
-        batch = core._runner.batch
+        batch = core._executor.runner.batch
         for name in "bc":
             core.add(request(name, prompts[name]))
         results = finish(core, [], 2)
@@ -355,7 +355,7 @@ def test_e05_a_worker_that_fails_for_ever(
 ) -> None:
     """The requests that its failures ended counted as progress: it never came to an end."""
     with core_of(tiny_model) as core:
-        monkeypatch.setattr(core._runner.model, "forward", _raise)
+        monkeypatch.setattr(core._executor.runner.model, "forward", _raise)
         for number in range(MAX_FAILED_STEPS - 1):
             core.add(request(str(number), prompt_of(20)))
             (output,) = core.step()
@@ -373,7 +373,7 @@ def test_e05_one_good_step_is_a_new_beginning(
         for number in range(2 * MAX_FAILED_STEPS):
             core.add(request(str(number), prompt_of(20)))
             with monkeypatch.context() as patched:
-                patched.setattr(core._runner.model, "forward", _raise)
+                patched.setattr(core._executor.runner.model, "forward", _raise)
                 core.step()
             assert core.num_failed_steps == 1
             run(core, request(f"good {number}", prompt_of(20)))
@@ -385,7 +385,7 @@ def test_e05_a_lost_device_is_the_end(tiny_model: Path, monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with core_of(tiny_model) as core:
-        monkeypatch.setattr(core._runner.model, "forward", fail)
+        monkeypatch.setattr(core._executor.runner.model, "forward", fail)
         core.add(request("r", prompt_of(20)))
         with pytest.raises(RuntimeError, match="the device is lost"):
             core.step()

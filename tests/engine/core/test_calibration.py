@@ -45,6 +45,12 @@ class Runner:
             self.now += self._seconds_of(count, new.num_computed_tokens)
         return ModelRunnerOutput({})
 
+    def start_copies(self, meta: ConnectorMetadata) -> None:
+        """A copy that never ends."""
+
+    def poll_copies(self) -> ConnectorWorkerOutput:
+        return ConnectorWorkerOutput()
+
 
 def budget(**changes: int) -> CalibrationBudget:
     sizes = {"block_size": 16, "num_blocks": 600, "max_model_len": 9000,
@@ -105,7 +111,7 @@ def test_steps_too_small_to_be_measured_are_not_made() -> None:
 
 
 class Stuck:
-    """A connector one of whose copies never ends; both sides."""
+    """A connector one of whose copies never ends."""
 
     notes = 0
 
@@ -118,11 +124,6 @@ class Stuck:
     def build_calibration_meta(self, block_ids: object, seconds: float) -> ConnectorMetadata:
         return self._meta
 
-    def start_step(self, meta: ConnectorMetadata) -> None: ...
-
-    def poll(self) -> ConnectorWorkerOutput:
-        return ConnectorWorkerOutput()
-
     def describe_estimates(self) -> str:
         return "nothing"
 
@@ -132,7 +133,7 @@ def test_nobody_is_served_beside_a_copy_that_does_not_end(monkeypatch: pytest.Mo
     monkeypatch.setattr(calibration, "STUCK_SECONDS", 0.05)
     both, savings = Stuck(), PrefillSavings()
     with pytest.raises(RuntimeError, match="did not end within"):
-        calibrate(Runner(lambda *_: 0.0), budget(), both, both, savings)  # type: ignore[arg-type]
+        calibrate(Runner(lambda *_: 0.0), budget(), both, savings)  # type: ignore[arg-type]
     assert both.notes == 2
     assert savings.seconds_per_token is not None
 
@@ -143,7 +144,7 @@ def test_a_runner_that_fails_does_not_fail_the_start(caplog: pytest.LogCaptureFi
 
     both, savings = Stuck(copies=False), PrefillSavings()
     with caplog.at_level(logging.ERROR):
-        line = calibrate(Runner(fail), budget(), both, both, savings)  # type: ignore[arg-type]
+        line = calibrate(Runner(fail), budget(), both, savings)  # type: ignore[arg-type]
     assert line.startswith("offload: nothing")
     assert "no such device" in caplog.text
 

@@ -109,7 +109,7 @@ def test_a_fault_in_the_worker_ends_the_requests_of_its_step_only(
 ) -> None:
     core = make_core(max_num_seqs=1)
     outputs = core.add(request("first", prompt_of(20))) + core.add(request("next", prompt_of(21)))
-    monkeypatch.setattr(core._runner.model, "forward", _raise)
+    monkeypatch.setattr(core._executor.runner.model, "forward", _raise)
     outputs += core.step()
     monkeypatch.undo()
     results = finish(core, outputs, 2)
@@ -130,7 +130,7 @@ def test_a_worker_that_fails_without_requests_is_given_up(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core()
-    monkeypatch.setattr(core._runner, "execute", _raise)
+    monkeypatch.setattr(core._executor.runner, "begin", _raise)
     for _ in range(MAX_FAILED_STEPS - 1):
         assert core.step() == []
     with pytest.raises(RuntimeError, match="5 steps in a row, the last with: no more memory"):

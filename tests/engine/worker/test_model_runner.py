@@ -265,7 +265,7 @@ class RecordingConnector(KVConnectorWorker):
         self.calls.append(f"poll {bool(self.pool[1:].isnan().all())}")
         return ConnectorWorkerOutput(finished_stores=[7])
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout_seconds: float) -> None:
         self.calls.append("shutdown")
 
 

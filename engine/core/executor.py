@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where steps are computed: the seam between the engine core and the worker.
+
+    handle = dispatch(step)     copies, changes of the batch, forward pass
+    sample(handle, mask)        tokens, among those that the mask allows
+    result(handle)              waits for them
+
+Steps are computed in the order in which they were dispatched, and each handle goes through the
+three calls once. A mask can be made while the forward pass runs. What goes wrong with a step, at
+whatever point, is raised by its `result`; a step that was dispatched before that was known is
+refused (`SchedulerOutput.last_failed_id`), but the copies of both begin and are reported.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from ...connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
+from ..sampling.token_mask import TokenMask
+from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
+from ..worker.model_runner import BegunStep, ModelRunner
+
+
+class ExecutorDied(RuntimeError):
+    """The worker is gone, or answers no more; no step will be computed again."""
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step under way, as the executor knows it."""
+
+    step: SchedulerOutput
+
+
+class Executor(ABC):
+    """Called by the engine's step thread only."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks of the KV pool, the null block included."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Tokens of the longest request that the pool holds."""
+
+    @abstractmethod
+    def dispatch(self, step: SchedulerOutput) -> StepHandle:
+        """Begin a step."""
+
+    @abstractmethod
+    def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
+        """Have the tokens of a step chosen."""
+
+    @abstractmethod
+    def result(self, handle: StepHandle) -> ModelRunnerOutput:
+        """Wait for a step, the oldest first. Raises what went wrong with it; ExecutorDied where
+        nothing will ever come."""
+
+    @abstractmethod
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Have the worker do something between steps, and wait for its answer; the names are those
+        of this class's other methods. Raises what the worker raises."""
+
+    @abstractmethod
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
+        """Let copies end, at most so long, and give everything back. What the connector's worker
+        side had not reported yet. Idempotent."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """One step from beginning to end."""
+        handle = self.dispatch(step)
+        self.sample(handle)
+        return self.result(handle)
+
+    def start_copies(self, meta: ConnectorMetadata) -> None:
+        """Begin copies that belong to no step."""
+        self.call("start_copies", meta)
+
+    def poll_copies(self) -> ConnectorWorkerOutput | None:
+        """What the connector's worker side has finished; None without one."""
+        output: ConnectorWorkerOutput | None = self.call("poll_copies")
+        return output
+
+
+@dataclass(slots=True)
+class _LocalHandle(StepHandle):
+    begun: BegunStep | None = None
+    outcome: ModelRunnerOutput | Exception | None = None
+
+
+class InProcessExecutor(Executor):
+    """A model runner on the caller's thread."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    @property
+    def num_blocks(self) -> int:
+        return self.runner.pool.num_blocks
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    def dispatch(self, step: SchedulerOutput) -> StepHandle:
+        handle = _LocalHandle(step)
+        try:
+            handle.begun = self.runner.begin(step)
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            handle.outcome = error
+        return handle
+
+    def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
+        assert isinstance(handle, _LocalHandle)
+        if handle.begun is None:
+            return
+        begun, handle.begun = handle.begun, None
+        try:
+            handle.outcome = self.runner.finish(begun, mask)
+        except Exception as error:  # noqa: BLE001 - as above
+            handle.outcome = error
+
+    def result(self, handle: StepHandle) -> ModelRunnerOutput:
+        assert isinstance(handle, _LocalHandle)
+        outcome, handle.outcome = handle.outcome, None
+        if isinstance(outcome, ModelRunnerOutput):
+            return outcome
+        raise outcome or RuntimeError(f"step {handle.step.step_id} was not sampled, or is over")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.runner, name)(*arguments)
+
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
+        self.runner.shutdown(timeout_seconds)
+        return self.runner.poll_copies()
