@@ -187,9 +187,8 @@ class EngineCore:
         return RETRY_SECONDS if self.scheduler.num_waiting else _IDLE_SECONDS
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, compute, take in: one step comes back, and up to `max_steps_in_flight` are
-        begun before it does. A fault of the worker ends the requests of this step, and those of the steps
-        that were begun after it.
+        """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes
+        back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
         in_flight = self._in_flight

@@ -68,6 +68,7 @@ class WorkerState:
 
     tokens: list[int]
     table: list[int]
+    num_prompt: int
     in_batch: bool = True
 
 
@@ -81,6 +82,7 @@ class Engine:
     states: dict[str, WorkerState] = field(default_factory=dict)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
     names: dict[bytes, list[int]] = field(default_factory=dict)  # digest → what its block holds
+    has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
 
     @property
@@ -152,9 +154,11 @@ class Engine:
                 self.states[request_id].in_batch = False
         self._computed = {}
         for new in output.new_requests:
-            assert new.request_id not in self.states
+            assert new.request_id not in self.states or self.has_failed
             tokens = [int(token) for token in new.prompt_token_ids]
-            self.states[new.request_id] = WorkerState(tokens, list(new.block_ids[0]))
+            self.states[new.request_id] = WorkerState(
+                tokens + new.output_token_ids, list(new.block_ids[0]), len(tokens)
+            )
             self._computed[new.request_id] = new.num_computed_tokens
         cached = output.cached_requests
         for request_id, ids, computed in zip(
@@ -165,7 +169,11 @@ class Engine:
                 assert ids is not None
                 assert not state.in_batch
                 said = cached.output_token_ids[request_id]
-                assert state.tokens[len(state.tokens) - len(said) :] == said
+                known = state.tokens[state.num_prompt :]
+                assert known[: len(said)] == said
+                # Of steps that came back after it had been sent back.
+                assert len(known) - len(said) < self.scheduler._max_steps_in_flight
+                state.tokens = state.tokens[: state.num_prompt] + said
                 state.table = list(ids[0])
                 state.in_batch = True
             elif ids is not None:
@@ -246,6 +254,7 @@ def make_engine() -> MakeEngine:
         watermark: float = 0.0,
         caching: bool = True,
         fails_with_load: bool = False,
+        max_steps_in_flight: int = 1,
         **options: object,
     ) -> Engine:
         config = SchedulerConfig(
@@ -267,6 +276,7 @@ def make_engine() -> MakeEngine:
             eos_token_ids=frozenset({EOS}),
             connector=tiers,
             fails_with_load=fails_with_load,
+            max_steps_in_flight=max_steps_in_flight,
         )
         engine = Engine(scheduler, tiers)
         if tiers is not None:

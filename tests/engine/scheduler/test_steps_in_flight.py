@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several steps in flight: they come back in order, fail together, and nobody notices otherwise."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from stratakv.engine.request import RequestStatus
+from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from stratakv.engine.scheduler.step import StepBuilder
+
+from .conftest import Engine, MakeEngine, reference
+from .dict_tiers import SIZE, DictTiers
+
+DEPTH = 2
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 50), k=length)
+
+
+class Pipeline:
+    """Runs steps as soon as they are made and takes them in up to `DEPTH - 1` steps later."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
+
+    def begin(self, *, fails: bool = False) -> SchedulerOutput:
+        engine = self.engine
+        output = engine.scheduler.schedule()
+        engine.tiers and engine.tiers.tick()
+        if fails:
+            engine.follow(output)
+            engine._store()
+            engine._store_ahead()
+        self.in_flight.append((output, None if fails else engine.run(output)))
+        return output
+
+    def end(self) -> None:
+        output, result = self.in_flight.popleft()
+        scheduler = self.engine.scheduler
+        if result is not None:
+            self.engine.take(scheduler.update_from_output(output, result))
+            return
+        self.engine.has_failed = True
+        self.engine.take(scheduler.fail_step(output, "no more memory"))
+        self.in_flight = deque(
+            step for step in self.in_flight if not step[0].total_num_scheduled_tokens
+        )
+
+    def run_all(self) -> None:
+        scheduler = self.engine.scheduler
+        for _ in range(3000):
+            if not scheduler.requests and not self.in_flight:
+                return
+            num_busy = sum(bool(step[0].total_num_scheduled_tokens) for step in self.in_flight)
+            if scheduler.has_runnable_work() and num_busy < DEPTH:
+                self.begin()
+            elif self.in_flight:
+                self.end()
+            elif self.engine.tiers is None or not self.engine.tiers.tick():
+                scheduler._retry_at = 0.0
+        raise AssertionError("not done")
+
+
+def test_no_more_are_made_than_may_be(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH, max_num_batched_tokens=8)
+    engine.add("a", prompt(40))
+    line = Pipeline(engine)
+    first, second = line.begin(), line.begin()
+    assert second.step_id == first.step_id + 1
+    with pytest.raises(RuntimeError, match="must be updated or failed"):
+        engine.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="the oldest first"):
+        engine.scheduler.update_from_output(second, ModelRunnerOutput({}))
+    line.end()
+    line.begin()
+
+
+def test_who_waits_for_a_token_has_no_part_in_the_next_step(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH)
+    engine.add("a", prompt(6))
+    line = Pipeline(engine)
+    assert line.begin().num_scheduled_tokens == {"a": 6}
+    engine.add("b", prompt(9, 1))
+    assert line.begin().num_scheduled_tokens == {"b": 9}
+    line.end()
+    assert line.begin().num_scheduled_tokens == {"a": 1}
+    line.run_all()
+    assert engine.said("a") == reference(prompt(6), 5)
+    assert engine.said("b") == reference(prompt(9, 1), 5)
+
+
+def test_blocks_are_trusted_when_their_own_step_has_come_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH, max_num_batched_tokens=8)
+    engine.add("a", prompt(16))
+    line = Pipeline(engine)
+    line.begin(), line.begin()
+    pool = engine.manager.pool
+    table = [pool.blocks[i] for i in engine.table("a")]
+    assert [pool.all_computed([block]) for block in table] == [False] * 4
+    line.end()
+    assert [pool.all_computed([block]) for block in table] == [True, True, False, False]
+    line.end()
+    assert pool.all_computed(table)
+
+
+def test_a_step_that_fails_takes_the_next_one_with_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH, max_num_batched_tokens=8)
+    engine.add("before", prompt(8, 1), max_tokens=1)
+    line = Pipeline(engine)
+    line.begin(), line.end()
+    engine.add("a", prompt(16))
+    engine.add("later", prompt(12, 2))
+    failed = line.begin(fails=True)
+    follower = line.begin(fails=True)
+    line.end()
+    assert failed.num_scheduled_tokens == follower.num_scheduled_tokens == {"a": 8}
+    (last,) = engine.outputs["a"]
+    assert (last.finish_reason, "no more memory" in (last.error or "")) == ("error", True)
+    # What neither of them can be trusted to have written is found by nobody.
+    again = engine.add("again", prompt(16))
+    assert engine.manager.get_computed_blocks(again)[1] == 0
+    assert engine.scheduler._last_failed_id == follower.step_id
+    assert line.begin().last_failed_id == follower.step_id
+    line.run_all()
+    assert engine.said("later") == reference(prompt(12, 2), 5)
+    assert engine.said("again") == reference(prompt(16), 5)
+
+
+def test_what_was_computed_before_the_failed_step_is_kept(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH, max_num_batched_tokens=8)
+    engine.add("a", prompt(24), max_tokens=1)
+    line = Pipeline(engine)
+    line.begin(), line.end()
+    line.begin(fails=True), line.end()
+    again = engine.add("again", prompt(24))
+    assert engine.manager.get_computed_blocks(again)[1] == 8
+
+
+def test_a_request_that_ended_while_its_step_ran_gets_nothing_of_it(
+    make_engine: MakeEngine,
+) -> None:
+    """Nor does another one of the same id."""
+    engine = make_engine(max_steps_in_flight=DEPTH)
+    engine.add("a", prompt(6))
+    line = Pipeline(engine)
+    line.begin()
+    engine.scheduler.finish_requests(["a"])
+    engine.add("a", prompt(7, 1), max_tokens=3)
+    line.begin()
+    line.end()
+    assert engine.said("a") == []
+    line.run_all()
+    assert engine.said("a") == reference(prompt(7, 1), 3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lives_two_steps_deep(make_engine: MakeEngine, seed: int) -> None:
+    """Little room, aborts, tiers and failing steps: who is not told otherwise says what it would
+    alone."""
+    rng = random.Random(seed)
+    tiers = DictTiers() if seed % 2 else None
+    engine = make_engine(
+        24, tiers=tiers, max_steps_in_flight=DEPTH, max_num_batched_tokens=16, max_num_seqs=4
+    )
+    line = Pipeline(engine)
+    stems = [prompt(SIZE * 4, i) for i in range(3)]
+    asked: dict[str, tuple[list[int], int]] = {}
+    for number in range(150):
+        action = rng.random()
+        num_busy = sum(bool(step[0].total_num_scheduled_tokens) for step in line.in_flight)
+        if action < 0.3:
+            text = rng.choice(stems)[: rng.randrange(1, 17)] + prompt(rng.randrange(1, 9), number)
+            name, count = f"r{number}", rng.randrange(1, 20)
+            asked[name] = text, count
+            engine.add(name, text, max_tokens=count, ignore_eos=True)
+        elif action < 0.34 and engine.scheduler.requests:
+            name = rng.choice(list(engine.scheduler.requests))
+            engine.scheduler.finish_requests([name])
+            del asked[name]
+        elif num_busy < DEPTH and engine.scheduler.has_runnable_work():
+            already = any(result is None for _, result in line.in_flight)
+            line.begin(fails=already or rng.random() < 0.03)
+        elif line.in_flight:
+            line.end()
+    line.run_all()
+    for name, (text, count) in asked.items():
+        if engine.finish_reason(name) == "error":
+            continue
+        assert engine.said(name) == reference(text, count, ignore_eos=True), name
+    assert engine.manager.pool.is_idle
+    assert not engine.manager.pool._uncomputed
+
+
+def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:
+    """As if it had never been in it: budget, blocks, names, counters."""
+    engine = make_engine(max_num_batched_tokens=64)
+    request = engine.add("a", prompt(30), max_tokens=9)
+    other = engine.add("b", prompt(10, 1), max_tokens=9)
+    engine.step()
+    manager, pool = engine.manager, engine.manager.pool
+    before = engine.table("a"), pool.num_free, request.num_computed_tokens
+    pool.begin_step(100)
+    step = StepBuilder(manager, 100, 64)
+    request.append_output_token(7)  # fills a block
+    for one in (request, other):
+        count = one.num_tokens - one.num_computed_tokens
+        step.go_on(one, count, manager.allocate_slots(one, count))
+    assert step.budget == 64 - 3
+    step.revoke(request)
+    assert step.budget == 64 - 1
+    assert (engine.table("a"), pool.num_free, request.num_computed_tokens) == before
+    assert not any(pool.blocks[i].block_hash for i in before[0][request.num_computed_tokens // 4 :])
+    assert list(step.build(set(), None).num_scheduled_tokens) == ["b"]
+    with pytest.raises(KeyError):
+        step.revoke(request)
+    # It gets the same again, name included.
+    step.go_on(request, 2, manager.allocate_slots(request, 2))
+    assert pool.get_cached_prefix(request.block_hashes)[0][-1].block_id == engine.table("a")[7]
+
+
+def test_what_another_request_has_found_is_not_taken_back(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    owner = engine.add("owner", prompt(9))
+    reader = engine.add("reader", prompt(9))
+    manager = engine.manager
+    manager.pool.begin_step(50)
+    step = StepBuilder(manager, 50, 64)
+    manager.allocate_slots(owner, 9)
+    step.start(owner, 9)
+    hits, num_hit = manager.get_computed_blocks(reader)
+    assert num_hit == 8
+    manager.allocate_slots(reader, 1, num_hit, hits)
+    reader.num_computed_tokens = num_hit
+    step.start(reader, 1)
+    with pytest.raises(RuntimeError, match="were found by other requests"):
+        step.revoke(owner)
+    assert list(step.entries) == ["owner", "reader"]
+    step.revoke(reader)
+    step.revoke(owner)
+    assert manager.pool.is_idle
+    assert (owner.num_computed_tokens, reader.num_computed_tokens) == (0, 0)
+    assert manager.get_computed_blocks(owner)[1] == 0
+    assert owner.status is RequestStatus.WAITING
