@@ -81,8 +81,8 @@ ENGINE_ROOMS: dict[str, str] = {
     "scheduler": "cache config logprobs request sampling_params wire",
     "worker": "batch cache config logprobs models plan request sampling sampling_params scheduler",
     "core": (
-        "cache config extras logs models offload_config plan request sampling_params scheduler "
-        "wire worker"
+        "cache config extras logs models offload_config plan request sampling sampling_params "
+        "scheduler wire worker"
     ),
     "client": "config core wire",
     "text": "client logprobs models request sampling_params wire",

@@ -111,8 +111,8 @@ class KVCacheManager:
         beyond its first `num_computed_tokens` loses its name, and the blocks that the step added,
         `block_ids` for each group, are given back. Raises RuntimeError where another request of the
         step has found one of them, and nothing changes."""
-        counts = [0] * self._coordinator.num_groups if block_ids is None else map(len, block_ids)
-        self._coordinator.revoke(request.request_id, num_computed_tokens, list(counts))
+        counts = [len(ids) for ids in block_ids or self.no_blocks]
+        self._coordinator.revoke(request.request_id, num_computed_tokens, counts)
 
     def free(self, request: Request) -> None:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""

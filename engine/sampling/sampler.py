@@ -29,6 +29,7 @@ from .processors.base import LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, SamplingRows
+from .token_mask import TokenMask
 from .truncation import truncate
 
 # Penalties are last of those before the choice: repetition looks at the sign that biases leave.
@@ -114,9 +115,16 @@ class Sampler:
         self._rows.update(update)
         self._processors.update_state(update)
 
-    def sample(self, logits: Tensor, rows: IntArray) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        mask: TokenMask | None = None,
+        masked: Sequence[int] = (),
+    ) -> Sampled:
         """One token for each row of `logits` `[len(rows), vocab]`, which belong to these rows of
-        the batch. The logits are overwritten where a request changes them. Waits for the device
+        the batch; where there is a mask, `masked` are the indices of the rows it is for. The logits
+        are overwritten where a request changes them. Waits for the device
         once, for the answer; twice in the rare step in which top-p needed more candidates."""
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -126,6 +134,8 @@ class Sampler:
         raw = None
         if len(asked):  # a copy: they may change
             raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
+        if mask is not None:
+            mask.apply(logits, masked)
         logits = self._processors.before_choice(logits, rows)
         best = logits.max(dim=-1)
         drawn = _Drawn(logits, best.values, best.indices, rows)

@@ -318,11 +318,12 @@ class ModelRunner:
         result: ModelRunnerOutput,
         mask: TokenMask | None,
     ) -> None:
+        masked: list[int] = []
         if mask is not None:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
             row_of = self.batch.row_of
-            mask.apply(logits, [index_of[row_of[request_id]] for request_id in mask.request_ids])
-        sampled = self._sampler.sample(logits, rows)
+            masked = [index_of[row_of[request_id]] for request_id in mask.request_ids]
+        sampled = self._sampler.sample(logits, rows, mask, masked)
         for index, row in enumerate(rows.tolist()):
             request = self.batch.requests[row]
             if request is None:

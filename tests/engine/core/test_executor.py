@@ -62,7 +62,7 @@ def test_a_step_behind_one_that_failed_is_not_computed(
 def test_a_mask_says_which_tokens_may_be_chosen(make_core: MakeCore) -> None:
     core = make_core()
     core.add(request("free", prompt_of(20)))
-    core.add(request("bound", prompt_of(20)))
+    core.add(request("bound", prompt_of(20, 1)))
     step = core.scheduler.schedule()
     allowed = np.zeros((1, 9), np.uint32)
     allowed[0, 6] = 1 << 11  # token 203, and no other

@@ -57,8 +57,7 @@ class Pipeline:
         for _ in range(3000):
             if not scheduler.requests and not self.in_flight:
                 return
-            num_busy = sum(bool(step[0].total_num_scheduled_tokens) for step in self.in_flight)
-            if scheduler.has_runnable_work() and num_busy < DEPTH:
+            if scheduler.has_runnable_work() and len(self.in_flight) < DEPTH:
                 self.begin()
             elif self.in_flight:
                 self.end()
@@ -173,7 +172,6 @@ def test_random_lives_two_steps_deep(make_engine: MakeEngine, seed: int) -> None
     asked: dict[str, tuple[list[int], int]] = {}
     for number in range(150):
         action = rng.random()
-        num_busy = sum(bool(step[0].total_num_scheduled_tokens) for step in line.in_flight)
         if action < 0.3:
             text = rng.choice(stems)[: rng.randrange(1, 17)] + prompt(rng.randrange(1, 9), number)
             name, count = f"r{number}", rng.randrange(1, 20)
@@ -183,7 +181,7 @@ def test_random_lives_two_steps_deep(make_engine: MakeEngine, seed: int) -> None
             name = rng.choice(list(engine.scheduler.requests))
             engine.scheduler.finish_requests([name])
             del asked[name]
-        elif num_busy < DEPTH and engine.scheduler.has_runnable_work():
+        elif len(line.in_flight) < DEPTH and engine.scheduler.has_runnable_work():
             already = any(result is None for _, result in line.in_flight)
             line.begin(fails=already or rng.random() < 0.03)
         elif line.in_flight:
