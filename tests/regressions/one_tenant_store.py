@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
-from stratakv.tiers.cache_server.tenant_stores import TenantStores
+from stratakv.tiers.cache_server.tenant_stores import StoreSettings, TenantStores
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.status import NotReady
 
@@ -20,7 +20,7 @@ from ..tiers.store_contract import SECONDS
 
 def make_room(path: Path, cpu_blocks: int = 16) -> tuple[TenantStores, TenantStore]:
     quota = Quota(cpu_blocks * LAYOUT.slot_bytes, 4 * 2**20)
-    tenant_stores = TenantStores({"tenant": quota}, SECRET, path, max_slots=1000)
+    tenant_stores = TenantStores({"tenant": quota}, StoreSettings(secret=SECRET, ssd_path=path))
     deadline = time.monotonic() + SECONDS
     while True:
         try:

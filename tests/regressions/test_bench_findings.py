@@ -33,7 +33,7 @@ from stratakv.tiers.admission.contract import check_filter_contract
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
-from stratakv.tiers.cache_server.tenant_stores import TenantStores
+from stratakv.tiers.cache_server.tenant_stores import StoreSettings, TenantStores
 from stratakv.tiers.contract import ContractBroken
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import TierConfigError
@@ -364,7 +364,7 @@ def test_u10_nobody_is_told_to_install_what_is_not_published() -> None:
 def test_u10_the_default_policy_learns_in_engine_and_cache_server() -> None:
     assert engine_config(EMBEDDED_MODEL, {"kv_offload": "cpu"}).offload.cpu.policy == "adaptive"
     quota = Quota(64 * LAYOUT.slot_bytes, 0)
-    tenant_stores = TenantStores({"room": quota}, b"s" * 32, None, max_slots=1000)
+    tenant_stores = TenantStores({"room": quota}, StoreSettings(secret=b"s" * 32))
     try:
         assert isinstance(_ready_tenant_store(tenant_stores)._slab._policy, AdaptivePolicy)
     finally:

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: pins on slots of a slab that end by themselves.
+"""Leases: what somebody holds who may vanish, such as another process, until it ends by itself.
 
-A pin is for code that is sure to give it back. A lease is for whoever may vanish, such as another
-process: after its time the slots are the slab's again. Time is monotonic, so a jump of the wall
-clock ends nothing. Called by one thread at a time.
+One table serves three uses, each with a table of its own for the thread that sweeps it:
+
+    owner                   holds                at its deadline
+    a tenant, by gRPC       pinned blocks        they are unpinned
+    a session that reads    a ReadLease          its slots are unpinned
+    a session that writes   a WriteLease         its slots are withheld, for it may still write
+
+A ReadLease or WriteLease that a thread of this server uses is in no table: that thread ends it in
+any case, and its slots must not be freed under it. Time is monotonic, so a jump of the wall clock
+ends nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +19,9 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ..base import SlabTier
 from ..errors import InvalidBlock, TierBusy
@@ -21,6 +29,11 @@ from ..hierarchy.hierarchy import StoreTicket
 from ..hierarchy.promotions import LoadTicket
 from ..wire.frames import State
 from ..wire.status import TooMuch
+
+MAX_SECONDS = 3600.0
+MAX_LEASES = 65536
+_STALE_DEADLINES = 64  # beside one for each lease, before they are cleared away
+_Held = TypeVar("_Held")
 
 
 @dataclass(slots=True, eq=False)
@@ -45,98 +58,132 @@ class WriteLease:
     ticket: StoreTicket
 
 
-MAX_SECONDS = 3600.0
-MAX_LEASES = 65536
+class PinnedBlocks:
+    """Blocks of a slab that leases pin, each as often as leases hold it."""
+
+    def __init__(self, slab: SlabTier) -> None:
+        self._slab = slab
+        self._times: Counter[bytes] = Counter()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._times
+
+    def pin(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Pin the leading keys that the slab has, and return them; the others are misses."""
+        slots = self._slab.pin(keys)
+        leading = next((i for i, slot in enumerate(slots) if slot is None), len(keys))
+        beyond = zip(keys[leading:], slots[leading:], strict=True)
+        self._slab.unpin([key for key, slot in beyond if slot is not None])
+        self._times.update(keys[:leading])
+        return list(keys[:leading])
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Undo one `pin`, given what it returned."""
+        for key in keys:
+            self._times[key] -= 1
+            if not self._times[key]:
+                del self._times[key]
+        self._slab.unpin(keys)
 
 
-@dataclass(slots=True)
-class Lease:
-    """`slots[i]` holds the block `keys[i]` and stays as it is until `deadline`."""
+@dataclass(slots=True, eq=False)
+class Lease(Generic[_Held]):
+    """`held` is the owner's until `deadline`."""
 
     number: int  # never used again
-    keys: list[bytes]
-    slots: list[int]
+    owner: str
+    held: _Held
     deadline: float  # monotonic
 
 
-class Leases:
-    """The leases on one slab. `expire` is called from time to time, and by every other call."""
+class Leases(Generic[_Held]):
+    """A table of leases, at most `most_each` of one owner. `expired` takes back what a lease held
+    whose time is over. `expire` is called from time to time, and by most other calls. Called by one
+    thread at a time."""
 
-    def __init__(self, slab: SlabTier, clock: Callable[[], float] = time.monotonic) -> None:
-        self._slab = slab
+    def __init__(
+        self,
+        expired: Callable[[Lease[_Held]], object],
+        most_each: int = MAX_LEASES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._expired = expired
+        self._most_each = most_each
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._leases: dict[int, Lease] = {}
-        self._held: Counter[bytes] = Counter()  # by how many leases
-        self._deadlines: list[tuple[float, int]] = []  # a heap; renewed ones are in it twice
+        self._leases: dict[int, Lease[_Held]] = {}
+        self._owned: Counter[str] = Counter()
+        # A heap. The deadlines of leases that were renewed or ended are stale.
+        self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, keys: Sequence[bytes], seconds: float) -> Lease:
-        """Lease the slots of the leading keys that the slab has; the others are misses.
+    def __iter__(self) -> Iterator[Lease[_Held]]:
+        return iter(list(self._leases.values()))
 
-        Raises InvalidBlock for a duration out of range, TierBusy where there are too many leases.
-        """
-        deadline = self._deadline(seconds)
+    def check_room(self, owner: str = "") -> None:
+        """Raises TierBusy where there are too many leases, TooMuch where the owner has too many."""
         self.expire()
         if len(self._leases) >= MAX_LEASES:
             raise TierBusy(f"{MAX_LEASES} leases are out already; try again when some have ended")
-        pinned = self._slab.pin(keys)
-        slots = list(itertools.takewhile(lambda slot: slot is not None, pinned))
-        beyond = zip(keys[len(slots) :], pinned[len(slots) :], strict=True)
-        self._slab.unpin([key for key, slot in beyond if slot is not None])
-        lease = Lease(next(self._numbers), list(keys[: len(slots)]), slots, deadline)  # type: ignore[arg-type]
+        if self._owned[owner] >= self._most_each:
+            raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
+
+    def grant(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
+        """Lend `held` to `owner`. Raises InvalidBlock for a duration out of range, and what
+        `check_room` raises."""
+        deadline = self._deadline(seconds)
+        self.check_room(owner)
+        lease = Lease(next(self._numbers), owner, held, deadline)
         self._leases[lease.number] = lease
-        self._held.update(lease.keys)
+        self._owned[owner] += 1
         heapq.heappush(self._deadlines, (deadline, lease.number))
         return lease
 
-    def renew(self, number: int, seconds: float) -> bool:
-        """Have a lease end `seconds` from now; False if it has ended."""
-        deadline = self._deadline(seconds)
+    def find(self, number: int, owner: str = "") -> Lease[_Held] | None:
+        """The lease of this number, if it still runs and is the owner's."""
         self.expire()
         lease = self._leases.get(number)
+        return lease if lease is not None and lease.owner == owner else None
+
+    def renew(self, number: int, seconds: float, owner: str = "") -> bool:
+        """Have a lease end `seconds` from now; False if the owner has none of that number."""
+        deadline = self._deadline(seconds)
+        lease = self.find(number, owner)
         if lease is None:
             return False
         lease.deadline = deadline
         heapq.heappush(self._deadlines, (deadline, number))
         return True
 
-    def release(self, number: int) -> bool:
-        """End a lease; False if it has ended."""
-        lease = self._leases.pop(number, None)
-        if lease is None:
-            return False
-        for key in lease.keys:
-            self._held[key] -= 1
-            if not self._held[key]:
-                del self._held[key]
-        self._slab.unpin(lease.keys)
-        return True
-
-    def has(self, key: bytes) -> bool:
-        """Whether a lease holds this block."""
-        return key in self._held
-
-    def holds(self, number: int) -> bool:
-        """Whether a lease still runs: what was read under it is good only if it does."""
-        lease = self._leases.get(number)
-        return lease is not None and lease.deadline > self._clock()
+    def end_lease(self, lease: Lease[_Held]) -> None:
+        """End a lease that was found, whatever the time; the caller takes back what it held."""
+        del self._leases[lease.number]
+        self._owned[lease.owner] -= 1
+        if len(self._deadlines) > 2 * len(self._leases) + _STALE_DEADLINES:
+            self._deadlines = [(each.deadline, each.number) for each in self]
+            heapq.heapify(self._deadlines)
 
     def expire(self) -> int:
         """End the leases whose time is over; how many."""
         now, ended = self._clock(), 0
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, number = heapq.heappop(self._deadlines)
-            lease = self._leases.get(number)
-            if lease is not None and lease.deadline <= now:
-                ended += self.release(number)
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            lease = self._leases[self._deadlines[0][1]]
+            self.end_lease(lease)
+            self._expired(lease)
+            ended += 1
         return ended
 
     def next_deadline(self) -> float | None:
         """When to call `expire` at the latest, on the monotonic clock; None without a lease."""
-        return self._deadlines[0][0] if self._deadlines else None
+        while self._deadlines:
+            deadline, number = self._deadlines[0]
+            lease = self._leases.get(number)
+            if lease is not None and lease.deadline == deadline:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return None
 
     def _deadline(self, seconds: float) -> float:
         if not 0 < seconds <= MAX_SECONDS:
@@ -144,32 +191,3 @@ class Leases:
                 f"a lease runs for more than 0 and up to {MAX_SECONDS} s, not {seconds}"
             )
         return self._clock() + seconds
-
-
-class LeaseOwners:
-    """Which tenant was given which lease, at most `most` each: where tenants share a store, nobody
-    may end another's lease. For one event loop."""
-
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._clock = clock
-        self._ends: dict[str, dict[int, float]] = {}
-
-    def check_room_for(self, tenant: str) -> None:
-        """Raises TooMuch where the tenant has all the leases it may have."""
-        now = self._clock()
-        running = {lease: end for lease, end in self._of(tenant).items() if end > now}
-        self._ends[tenant] = running
-        if len(running) >= self._most:
-            raise TooMuch(f"{self._most} leases of {tenant} run already; end some or wait")
-
-    def add(self, tenant: str, lease: int, end: float) -> None:
-        """The tenant was given a lease until `end` (monotonic)."""
-        self._ends.setdefault(tenant, {})[lease] = end
-
-    def remove(self, tenant: str, lease: int) -> bool:
-        """The tenant gives a lease back; False if it has none of that number."""
-        return self._of(tenant).pop(lease, 0.0) > self._clock()
-
-    def _of(self, tenant: str) -> dict[int, float]:
-        return self._ends.get(tenant, {})

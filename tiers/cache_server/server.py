@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ import grpc
 
 from ... import __version__
 from ..errors import TierConfigError
-from ..mac_key import MacKey
-from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from ..wire.frames import BOOT_ID_BYTES
 from ..wire.limits import Limits
 from ..wire.listen import check_exposure, check_free, check_metrics_exposure, host_port
@@ -42,7 +40,7 @@ from .metrics import MetricsEndpoint, ServerMetrics
 from .service import CacheService, DataPlane, Traffic
 from .tenant_store import TenantStore
 from .tenant_store_calls import TenantStoreCalls
-from .tenant_stores import TenantStores
+from .tenant_stores import StoreSettings, TenantStores
 from .transports.data_server import DataServer
 from .transports.memory_server import MemoryServer
 
@@ -55,12 +53,11 @@ _ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch"
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings(StoreSettings):
     """What a server is started with. Port 0 takes any that is free; None: not at all."""
 
     tenants: Tenants
-    secret: bytes
     # A tenant's, to be left in a file of this user's for clients on this machine.
     own_token: str | None = None
     host: str = "127.0.0.1"
@@ -70,16 +67,10 @@ class ServerSettings:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     metrics_exposed: bool = False  # to other machines
-    ssd_path: Path | None = None
-    mac_key: MacKey | None = None  # of what lies there
-    # The tiers of every tenant, but for their sizes and places.
-    cpu: CpuSettings = field(default_factory=CpuSettings)
-    ssd: SsdSettings = SERVER_SSD
     tls: TlsFiles | None = None
     insecure: bool = False
     reflection: bool = False
     drain_seconds: float = 30.0
-    limits: Limits = field(default_factory=Limits)
 
 
 class CacheServer:
@@ -94,15 +85,7 @@ class CacheServer:
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
         limits = settings.limits
-        self.tenant_stores = TenantStores(
-            settings.tenants.quotas,
-            settings.secret,
-            settings.ssd_path,
-            cpu=settings.cpu,
-            ssd=settings.ssd,
-            mac_key=settings.mac_key,
-            max_slots=limits.max_slots,
-        )
+        self.tenant_stores = TenantStores(settings.tenants.quotas, settings)
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.tenant_stores.open_tenant_stores, self._gauges)
         self._connections = CallConnections(

@@ -21,7 +21,6 @@ from ..wire.limits import PIECE_BYTES, Limits
 from ..wire.messages import layout_message, read_layout
 from .access.auth import current_tenant
 from .access.tickets import Tickets
-from .leases import LeaseOwners
 from .tenant_store import TenantStore
 from .tenant_store_calls import TenantStoreCalls
 from .tenant_stores import TenantStores
@@ -71,7 +70,6 @@ class CacheService:
         self._calls = calls
         self._data_plane = data_plane
         self._traffic = traffic
-        self._lease_owners = LeaseOwners(limits.max_leases)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.streams = Streams(limits, calls, num_tenants)
         self.watches = Watches(limits, num_tenants)
@@ -136,26 +134,22 @@ class CacheService:
             raise WireError(
                 f"a lease runs 1 to {int(MAX_LEASE_SECONDS * 1000)} ms, not {request.lease_ms}"
             )
-        self._lease_owners.check_room_for(tenant.name)
-        began = time.monotonic()
+        deadline = time.monotonic() + min(seconds, _READ_SECONDS)
         lease = await self._run(
-            lambda: tenant_store.pin(keys, seconds, began + min(seconds, _READ_SECONDS)),
-            undo=lambda granted: tenant_store.unpin(granted.number),
+            lambda: tenant_store.pin(keys, seconds, deadline, tenant.name),
+            undo=lambda granted: tenant_store.unpin(granted.number, tenant.name),
         )
-        if not lease.keys:
-            await self._quick(tenant_store, lambda: tenant_store.unpin(lease.number))
+        if not lease.held:
             return messages.PinResponse()
-        self._lease_owners.add(tenant.name, lease.number, lease.deadline)
-        return messages.PinResponse(lease=lease.number, prefix=len(lease.keys))
+        return messages.PinResponse(lease=lease.number, prefix=len(lease.held))
 
     async def unpin(self, request: Any, _context: Any) -> Any:
         """End a lease early."""
         if not request.lease:
             raise WireError("Unpin needs the number of a lease, which is never zero")
-        tenant_store = self._tenant_store()
-        is_theirs = self._lease_owners.remove(current_tenant().name, request.lease)
-        was_held = is_theirs and await self._quick(
-            tenant_store, lambda: tenant_store.unpin(request.lease)
+        tenant, tenant_store = current_tenant(), self._tenant_store()
+        was_held = await self._quick(
+            tenant_store, lambda: tenant_store.unpin(request.lease, tenant.name)
         )
         return messages.UnpinResponse(was_held=was_held)
 

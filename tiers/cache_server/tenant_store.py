@@ -29,7 +29,7 @@ from ..hierarchy.hierarchy import Hierarchy
 from ..tag import NO_TAG, Proof, Proofs, payload_digest
 from ..wire.frames import State
 from .key_salt import KeySalt
-from .leases import Lease, Leases, ReadLease, WriteLease
+from .leases import MAX_LEASES, Lease, Leases, PinnedBlocks, ReadLease, WriteLease
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class TenantStore:
         salt: KeySalt,
         *,
         admission: AdmissionFilter | None = None,
+        max_leases: int = MAX_LEASES,
     ) -> None:
         self.layout = slab.layout
         self.num_slots = slab.num_slots
@@ -78,7 +79,8 @@ class TenantStore:
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, admission=admission)
         # A server is told of no prompts. To filters that learn from them, look-ups stand for them.
         self._observes = admission is not None and admission.learns
-        self._leases = Leases(slab)
+        self._pins = PinnedBlocks(slab)
+        self._leases = Leases[list[bytes]](lambda lease: self._pins.unpin(lease.held), max_leases)
         self._listening = threading.Lock()  # for changes of the list, which is a new one each time
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
@@ -270,24 +272,37 @@ class TenantStore:
             for slot, proof in zip(write_lease.slots, proofs, strict=True)
         ]
 
-    def pin(self, keys: Sequence[bytes], seconds: float, deadline: float) -> Lease:
-        """Lease the leading run of blocks that are here, reading up what is on the disk. Raises
-        InvalidBlock for a duration out of range, TierBusy where there are too many leases."""
+    def pin(
+        self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
+    ) -> Lease[list[bytes]]:
+        """Lease the leading blocks that are here to `owner`, after loading what is on the disk; a
+        lease of none has ended. Raises InvalidBlock for a duration out of range, TierBusy where
+        there are too many leases, TooMuch where the owner has too many."""
+        with self._changed:
+            self._check_open()
+            self._leases.check_room(owner)
         read_lease = self.begin_load(keys)
         try:
             self.wait(read_lease, deadline)
             with self._changed:
                 self._check_open()
-                lease = self._leases.grant(self._salt.stored(keys), seconds)
+                lease = self._leases.grant([], seconds, owner)
+                lease.held += self._pins.pin(read_lease.stored)
+                if not lease.held:
+                    self._leases.end_lease(lease)
                 self._woken.set()  # the keeper must know of the new deadline
                 return lease
         finally:
             self.end_load(read_lease)
 
-    def unpin(self, lease: int) -> bool:
-        """End a lease; False if it has ended."""
+    def unpin(self, number: int, owner: str = "") -> bool:
+        """End a lease early; False if the owner has none of that number."""
         with self._changed:
-            return not self._closed and self._leases.release(lease)
+            lease = None if self._closed else self._leases.find(number, owner)
+            if lease is not None:
+                self._leases.end_lease(lease)
+                self._pins.unpin(lease.held)
+            return lease is not None
 
     @property
     def num_leases(self) -> int:
@@ -311,7 +326,7 @@ class TenantStore:
             self._check_open()
             self._leases.expire()
             before = self._hierarchy.lookup(stored)
-            self._hierarchy.drop([key for key in stored if not self._leases.has(key)])
+            self._hierarchy.drop([key for key in stored if key not in self._pins])
             self._hierarchy.poll()
             after = self._hierarchy.lookup(stored)
             gone = [
@@ -397,7 +412,8 @@ class TenantStore:
                 failures += 1
 
     def _keep_once(self) -> None:
-        next_deadline = self._leases.next_deadline()
+        with self._changed:
+            next_deadline = self._leases.next_deadline()
         wait = None if next_deadline is None else max(0.0, next_deadline - time.monotonic())
         self._woken.wait(wait)
         self._woken.clear()

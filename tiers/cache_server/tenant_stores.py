@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from ..mac_key import MacKey
 from ..settings.sizes import show_size
 from ..standby import open_or_wait
 from ..tier_settings import SERVER_SSD, CpuSettings, SsdSettings
+from ..wire.limits import Limits
 from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
 from .access.tenants import Quota
 from .key_salt import KeySalt
@@ -128,29 +129,30 @@ class _Place:
     failed_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """What all tenant stores of a server are made with; each has its own quota."""
+
+    secret: bytes
+    ssd_path: Path | None = None  # the folder of all stores; None: tenant stores have memory only
+    mac_key: MacKey | None = None  # seals what lies there
+    cpu: CpuSettings = field(default_factory=CpuSettings)  # but for the size
+    ssd: SsdSettings = SERVER_SSD  # but for size and place
+    limits: Limits = field(default_factory=Limits)
+
+
 class TenantStores:
-    """By name. `ssd_path` is the folder of all stores, None where tenant stores have memory only;
-    `mac_key` seals what lies there. `cpu` and `ssd` are the tiers of each, but for their sizes."""
+    """The tenant stores by name."""
 
     def __init__(
         self,
         quotas: Mapping[str, Quota],
-        secret: bytes,
-        ssd_path: Path | None,
-        *,
-        cpu: CpuSettings | None = None,
-        ssd: SsdSettings = SERVER_SSD,
-        mac_key: MacKey | None = None,
-        max_slots: int,
+        settings: StoreSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._places = {name: _Place(quota) for name, quota in quotas.items()}
-        self._secret = secret
-        self._ssd_path = ssd_path
-        self._cpu = CpuSettings() if cpu is None else cpu
-        self._ssd = ssd
-        self._mac_key = mac_key
-        self._max_slots = max_slots
+        self._settings = settings
+        self._ssd_path = settings.ssd_path
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
@@ -279,25 +281,28 @@ class TenantStores:
 
     def _build(self, name: str, quota: Quota, layout: BlockLayout) -> TenantStore:
         """Raises TierConfigError, NoMemory, NoDisk, or OSError."""
+        settings, limits = self._settings, self._settings.limits
         if quota.cpu_bytes < layout.slot_bytes:
             raise TierConfigError(
                 f"a block takes {show_size(layout.slot_bytes)} and the tenant has "
                 f"{show_size(quota.cpu_bytes)}"
             )
-        cpu_bytes = min(quota.cpu_bytes, self._max_slots * layout.slot_bytes)
+        cpu_bytes = min(quota.cpu_bytes, limits.max_slots * layout.slot_bytes)
         if cpu_bytes < quota.cpu_bytes:
             log.warning("%s uses %d of its bytes: blocks are so small", name, cpu_bytes)
         try:
-            slab = make_slab(layout, replace(self._cpu, capacity_bytes=cpu_bytes))
+            slab = make_slab(layout, replace(settings.cpu, capacity_bytes=cpu_bytes))
         except TierConfigError as error:
             raise NoMemory(str(error)) from error
         try:
-            admission = make_admission(layout, replace(self._ssd, capacity_bytes=quota.ssd_bytes))
+            ssd = replace(settings.ssd, capacity_bytes=quota.ssd_bytes)
+            admission = make_admission(layout, ssd)
             stores = self._stores(name, quota, layout)
         except BaseException:
             slab.close()
             raise
-        return TenantStore(slab, stores, KeySalt(self._secret, name), admission=admission)
+        salt = KeySalt(settings.secret, name)
+        return TenantStore(slab, stores, salt, admission=admission, max_leases=limits.max_leases)
 
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if self._ssd_path is None or not quota.ssd_bytes:
@@ -312,10 +317,10 @@ class TenantStores:
         self, ssd_path: Path, name: str, quota: Quota, layout: BlockLayout
     ) -> StoreTier:
         # With another secret nothing in the store could be found, so it is another namespace.
-        (namespace,) = KeySalt(self._secret, name).stored((bytes(40),))
+        (namespace,) = KeySalt(self._settings.secret, name).stored((bytes(40),))
         folder = store_folder(ssd_path, name)
-        ssd = replace(self._ssd, path=folder, capacity_bytes=quota.ssd_bytes)
-        store = open_ssd(layout, ssd, namespace=namespace, mac_key=self._mac_key)
+        ssd = replace(self._settings.ssd, path=folder, capacity_bytes=quota.ssd_bytes)
+        store = open_ssd(layout, ssd, namespace=namespace, mac_key=self._settings.mac_key)
         try:
             if read_layout_note(ssd_path, name) != layout:
                 write_layout_note(ssd_path, name, layout)

@@ -86,7 +86,9 @@ def test_a_quota_that_is_full_of_blocks_in_use(server: RunningServer, stub: Stub
         stub.pin(messages.PinRequest(keys=b"".join(keys), lease_ms=60_000), timeout=WAIT_SECONDS)
     assert store_blocks(stub, make_keys(2, "more")) == [State.NO_ROOM] * 2
     leases = range(1, 10_000)
-    released = [server.tenant_store().unpin(lease) for lease in itertools.islice(leases, 5000)]
+    released = [
+        server.tenant_store().unpin(lease, "default") for lease in itertools.islice(leases, 5000)
+    ]
     assert sum(released) == 2
     assert store_blocks(stub, make_keys(2, "more")) == [State.KEPT] * 2
 

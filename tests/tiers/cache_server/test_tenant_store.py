@@ -82,7 +82,7 @@ def test_a_lease_holds_its_blocks_against_everything(tenant_store: TenantStore) 
     held = make_keys(4, "held")
     assert store(tenant_store, held) == [KEPT] * 4
     lease = tenant_store.pin([*held, *make_keys(1, "unknown")], 60.0, soon())
-    assert lease.keys == KeySalt(SECRET, "ann").stored(held)
+    assert lease.held == KeySalt(SECRET, "ann").stored(held)
     assert tenant_store.num_leases == 1
     for number in range(5):
         store(tenant_store, make_keys(SLOTS, str(number)))
@@ -118,8 +118,8 @@ def test_a_short_lease_ends_before_a_long_one_that_came_first(tenant_store: Tena
 
 def test_a_lease_of_nothing_and_one_that_cannot_be(tenant_store: TenantStore) -> None:
     lease = tenant_store.pin(make_keys(3), 1.0, soon())
-    assert lease.keys == []
-    tenant_store.unpin(lease.number)
+    assert lease.held == [] and not tenant_store.num_leases
+    assert not tenant_store.unpin(lease.number)
     for seconds in (0.0, -1.0, 10_000.0):
         with pytest.raises(InvalidBlock):
             tenant_store.pin(make_keys(1), seconds, soon())
@@ -270,7 +270,7 @@ def test_a_room_is_written_down_when_it_closes(tmp_path: Path) -> None:
     assert again.lookup(keys) == [HIT] * 8
     assert load(again, keys) == [payload_of(key, LAYOUT) for key in keys]
     lease = again.pin(keys, 60.0, soon())
-    assert len(lease.slots) == 8
+    assert len(lease.held) == 8
     again.unpin(lease.number)
     assert again.close(WAIT_SECONDS)
 
@@ -323,7 +323,7 @@ def test_many_threads_and_what_a_dict_would_have(stores: int, scale: str, seed: 
 
     def lease(rng: random.Random) -> None:
         held = tenant_store.pin(rng.sample(keys, 3), rng.choice((0.005, 5.0)), soon())
-        counts["leases"] += bool(held.keys)
+        counts["leases"] += bool(held.held)
         if rng.random() < 0.5:
             time.sleep(0.002)
         tenant_store.unpin(held.number)

@@ -8,18 +8,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cache_server.access.tenants import Quota
 from stratakv.tiers.cache_server.tenant_store import TenantStore
-from stratakv.tiers.cache_server.tenant_stores import TenantStores, read_layout_note, store_folder
+from stratakv.tiers.cache_server.tenant_stores import (
+    StoreSettings,
+    TenantStores,
+    read_layout_note,
+    store_folder,
+)
 from stratakv.tiers.check import check_store
 from stratakv.tiers.contract import make_keys, payload_of
 from stratakv.tiers.errors import TierClosed
 from stratakv.tiers.mac_key import MacKey
 from stratakv.tiers.wire.frames import State
+from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
 
 from ...open_files import open_paths
@@ -31,11 +38,16 @@ NAMES = ("tenant:ann", "tenant:bob")
 
 
 def _tenant_stores(
-    path: Path | None = None, secret: bytes = SECRET, **options: object
+    path: Path | None = None,
+    secret: bytes = SECRET,
+    *,
+    max_slots: int = 1000,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> TenantStores:
-    quotas = dict.fromkeys(NAMES, QUOTA)
-    settings: dict = {"max_slots": 1000, **options}
-    return TenantStores(quotas, secret, path, **settings)
+    limits = Limits(max_slots=max_slots)
+    store_settings = StoreSettings(secret=secret, ssd_path=path, limits=limits, **settings)
+    return TenantStores(dict.fromkeys(NAMES, QUOTA), store_settings, clock)
 
 
 def _wait(call: Callable[[], TenantStore]) -> TenantStore:
@@ -195,7 +207,10 @@ def test_a_failure_is_told_and_tried_again_after_a_while(tmp_path: Path) -> None
 
 
 def test_more_memory_than_the_host_has() -> None:
-    tenant_stores = TenantStores({NAMES[0]: Quota(2**50, 0)}, SECRET, None, max_slots=2**30)
+    tenant_stores = TenantStores(
+        {NAMES[0]: Quota(2**50, 0)},
+        StoreSettings(secret=SECRET, limits=Limits(max_slots=2**30)),
+    )
     with pytest.raises(NoMemory, match="iB of memory available"):
         _attach(tenant_stores, layout=LARGE)
     assert tenant_stores.layout(NAMES[0]) is None, "another layout may be tried"
@@ -209,7 +224,10 @@ def test_the_number_of_slots_is_bounded() -> None:
 
 
 def test_closing_while_a_room_is_being_made() -> None:
-    tenant_stores = TenantStores({NAMES[0]: Quota(64 * 2**20, 0)}, SECRET, None, max_slots=2**20)
+    tenant_stores = TenantStores(
+        {NAMES[0]: Quota(64 * 2**20, 0)},
+        StoreSettings(secret=SECRET, limits=Limits(max_slots=2**20)),
+    )
     with pytest.raises(NotReady):
         tenant_stores.attach(NAMES[0], LAYOUT)
     assert tenant_stores.close(WAIT_SECONDS)

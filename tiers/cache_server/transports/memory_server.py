@@ -19,7 +19,6 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from itertools import count
 
 from ...errors import TierConfigError
 from ...tag import PROOF_BYTES, unpack_proof
@@ -36,7 +35,7 @@ from ...wire.frames import (
 )
 from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
-from ..leases import ReadLease, WriteLease
+from ..leases import Lease, Leases, ReadLease, WriteLease
 from ..tenant_store import TenantStore
 from .session import Draining, Session
 from .session_server import SessionServer
@@ -62,14 +61,13 @@ class MemorySession(Session):
         draining: Draining,
     ) -> None:
         super().__init__(connection, tenant_store, limits, draining)
-        self._leases = count(1)
-        self._held: dict[int, tuple[float, ReadLease | WriteLease]] = {}
+        self._leases = Leases[ReadLease | WriteLease](self._expired)
         self._withheld: dict[int, list[int]] = {}  # slots, by the lease that has ended
 
     def close(self) -> None:
-        for _, held in self._held.values():
-            self._give_back(held)
-        self._held.clear()
+        for lease in self._leases:
+            self._leases.end_lease(lease)
+            self._give_back(lease.held)
         for slots in self._withheld.values():
             self._tenant_store.restore(slots)
         self._withheld.clear()
@@ -87,13 +85,12 @@ class MemorySession(Session):
         while True:
             if self._withheld:
                 silent_until = time.monotonic() + self._limits.idle_seconds
-            ends = [end for end, _ in self._held.values()]
-            wake = min([silent_until, *ends])
+            next_deadline = self._leases.next_deadline()
+            wake = silent_until if next_deadline is None else min(silent_until, next_deadline)
             if self._connection.wait_readable(wake, self._draining.fd):
                 return True
-            now = time.monotonic()
-            self._expire(now)
-            if now >= silent_until or self._draining.has_begun:
+            self._leases.expire()
+            if time.monotonic() >= silent_until or self._draining.has_begun:
                 return False
 
     def _pin(self, request: Request, deadline: float) -> None:
@@ -103,7 +100,7 @@ class MemorySession(Session):
             return
         tenant_store = self._tenant_store
         read_lease = tenant_store.begin_load(keys)
-        lease = self._hold(seconds, read_lease)
+        lease = self._leases.grant(read_lease, seconds)
         tenant_store.wait(read_lease, deadline)
         hits = [slot for slot in read_lease.slots if slot is not None]
         states = bytes(State.MISS if slot is None else State.HIT for slot in read_lease.slots)
@@ -115,15 +112,15 @@ class MemorySession(Session):
             Status.OK,
             deadline,
             blocks=len(keys),
-            argument=lease,
+            argument=lease.number,
             rest=states + slots + tags,
         )
 
     def _unpin(self, request: Request, _deadline: float) -> None:
-        _, held = self._held.get(request.argument, (0.0, None))
-        if isinstance(held, ReadLease):
-            del self._held[request.argument]
-            self._give_back(held)
+        lease = self._leases.find(request.argument)
+        if lease is not None and isinstance(lease.held, ReadLease):
+            self._leases.end_lease(lease)
+            self._give_back(lease.held)
 
     def _reserve(self, request: Request, deadline: float) -> None:
         seconds = _seconds(request)
@@ -131,19 +128,19 @@ class MemorySession(Session):
         if self._is_full(request, deadline):
             return
         write_lease = self._tenant_store.begin_store(keys)
-        lease = self._hold(seconds, write_lease)
+        number = self._leases.grant(write_lease, seconds).number
         wanted = [slot for slot in write_lease.slots if slot is not None]
         rest = bytes(write_lease.states) + struct.pack(f"<{len(wanted)}I", *wanted)
-        self._reply(request, Status.OK, deadline, blocks=len(keys), argument=lease, rest=rest)
+        self._reply(request, Status.OK, deadline, blocks=len(keys), argument=number, rest=rest)
 
     def _commit(self, request: Request, deadline: float) -> None:
         raw = self._connection.receive(request.blocks * PROOF_BYTES, deadline)
-        self._expire(time.monotonic())
-        _, held = self._held.get(request.argument, (0.0, None))
-        if not isinstance(held, WriteLease):
+        lease = self._leases.find(request.argument)
+        if lease is None or not isinstance(lease.held, WriteLease):
             self._tenant_store.restore(self._withheld.pop(request.argument, ()))
             self._reply(request, Status.NO_LEASE, deadline)
             return
+        held = lease.held
         if held.states.count(State.WANTED) != request.blocks:
             raise WireError(
                 f"COMMIT brings {request.blocks} proofs for {held.states.count(State.WANTED)} slots"
@@ -152,29 +149,22 @@ class MemorySession(Session):
         packed = [NO_PROOF if slot is None else next(given) for slot in held.slots]
         proofs = [None if each == NO_PROOF else unpack_proof(each) for each in packed]
         checked = self._tenant_store.check(held, proofs)
-        del self._held[request.argument]
+        self._leases.end_lease(lease)
         states = self._tenant_store.end_store(held, checked)
         self._reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
 
-    def _hold(self, seconds: float, held: ReadLease | WriteLease) -> int:
-        lease = next(self._leases)
-        self._held[lease] = time.monotonic() + seconds, held
-        return lease
-
     def _is_full(self, request: Request, deadline: float) -> bool:
-        self._expire(time.monotonic())
-        if len(self._held) + len(self._withheld) < MAX_HELD:
+        self._leases.expire()
+        if len(self._leases) + len(self._withheld) < MAX_HELD:
             return False
         self._reply(request, Status.BUSY, deadline)
         return True
 
-    def _expire(self, now: float) -> None:
-        for lease in [lease for lease, (end, _) in self._held.items() if end <= now]:
-            _, held = self._held.pop(lease)
-            if isinstance(held, ReadLease):
-                self._give_back(held)
-            elif slots := self._tenant_store.abandon(held):
-                self._withheld[lease] = slots
+    def _expired(self, lease: Lease[ReadLease | WriteLease]) -> None:
+        if isinstance(lease.held, ReadLease):
+            self._give_back(lease.held)
+        elif slots := self._tenant_store.abandon(lease.held):
+            self._withheld[lease.number] = slots
 
     def _give_back(self, held: ReadLease | WriteLease) -> None:
         if isinstance(held, ReadLease):
