@@ -22,14 +22,12 @@ from typing import Any
 
 import grpc
 
-from ... import __version__
 from ..errors import TierConfigError
 from ..wire.frames import BOOT_ID_BYTES
 from ..wire.limits import Limits
 from ..wire.listen import check_exposure, check_free, check_metrics_exposure, host_port
 from ..wire.own_token import leave_token, take_away_token
-from ..wire.rpc import METHODS, SERVICE_NAME, generic_handler
-from .access.auth import Authenticator
+from ..wire.rpc import SERVICE_NAME, generic_handler
 from .access.call_connections import CallConnections
 from .access.call_guard import CallGuard
 from .access.tenants import Tenants
@@ -37,19 +35,17 @@ from .access.tickets import Tickets
 from .access.tls import TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .metrics import MetricsEndpoint, ServerMetrics
-from .service import CacheService, DataPlane, Traffic
+from .service import CacheService, DataPlane
 from .tenant_store import TenantStore
-from .tenant_store_calls import TenantStoreCalls
 from .tenant_stores import StoreSettings, TenantStores
 from .transports.data_server import DataServer
 from .transports.memory_server import MemoryServer
+from .transports.session_server import SessionSettings
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
 _LAST_SECONDS = 0.2  # for the last words of calls that were cut off
-# What runs until its client ends it.
-_ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 
@@ -88,19 +84,10 @@ class CacheServer:
         self.tenant_stores = TenantStores(settings.tenants.quotas, settings)
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.tenant_stores.open_tenant_stores, self._gauges)
-        self._connections = CallConnections(
-            limits, len(settings.tenants), self._metrics.turned_away
-        )
-        self._guard = CallGuard(
-            Authenticator(settings.tenants),
-            call_seconds=limits.call_seconds,
-            endless=_ENDLESS,
-            observe=self._metrics.call_ended,
-            known=self._connections.known,
-            max_calls=limits.max_calls,
-            num_tenants=len(settings.tenants),
-        )
-        self._calls = TenantStoreCalls(len(settings.tenants))
+        num_tenants = len(settings.tenants)
+        self._connections = CallConnections(limits, num_tenants, self._metrics.turned_away)
+        self._guard = CallGuard(settings.tenants, limits, self._connections, self._metrics)
+        self._sessions = SessionSettings(self.boot_id, self._resolve, limits, num_tenants)
         self._endpoint = MetricsEndpoint(self._metrics.exposition)
         self._data: DataServer | None = None
         self._memory: MemoryServer | None = None
@@ -147,7 +134,8 @@ class CacheServer:
         path, self.token_path = self.token_path, None
         if path is not None and self.settings.own_token is not None:
             take_away_token(path, self.settings.own_token)
-        self._calls.close()
+        if self._service is not None:
+            self._service.close()
         closed = await asyncio.to_thread(self.tenant_stores.close, max(0.1, end - time.monotonic()))
         await self._endpoint.close()
         return closed
@@ -179,15 +167,13 @@ class CacheServer:
             )
         self.tenant_stores.start()
         self._service = CacheService(
-            boot_id=self.boot_id,
-            version=__version__,
-            tenant_stores=self.tenant_stores,
-            tickets=self._tickets,
-            limits=settings.limits,
-            calls=self._calls,
-            data_plane=self.data_plane,
-            traffic=Traffic(self._metrics.received, self._metrics.sent),
-            num_tenants=len(settings.tenants),
+            self.boot_id,
+            self.tenant_stores,
+            len(settings.tenants),
+            settings.limits,
+            self._tickets,
+            self.data_plane,
+            self._metrics,
         )
         self._health = Health(SERVICE_NAME)
         server = grpc.aio.server(
@@ -211,26 +197,14 @@ class CacheServer:
         settings = self.settings
         if settings.data_port is None:
             return 0
-        self._data = DataServer(
-            self._resolve,
-            settings.host,
-            settings.data_port,
-            boot_id=self.boot_id,
-            limits=settings.limits,
-            tls=None if settings.tls is None else settings.tls.context(),
-            num_tenants=len(settings.tenants),
-        )
+        tls = None if settings.tls is None else settings.tls.context()
+        self._data = DataServer(self._sessions, settings.host, settings.data_port, tls)
         return self._data.start()
 
     def _start_memory(self) -> str:
         if not self.settings.shares_memory:
             return ""
-        self._memory = MemoryServer(
-            self._resolve,
-            boot_id=self.boot_id,
-            limits=self.settings.limits,
-            num_tenants=len(self.settings.tenants),
-        )
+        self._memory = MemoryServer(self._sessions)
         return self._memory.start()
 
     def _resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:

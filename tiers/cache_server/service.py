@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from ... import __version__
 from ...proto.v1 import cache_service_pb2 as messages
 from ..wire.frames import MAX_BLOCKS, MAX_KEYS, MAX_LEASE_SECONDS, State, WireError, unpack_keys
 from ..wire.limits import PIECE_BYTES, Limits
 from ..wire.messages import layout_message, read_layout
 from .access.auth import current_tenant
 from .access.tickets import Tickets
+from .metrics import ServerMetrics
 from .tenant_store import TenantStore
 from .tenant_store_calls import TenantStoreCalls
 from .tenant_stores import TenantStores
@@ -39,40 +41,33 @@ class DataPlane(NamedTuple):
     unix_path: str = ""
 
 
-class Traffic(NamedTuple):
-    """Called with a tenant's name and bytes of blocks that came or went by gRPC streams."""
-
-    received: Callable[[str, int], None]
-    sent: Callable[[str, int], None]
-
-
 class CacheService:
     """One coroutine for each call, as `rpc.generic_handler` asks it."""
 
     def __init__(
         self,
-        *,
         boot_id: bytes,
-        version: str,
         tenant_stores: TenantStores,
-        tickets: Tickets,
-        limits: Limits,
-        calls: TenantStoreCalls,
-        data_plane: DataPlane,
-        traffic: Traffic,
         num_tenants: int,
+        limits: Limits,
+        tickets: Tickets,
+        data_plane: DataPlane,
+        metrics: ServerMetrics,
     ) -> None:
         self._boot_id = boot_id
-        self._version = version
         self._tenant_stores = tenant_stores
-        self._tickets = tickets
         self._limits = limits
-        self._calls = calls
+        self._tickets = tickets
         self._data_plane = data_plane
-        self._traffic = traffic
+        self._metrics = metrics
+        self._calls = TenantStoreCalls(num_tenants)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.streams = Streams(limits, calls, num_tenants)
+        self.streams = Streams(limits, self._calls, num_tenants)
         self.watches = Watches(limits, num_tenants)
+
+    def close(self) -> None:
+        """Begin no call of a tenant store any more; what runs is not waited for. Idempotent."""
+        self._calls.close()
 
     async def describe(self, _request: Any, _context: Any) -> Any:
         """What this server is and allows."""
@@ -81,7 +76,7 @@ class CacheService:
         tenant_store = self._tenant_stores.open_tenant_stores().get(tenant.tenant_store)
         return messages.DescribeResponse(
             boot_id=self._boot_id,
-            server_version=self._version,
+            server_version=__version__,
             layout=None if layout is None else layout_message(layout),
             max_keys=MAX_KEYS,
             max_blocks=MAX_BLOCKS,
@@ -114,13 +109,13 @@ class CacheService:
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         if keys:
             sent = await self.streams.load(tenant.name, tenant_store, keys, context.write)
-            self._traffic.sent(tenant.name, sent)
+            self._metrics.sent(tenant.name, sent)
 
     async def store(self, requests: Any, _context: Any) -> Any:
         """Take blocks in pieces."""
         tenant, tenant_store = current_tenant(), self._tenant_store()
         states, received = await self.streams.store(tenant.name, tenant_store, requests)
-        self._traffic.received(tenant.name, received)
+        self._metrics.received(tenant.name, received)
         return messages.StoreResponse(states=bytes(states), boot_id=self._boot_id)
 
     async def pin(self, request: Any, _context: Any) -> Any:

@@ -17,6 +17,7 @@ from stratakv.tiers.cache_server.key_salt import KeySalt
 from stratakv.tiers.cache_server.tenant_store import TenantStore
 from stratakv.tiers.cache_server.transports.data_server import DataServer
 from stratakv.tiers.cache_server.transports.memory_server import MemoryServer
+from stratakv.tiers.cache_server.transports.session_server import SessionSettings
 from stratakv.tiers.contract import make_buffers, payload_of
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.remote.block_connection import BlockConnection
@@ -47,11 +48,9 @@ class Plane:
         self.layout = layout
         self.slab = CpuSlab(layout, slots * layout.slot_bytes)
         self.tenant_store = TenantStore(self.slab, stores, KeySalt(SECRET, "tenant"))
-        limits = Limits() if limits is None else limits
-        self.data = DataServer(
-            self.resolve, "127.0.0.1", 0, boot_id=BOOT_ID, limits=limits, tls=tls
-        )
-        self.memory = MemoryServer(self.resolve, boot_id=BOOT_ID, limits=limits)
+        settings = SessionSettings(BOOT_ID, self.resolve, limits or Limits())
+        self.data = DataServer(settings, "127.0.0.1", 0, tls)
+        self.memory = MemoryServer(settings)
         self.port = self.data.start()
         self.path = self.memory.start()
 

@@ -16,10 +16,14 @@ from typing import Any
 
 import grpc
 
-from ...wire.rpc import wrapped
+from ...wire.limits import Limits
+from ...wire.rpc import METHODS, wrapped
 from ...wire.status import REASON_KEY, Draining, Ending, TooMuch, ending_of
+from ..metrics import ServerMetrics
 from .auth import Authenticator, set_tenant
+from .call_connections import CallConnections
 from .shares import Shares
+from .tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -27,32 +31,25 @@ _OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 _LOOK_SECONDS = 0.01  # between two looks at whether calls still run, at the end
 
-# Called at the end of each call with its path, its status code by name, and how long it took.
-Observer = Callable[[str, str, float], None]
-# Called for each call that was let in, with its peer as grpc writes it and its tenant's name.
-Known = Callable[[str, str], None]
+# Calls that run until their clients end them.
+_ENDLESS = frozenset(method.path for method in METHODS if method.name == "Watch")
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """`endless` are the paths of calls that run until their client ends them."""
+    """Tells `connections` whose each call is, and `metrics` how it ended."""
 
     def __init__(
         self,
-        authenticator: Authenticator,
-        *,
-        call_seconds: float,
-        endless: frozenset[str],
-        observe: Observer,
-        known: Known,
-        max_calls: int,
-        num_tenants: int,
+        tenants: Tenants,
+        limits: Limits,
+        connections: CallConnections,
+        metrics: ServerMetrics,
     ) -> None:
-        self._authenticator = authenticator
-        self._call_seconds = call_seconds
-        self._endless = endless
-        self._observe = observe
-        self._known = known
-        self._shares = Shares(max_calls, num_tenants)
+        self._authenticator = Authenticator(tenants)
+        self._call_seconds = limits.call_seconds
+        self._connections = connections
+        self._metrics = metrics
+        self._shares = Shares(limits.max_calls, len(tenants))
         self._draining = False
         self._running = 0
 
@@ -92,7 +89,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
                 context.invocation_metadata() or (), context.auth_context() or {}
             )
             set_tenant(tenant)
-            self._known(context.peer(), tenant.name)
+            self._connections.known(context.peer(), tenant.name)
             if self._draining:
                 raise Draining("the server is going down")
             with self._a_place_of(tenant.name):
@@ -114,7 +111,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             )
         finally:
             self._running -= 1
-            self._observe(path, code.name, time.monotonic() - began)
+            self._metrics.call_ended(path, code.name, time.monotonic() - began)
 
     @contextmanager
     def _a_place_of(self, tenant: str) -> Iterator[None]:
@@ -126,7 +123,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             self._shares.give_back(tenant)
 
     def _seconds(self, path: str, context: Any) -> float | None:
-        if path in self._endless:
+        if path in _ENDLESS:
             return None
         remaining: float | None = context.time_remaining()
         return self._call_seconds if remaining is None else min(remaining, self._call_seconds)

@@ -18,12 +18,11 @@ from ...errors import TierConfigError
 from ...tag import PROOF_BYTES, Proof, unpack_proof
 from ...wire.blocks import receive_block, send_blocks
 from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
-from ...wire.limits import Limits
 from ...wire.sockets import Connection
 from ..leases import ReadLease
 from ..tenant_store import TenantStore
 from .session import Session
-from .session_server import Resolve, SessionServer
+from .session_server import SessionServer, SessionSettings
 
 # LOAD and STORE: blocks move through the connection, straight out of and into the slab.
 # Of a LOAD the next part is being read from the disk while one part is sent. Whatever ends the
@@ -95,17 +94,9 @@ class DataServer(SessionServer):
     """Listens on `host` and `port`; 0 is any free one."""
 
     def __init__(
-        self,
-        resolve: Resolve,
-        host: str,
-        port: int,
-        *,
-        boot_id: bytes,
-        limits: Limits,
-        tls: ssl.SSLContext | None,
-        num_tenants: int = 1,
+        self, settings: SessionSettings, host: str, port: int, tls: ssl.SSLContext | None = None
     ) -> None:
-        super().__init__(resolve, boot_id=boot_id, limits=limits, num_tenants=num_tenants)
+        super().__init__(settings)
         self._host = host
         self._port = port
         self._tls = tls

@@ -15,6 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...errors import TierClosed
 from ...wire.frames import (
@@ -43,16 +44,24 @@ _TELL_SECONDS = 1.0  # between two lines about what clients did
 _PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is over
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """What the servers of the data plane have in common."""
+
+    boot_id: bytes
+    resolve: Resolve
+    limits: Limits
+    num_tenants: int = 1
+
+
 class SessionServer(ABC):
     """Accepts on a listening socket that a subclass makes."""
 
-    def __init__(
-        self, resolve: Resolve, *, boot_id: bytes, limits: Limits, num_tenants: int = 1
-    ) -> None:
-        self._resolve = resolve
-        self._boot_id = boot_id
-        self._limits = limits
-        self._shares = Shares(limits.max_data_connections, num_tenants)
+    def __init__(self, settings: SessionSettings) -> None:
+        self._resolve = settings.resolve
+        self._boot_id = settings.boot_id
+        self._limits = settings.limits
+        self._shares = Shares(self._limits.max_data_connections, settings.num_tenants)
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
