@@ -198,7 +198,7 @@ def test_deleting_a_block_that_is_being_promoted(held: TenantStoreOverHeldDisk) 
     held.store.store([stored], [buffer], [proof]).result(WAIT_SECONDS)
     held.store.release()
     held.store.drop([stored])
-    held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    held.tenant_store.wait_loaded(read_lease, time.monotonic() + WAIT_SECONDS)
     held.tenant_store.end_load(read_lease)
     check_gone(held, key)
 
@@ -208,7 +208,7 @@ def test_deleting_a_block_that_somebody_just_loads(held: TenantStoreOverHeldDisk
     (key,) = make_keys(1)
     held.keep([key])
     read_lease = held.tenant_store.begin_load([key])
-    held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    held.tenant_store.wait_loaded(read_lease, time.monotonic() + WAIT_SECONDS)
     assert held.tenant_store.drop([key]) == 1
     (slot,) = read_lease.slots
     assert slot is not None and bytes(held.tenant_store.buffer(slot)) == content(key)
@@ -330,7 +330,7 @@ def test_a_block_that_is_being_promoted_for_another(held: TenantStoreOverHeldDis
     held.store.hold_loads = False
     held.store.release()
     for read_lease in read_leases:
-        held.tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+        held.tenant_store.wait_loaded(read_lease, time.monotonic() + WAIT_SECONDS)
         (slot,) = read_lease.slots
         assert slot is not None and bytes(held.tenant_store.buffer(slot)) == content(key)
         held.tenant_store.end_load(read_lease)

@@ -253,18 +253,18 @@ def test_t09_every_tenant_finds_what_is_kept_for_it(most: int, num_tenants: int)
     names = [str(number) for number in range(num_tenants)]
     taken = dict.fromkeys(names[:-1], 0)
     for name in names[:-1]:
-        while shares.take(name):
+        while shares.take_place(name):
             taken[name] += 1
     last = 0
-    while shares.take(names[-1]):
+    while shares.take_place(names[-1]):
         last += 1
     assert last >= shares.kept >= 1
     assert sum(taken.values()) + last <= shares.most == max(most, num_tenants)
     for name in names[:-1]:
         for _ in range(taken[name]):
-            shares.give_back(name)
+            shares.give_back_place(name)
     for _ in range(last):
-        shares.give_back(names[-1])
+        shares.give_back_place(names[-1])
     assert not shares._taken and not shares._beyond
 
 

@@ -164,7 +164,7 @@ def test_t05_a_room_starts_without_its_store_and_takes_it_in(disk: Disk) -> None
     disk.remount("rw")
     wait_until(lambda: tenant_store.lookup(keys) == [State.HIT] * 8)
     read_lease = tenant_store.begin_load(keys)
-    tenant_store.wait(read_lease, time.monotonic() + SECONDS)
+    tenant_store.wait_loaded(read_lease, time.monotonic() + SECONDS)
     assert None not in read_lease.slots
     tenant_store.end_load(read_lease)
     assert tenant_stores.close(SECONDS)

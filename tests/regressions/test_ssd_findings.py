@@ -202,7 +202,7 @@ def test_t03_the_keeper_of_a_room_goes_on(
     tenant_store._woken.set()
     wait_until(lambda: not failures)
     read_lease = tenant_store.begin_load(keys[:2])
-    tenant_store.wait(read_lease, time.monotonic() + SECONDS)
+    tenant_store.wait_loaded(read_lease, time.monotonic() + SECONDS)
     assert None not in read_lease.slots
     tenant_store.end_load(read_lease)
     assert tenant_store.stats()["cpu"].errors == {"keeper": 3}
@@ -228,10 +228,10 @@ class Link:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def count(self, reason: str) -> None:
+    def count_error(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    def lost(self) -> None:
+    def mark_lost(self) -> None:
         """Nobody is told."""
 
     def connect(self, _deadline: float) -> Connection:

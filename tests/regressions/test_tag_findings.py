@@ -67,7 +67,7 @@ def plane_over(path: Path, mac_key: MacKey | None = None, slots: int = 16) -> Pl
 def slot_of(tenant_store: TenantStore, key: bytes) -> memoryview:
     """The memory of a block, as anything that damages it would reach it."""
     read_lease = tenant_store.begin_load([key])
-    tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    tenant_store.wait_loaded(read_lease, time.monotonic() + WAIT_SECONDS)
     (slot,) = read_lease.slots
     tenant_store.end_load(read_lease)
     assert slot is not None
@@ -138,7 +138,7 @@ def test_t01_late_writer(tmp_path: Path) -> None:
     assert isinstance(late, MemoryConnection)
     asked = late._ask(Verb.RESERVE, late_keys, time.monotonic() + 0.05)
     late._connection.send([asked.words], time.monotonic() + WAIT_SECONDS)
-    reserved = late._reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
+    reserved = late._take_reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
     targets = [late._slot(slot) for slot in reserved.slots]
     # The lease ends, and others have what room there is.
     wait_until(lambda: plane.tenant_store.lookup(late_keys) == [State.MISS] * 4)
@@ -171,13 +171,13 @@ def test_t01_late_writer_that_says_so() -> None:
     keys = make_keys(4)
     asked = late._ask(Verb.RESERVE, keys, time.monotonic() + 0.05)
     late._connection.send([asked.words], time.monotonic() + WAIT_SECONDS)
-    reserved = late._reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
+    reserved = late._take_reserved(asked, 4, time.monotonic() + WAIT_SECONDS)
     wait_until(lambda: plane.tenant_store.lookup(keys) == [State.MISS] * 4)
     assert plane.slab.free_slots() == 4
-    commit = late._next(Verb.COMMIT, 4, reserved.lease)
+    commit = late._next_request(Verb.COMMIT, 4, reserved.lease)
     late._connection.send([encode_request(commit) + bytes(4 * 32)], time.monotonic() + WAIT_SECONDS)
     with pytest.raises(Exception, match="NO_LEASE"):
-        late._committed(commit, 4, time.monotonic() + WAIT_SECONDS)
+        late._take_committed(commit, 4, time.monotonic() + WAIT_SECONDS)
     assert plane.slab.free_slots() == 8
     late.close()
     plane.close()

@@ -38,8 +38,8 @@ _Held = TypeVar("_Held")
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Blocks on their way out. After `TenantStore.wait`, `slots[i]` is where `keys[i]` lies, None
-    for a miss, until `TenantStore.end_load`."""
+    """Blocks on their way out. `slots[i]` is where `keys[i]` lies, None for a miss: known after
+    `TenantStore.wait_loaded`, good until `TenantStore.end_load`."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -130,7 +130,7 @@ class Leases(Generic[_Held]):
         if self._owned[owner] >= self._most_each:
             raise TooMuch(f"{self._most_each} leases of {owner} run already; end some or wait")
 
-    def grant(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
+    def grant_lease(self, held: _Held, seconds: float, owner: str = "") -> Lease[_Held]:
         """Lend `held` to `owner`. Raises InvalidBlock for a duration out of range, and what
         `check_room` raises."""
         deadline = self._deadline(seconds)
@@ -141,16 +141,16 @@ class Leases(Generic[_Held]):
         heapq.heappush(self._deadlines, (deadline, lease.number))
         return lease
 
-    def find(self, number: int, owner: str = "") -> Lease[_Held] | None:
+    def find_lease(self, number: int, owner: str = "") -> Lease[_Held] | None:
         """The lease of this number, if it still runs and is the owner's."""
         self.expire()
         lease = self._leases.get(number)
         return lease if lease is not None and lease.owner == owner else None
 
-    def renew(self, number: int, seconds: float, owner: str = "") -> bool:
+    def renew_lease(self, number: int, seconds: float, owner: str = "") -> bool:
         """Have a lease end `seconds` from now; False if the owner has none of that number."""
         deadline = self._deadline(seconds)
-        lease = self.find(number, owner)
+        lease = self.find_lease(number, owner)
         if lease is None:
             return False
         lease.deadline = deadline

@@ -209,7 +209,7 @@ class CacheServer:
 
     def _resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:
         """Use a ticket up: the tenant store it opens, and the tenant's name."""
-        name = self._tickets.use(ticket)
+        name = self._tickets.use_ticket(ticket)
         tenant = None if name is None else self.settings.tenants.by_name(name)
         if tenant is None:
             return None

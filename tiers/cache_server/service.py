@@ -143,7 +143,7 @@ class CacheService:
         if not request.lease:
             raise WireError("Unpin needs the number of a lease, which is never zero")
         tenant, tenant_store = current_tenant(), self._tenant_store()
-        was_held = await self._quick(
+        was_held = await self._run_quick(
             tenant_store, lambda: tenant_store.unpin(request.lease, tenant.name)
         )
         return messages.UnpinResponse(was_held=was_held)
@@ -167,11 +167,11 @@ class CacheService:
     async def watch(self, _request: Any, context: Any) -> None:
         """Tell of blocks that come and go."""
         tenant_store, tenant = self._tenant_store(), current_tenant().name
-        watcher = self.watches.begin(tenant_store, tenant)
+        watcher = self.watches.begin_watch(tenant_store, tenant)
         try:
             await context.write(messages.WatchEvent(boot_id=self._boot_id))
             for sequence in itertools.count(1):
-                happening = await watcher.next()
+                happening = await watcher.next_event()
                 if happening is None:
                     return
                 await context.write(
@@ -184,7 +184,7 @@ class CacheService:
                     )
                 )
         finally:
-            self.watches.end(tenant_store, tenant, watcher)
+            self.watches.end_watch(tenant_store, tenant, watcher)
 
     async def stats(self, _request: Any, _context: Any) -> Any:
         """What the tenant holds and what was done for it."""
@@ -211,7 +211,7 @@ class CacheService:
         """Hand out a ticket for the data connection."""
         self._tenant_store()
         return messages.OpenDataResponse(
-            ticket=self._tickets.issue(current_tenant().name),
+            ticket=self._tickets.issue_ticket(current_tenant().name),
             ticket_ms=int(self._limits.ticket_seconds * 1000),
             port=self._data_plane.port,
             unix_path=self._data_plane.unix_path,
@@ -222,18 +222,20 @@ class CacheService:
         """Many keys take a millisecond or more, in which the event loop would let nobody in: they
         go to a thread, and one tenant has no more than one of those."""
         if len(keys) <= _QUICK_KEYS:
-            return await self._quick(tenant_store, lambda: tenant_store.lookup(keys, asked=True))
+            return await self._run_quick(
+                tenant_store, lambda: tenant_store.lookup(keys, asked=True)
+            )
         async with self._turns[current_tenant().name]:
             return await self._run(lambda: tenant_store.lookup(keys, asked=True))
 
     async def _capacity_bytes(self, tenant_store: TenantStore) -> int:
-        return await self._quick(tenant_store, lambda: tenant_store.capacity_bytes)
+        return await self._run_quick(tenant_store, lambda: tenant_store.capacity_bytes)
 
     def _tenant_store(self) -> TenantStore:
         return self._tenant_stores.ready(current_tenant().tenant_store)
 
-    async def _quick(self, tenant_store: TenantStore, work: Callable[[], _Result]) -> _Result:
-        return await self._calls.quick(current_tenant().name, tenant_store, work)
+    async def _run_quick(self, tenant_store: TenantStore, work: Callable[[], _Result]) -> _Result:
+        return await self._calls.run_quick(current_tenant().name, tenant_store, work)
 
     async def _run(
         self,

@@ -4,9 +4,9 @@
 A hierarchy belongs to one thread at a time; a tenant store may be called from any, one after the
 other. Nobody holds the tenant store while bytes are read, moved or hashed.
 
-    begin_load → wait → (bytes go out) → end_load        blocks stay pinned in between
-    begin_store → (bytes come in, checked) → end_store   seen by the next look-up from anyone
-                └ (the writer is too late) → abandon     slots are withheld until the writer ends
+    begin_load → wait_loaded → (bytes go out) → end_load   blocks stay pinned in between
+    begin_store → (bytes come in, checked) → end_store     seen by the next look-up from anyone
+                └ (the writer is late) → abandon_store     slots are withheld until it ends
 
 Blocks move in and out of `buffer(slot)`. Takes the tenant's own keys and keeps blocks under salted
 ones. A tag is the business of the engines: it is kept beside its block in memory and on the disk,
@@ -149,7 +149,7 @@ class TenantStore:
             self._hierarchy.poll()
         return ReadLease(list(keys), [None] * len(keys), stored, ticket)
 
-    def wait(self, read_lease: ReadLease, deadline: float) -> None:
+    def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
         """Wait until the blocks of a read lease are in their slots, until `deadline` (monotonic) at
         the most. Those that are not are misses."""
         with self._changed:
@@ -244,9 +244,9 @@ class TenantStore:
             self._changed.notify_all()
         return states
 
-    def abandon(self, write_lease: WriteLease) -> list[int]:
+    def abandon_store(self, write_lease: WriteLease) -> list[int]:
         """End a write lease whose writer took too long and may still write: nothing is stored, and
-        the slots are withheld until `restore` is given them."""
+        the slots are withheld until `restore_slots` is given them."""
         with self._changed:
             if self._closed:
                 return []
@@ -254,13 +254,13 @@ class TenantStore:
             self._changed.notify_all()
             return slots
 
-    def restore(self, slots: Sequence[int]) -> None:
+    def restore_slots(self, slots: Sequence[int]) -> None:
         """Whoever could write to withheld slots has ended."""
         with self._changed:
             if not self._closed:
                 self._hierarchy.restore(slots)
 
-    def check(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
+    def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
         """`proofs`, but None where the bytes in the slot have another digest. For bytes that came
         without being hashed on the way."""
         return [
@@ -283,10 +283,10 @@ class TenantStore:
             self._leases.check_room(owner)
         read_lease = self.begin_load(keys)
         try:
-            self.wait(read_lease, deadline)
+            self.wait_loaded(read_lease, deadline)
             with self._changed:
                 self._check_open()
-                lease = self._leases.grant([], seconds, owner)
+                lease = self._leases.grant_lease([], seconds, owner)
                 lease.held += self._pins.pin(read_lease.stored)
                 if not lease.held:
                     self._leases.end_lease(lease)
@@ -298,7 +298,7 @@ class TenantStore:
     def unpin(self, number: int, owner: str = "") -> bool:
         """End a lease early; False if the owner has none of that number."""
         with self._changed:
-            lease = None if self._closed else self._leases.find(number, owner)
+            lease = None if self._closed else self._leases.find_lease(number, owner)
             if lease is not None:
                 self._leases.end_lease(lease)
                 self._pins.unpin(lease.held)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tenant stores from the event loop, which never waits for a tenant store.
 
-    quick   at once if nobody holds the tenant store, else on a thread
-    run     on a thread, for what may wait or take long
+    run_quick   at once if nobody holds the tenant store, else on a thread
+    run         on a thread, for what may wait or take long
 
 Each tenant has so many threads and no more, so that one whose tenant store is held up leaves the
 others theirs.
@@ -72,7 +72,7 @@ class TenantStoreCalls:
                 )
             raise
 
-    async def quick(
+    async def run_quick(
         self,
         tenant: str,
         tenant_store: TenantStore,
@@ -87,7 +87,7 @@ class TenantStoreCalls:
         finally:
             tenant_store.let_go()
 
-    def later(
+    def run_later(
         self, tenant_store: TenantStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
         """What nobody waits for, after the end of `after`."""

@@ -68,12 +68,12 @@ class Watcher:
         if is_first:
             self._wake()
 
-    def end(self) -> None:
+    def end_events(self) -> None:
         """Nothing more will be told."""
         self._ended = True
         self._wake()
 
-    async def next(self) -> Happening | None:
+    async def next_event(self) -> Happening | None:
         """The next event, once there is one; None after the end."""
         while True:
             with self._lock:
@@ -173,10 +173,10 @@ class Watches:
     def __len__(self) -> int:
         return sum(len(watch.watchers) for watch in self._tenant_stores.values())
 
-    def begin(self, tenant_store: TenantStore, tenant: str) -> Watcher:
+    def begin_watch(self, tenant_store: TenantStore, tenant: str) -> Watcher:
         """A new watcher of a tenant store. Raises TooMuch."""
-        if not self._shares.take(tenant):
-            most = self._shares.of(tenant)
+        if not self._shares.take_place(tenant):
+            most = self._shares.places_of(tenant)
             raise TooMuch(f"{most} watchers are here already, and {tenant} may have no more")
         watch = self._tenant_stores.get(id(tenant_store))
         watcher = Watcher(self._limits.max_queued_keys, asyncio.get_running_loop())
@@ -187,14 +187,14 @@ class Watches:
             tenant_store.subscribe(watch)
         watch.watchers = [*watch.watchers, watcher]
         if self._ended:
-            watcher.end()
+            watcher.end_events()
         elif self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         return watcher
 
-    def end(self, tenant_store: TenantStore, tenant: str, watcher: Watcher) -> None:
+    def end_watch(self, tenant_store: TenantStore, tenant: str, watcher: Watcher) -> None:
         """A watcher has left."""
-        self._shares.give_back(tenant)
+        self._shares.give_back_place(tenant)
         watch = self._tenant_stores[id(tenant_store)]
         watch.watchers = [other for other in watch.watchers if other is not watcher]
         if not watch.watchers:
@@ -209,7 +209,7 @@ class Watches:
         self._ended = True
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
-                watcher.end()
+                watcher.end_events()
 
     async def _look(self) -> None:
         while True:

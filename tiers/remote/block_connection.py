@@ -77,7 +77,7 @@ class Tags:
         fields = layout.layout_id(), layout.page_bytes
         self._plain = Tagger(*fields)
         self._wire = self._plain if tag_key is None else Tagger(*fields, tag_key)
-        self.begin = self._wire.begin
+        self.begin_block = self._wire.begin
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
         """What goes with a block that was hashed as it was copied; None where its bytes are not

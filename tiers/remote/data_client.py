@@ -51,18 +51,18 @@ class DataConnection(SocketConnection):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        request = self._next(Verb.LOAD, len(keys))
+        request = self._next_request(Verb.LOAD, len(keys))
         self._connection.send([encode_request(request) + pack_keys(keys)], deadline)
         self.corrupt_keys = []
         proofs: list[Proof | None] = []
         while len(proofs) < len(keys):
-            reply = self._reply(request, deadline)
+            reply = self._take_reply(request, deadline)
             first = len(proofs)
             if not 0 < reply.blocks <= len(keys) - first:
                 raise ConnectionLost("the server answered for blocks that were not asked for")
-            for index, state in enumerate(self._states(reply.blocks, deadline), first):
+            for index, state in enumerate(self._take_states(reply.blocks, deadline), first):
                 if state is State.HIT:
-                    proofs.append(self._receive(keys[index], buffers[index], deadline))
+                    proofs.append(self._receive_block(keys[index], buffers[index], deadline))
                 elif state is State.MISS:
                     proofs.append(None)
                 else:
@@ -76,18 +76,18 @@ class DataConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        request = self._next(Verb.STORE, len(keys))
+        request = self._next_request(Verb.STORE, len(keys))
         self._connection.send([encode_request(request) + pack_keys(keys)], deadline)
-        if self._reply(request, deadline).blocks != len(keys):
+        if self._take_reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
-        states = self._states(len(keys), deadline)
+        states = self._take_states(len(keys), deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
         damaged: list[int] = []
         blocks = self._proven(wanted, keys, buffers, proofs, damaged)
         send_blocks(self._connection, b"", blocks, deadline)
-        if self._reply(request, deadline).blocks != len(keys):
+        if self._take_reply(request, deadline).blocks != len(keys):
             raise ConnectionLost("the server answered for blocks that were not sent")
-        answers: list[State | None] = [*self._states(len(keys), deadline)]
+        answers: list[State | None] = [*self._take_states(len(keys), deadline)]
         for index in damaged:
             answers[index] = None
         return answers
@@ -108,8 +108,8 @@ class DataConnection(SocketConnection):
                 damaged.append(index)
             yield payload, NO_PROOF if proof is None else proof.pack()
 
-    def _receive(self, key: bytes, buffer: memoryview, deadline: float) -> Proof | None:
-        hasher, payload = self._tags.begin(key), buffer[: self._page_bytes]
+    def _receive_block(self, key: bytes, buffer: memoryview, deadline: float) -> Proof | None:
+        hasher, payload = self._tags.begin_block(key), buffer[: self._page_bytes]
         tag = receive_block(self._connection, hasher, payload, TAG_BYTES, deadline)
         proof = self._tags.received(key, hasher, tag)
         if proof is None:

@@ -185,15 +185,17 @@ class MemoryConnection(SocketConnection):
                 words += asked[-1].words
             self._connection.send([words], deadline)
             if len(commits) == PARTS_AHEAD:
-                states += self._committed(commits.popleft(), sizes[number - PARTS_AHEAD], deadline)
-            reserved = self._reserved(asked.popleft(), sizes[number], deadline)
+                states += self._take_committed(
+                    commits.popleft(), sizes[number - PARTS_AHEAD], deadline
+                )
+            reserved = self._take_reserved(asked.popleft(), sizes[number], deadline)
             brought = self._put_in(reserved, part.start, keys, buffers, proofs, damaged)
-            commits.append(self._next(Verb.COMMIT, len(brought), reserved.lease))
+            commits.append(self._next_request(Verb.COMMIT, len(brought), reserved.lease))
             words = encode_request(commits[-1]) + b"".join(brought)
         if words:
             self._connection.send([words], deadline)
         for commit, size in zip(commits, sizes[-len(commits) :], strict=True):
-            states += self._committed(commit, size, deadline)
+            states += self._take_committed(commit, size, deadline)
         for index in damaged:
             states[index] = None
         return states
@@ -210,7 +212,7 @@ class MemoryConnection(SocketConnection):
 
     def _ask(self, verb: Verb, keys: Sequence[bytes], deadline: float) -> _Asked:
         lease_ends, milliseconds = self._lease(deadline)
-        request = self._next(verb, len(keys), milliseconds)
+        request = self._next_request(verb, len(keys), milliseconds)
         return _Asked(request, encode_request(request) + pack_keys(keys), lease_ends)
 
     def _take_out(
@@ -223,7 +225,7 @@ class MemoryConnection(SocketConnection):
     ) -> bytes:
         """Take the reply to a PIN and copy what it names; the words that let go of it."""
         lease = self._lease_of(asked, len(keys), deadline)
-        states = self._states(len(keys), deadline)
+        states = self._take_states(len(keys), deadline)
         hits = [index for index, state in enumerate(states) if state is State.HIT]
         raw = self._connection.receive(len(hits) * (SLOT_BYTES + TAG_BYTES), deadline)
         first = len(hits) * SLOT_BYTES
@@ -240,12 +242,12 @@ class MemoryConnection(SocketConnection):
                 self.corrupt_blocks += 1
                 self.corrupt_keys.append(keys[index])
         done += proofs
-        return encode_request(self._next(Verb.UNPIN, 0, lease))
+        return encode_request(self._next_request(Verb.UNPIN, 0, lease))
 
-    def _reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
+    def _take_reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
         """Take the reply to a RESERVE."""
         lease = self._lease_of(asked, count, deadline)
-        states = self._states(count, deadline)
+        states = self._take_states(count, deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
         slots = self._slots(self._connection.receive(len(wanted) * SLOT_BYTES, deadline))
         return _Reserved(lease, asked.lease_ends, wanted, slots)
@@ -264,7 +266,7 @@ class MemoryConnection(SocketConnection):
         packed = []
         for place, slot in zip(reserved.wanted, reserved.slots, strict=True):
             index = first + place
-            hasher = self._tags.begin(keys[index])
+            hasher = self._tags.begin_block(keys[index])
             is_whole = self._copy_in(hasher, buffers[index], self._slot(slot), reserved.lease_ends)
             proof = self._tags.sent(keys[index], hasher, proofs[index]) if is_whole else None
             if is_whole and proof is None:
@@ -272,14 +274,14 @@ class MemoryConnection(SocketConnection):
             packed.append(NO_PROOF if proof is None else proof.pack())
         return packed
 
-    def _committed(self, commit: Request, count: int, deadline: float) -> list[State]:
+    def _take_committed(self, commit: Request, count: int, deadline: float) -> list[State]:
         """Take the reply to a COMMIT."""
-        if self._reply(commit, deadline).blocks != count:
+        if self._take_reply(commit, deadline).blocks != count:
             raise ConnectionLost("the server answered for blocks that were not sent")
-        return self._states(count, deadline)
+        return self._take_states(count, deadline)
 
     def _lease_of(self, asked: _Asked, count: int, deadline: float) -> int:
-        reply = self._reply(asked.request, deadline)
+        reply = self._take_reply(asked.request, deadline)
         if reply.blocks != count:
             raise ConnectionLost("the server answered for blocks that were not asked for")
         return reply.argument
@@ -308,7 +310,7 @@ class MemoryConnection(SocketConnection):
         if self._page_bytes <= COPY_BYTES and self._page_bytes == buffer.nbytes:
             buffer[:] = source  # as below, without what slices cost
             return self._tags.check(key, buffer, tag)
-        hasher = self._tags.begin(key)
+        hasher = self._tags.begin_block(key)
         for start, end in self._cuts:
             part = buffer[start:end]
             part[:] = source[start:end]

@@ -44,7 +44,7 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
         if error is not None:
             result.set_exception(error)
         else:
-            _end(result, lambda: work(ended.result()))
+            _set_result(result, lambda: work(ended.result()))
 
     future.add_done_callback(done)
     return result
@@ -70,16 +70,16 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
         if errors and len(errors) == len(futures):
             result.set_exception(errors[0])
         else:
-            _end(result, work)
+            _set_result(result, work)
 
     if not futures:
-        _end(result, work)
+        _set_result(result, work)
     for future in futures:
         future.add_done_callback(done)
     return result
 
 
-def _end(future: Future[_R], work: Callable[[], _R]) -> None:
+def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
     """A future that never ended would be waited for until somebody's deadline."""
     try:
         future.set_result(work())

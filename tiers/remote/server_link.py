@@ -106,12 +106,12 @@ class ServerLink:
             self._changed.wait_for(lambda: self._is_up or self._closed, timeout_seconds)
             return self._is_up
 
-    def count(self, reason: str) -> None:
+    def count_error(self, reason: str) -> None:
         """Note that something went wrong."""
         with self._changed:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
-    def lost(self, boot_id: bytes | None = None) -> None:
+    def mark_lost(self, boot_id: bytes | None = None) -> None:
         """A call failed, or the server says it is another: attach again. `boot_id` is that of an
         answer, where there was one."""
         with self._changed:
@@ -193,9 +193,9 @@ class ServerLink:
     def _failed(self, error: Any) -> RemoteError:
         """What a failed call is to the tier above; also notes it here."""
         verdict = verdict_of(error)
-        self.count(verdict.reason)
+        self.count_error(verdict.reason)
         if verdict.reason not in ("busy", "invalid"):
-            self.lost()
+            self.mark_lost()
         kind = RemoteLate if verdict.reason == "deadline" else RemoteError
         return kind(f"{self.address}: {error.details() or verdict.reason}")
 
@@ -223,7 +223,7 @@ class ServerLink:
                 self.presence.answered(keys, None)
                 result.set_exception(error)
             else:
-                self.lost(response.boot_id)
+                self.mark_lost(response.boot_id)
                 self.presence.answered(keys, hits if self._is_up else None)
                 result.set_result(None)
 
@@ -272,7 +272,7 @@ class ServerLink:
     def _checked(self, connection: BlockConnection) -> BlockConnection:
         if connection.boot_id != self._boot_id:
             connection.close()
-            self.lost()
+            self.mark_lost()
             raise RemoteError(f"{self.address} was restarted")
         log.info("%s: blocks go through %s", self.address, connection.kind)
         return connection
@@ -311,7 +311,7 @@ class ServerLink:
             )
         except grpc.RpcError as error:
             verdict = verdict_of(error)
-            self.count(verdict.reason)
+            self.count_error(verdict.reason)
             if verdict.reason != "not_ready":  # as soon as its memory is there
                 self._tell(verdict.retry, str(error.details()))
             if verdict.retry in _REFUSALS or verdict.reason == "deadline":
@@ -326,7 +326,7 @@ class ServerLink:
             if str(error) != self._told:
                 log.exception("%s cannot be attached", self.address)
                 self._told = str(error)
-            self.count("internal")
+            self.count_error("internal")
             self._close_channel()
             return Retry.LATER
         with self._changed:
@@ -344,7 +344,7 @@ class ServerLink:
     def _tell_of_memory(self, why: str, kind: str) -> None:
         """Count a fall-back from shared memory, and say so once."""
         if why:
-            self.count("no_memory")
+            self.count_error("no_memory")
         if why and not self._has_told_of_memory:
             self._has_told_of_memory = True
             log.warning("%s: no shared memory%s; blocks go through %s", self.address, why, kind)

@@ -53,11 +53,11 @@ class SocketConnection(BlockConnection):
     def close(self) -> None:
         self._connection.close()
 
-    def _next(self, verb: Verb, blocks: int, argument: int = 0) -> Request:
+    def _next_request(self, verb: Verb, blocks: int, argument: int = 0) -> Request:
         self._number += 1
         return Request(verb, blocks, self._number, argument)
 
-    def _reply(self, request: Request, deadline: float) -> Reply:
+    def _take_reply(self, request: Request, deadline: float) -> Reply:
         """The head of the reply to `request`. Raises Refused, or ConnectionLost for a reply to
         another."""
         reply = decode(decode_reply, self._connection.receive(REPLY.size, deadline))
@@ -67,7 +67,7 @@ class SocketConnection(BlockConnection):
             raise Refused(reply.status)
         return reply
 
-    def _states(self, count: int, deadline: float) -> list[State]:
+    def _take_states(self, count: int, deadline: float) -> list[State]:
         return decode(to_states, self._connection.receive(count, deadline))
 
 

@@ -53,11 +53,11 @@ class StreamConnection(BlockConnection):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
         request = messages.LoadRequest(keys=pack_keys(keys))
-        call = self._begin(self._stub.load, request, deadline)
+        call = self._begin_call(self._stub.load, request, deadline)
         arriving = _Arriving(keys, buffers, self._tags, self._layout_id)
         try:
             for piece in call:
-                arriving.take(piece, self._page_bytes)
+                arriving.take_piece(piece, self._page_bytes)
         except (grpc.RpcError, WireError, ValueError) as error:
             call.cancel()
             raise _lost(error) from error
@@ -74,7 +74,7 @@ class StreamConnection(BlockConnection):
     ) -> list[State | None]:
         damaged: list[int] = []
         pieces = self._pieces(keys, buffers, proofs, damaged)
-        call = self._begin(self._stub.store.future, pieces, deadline)
+        call = self._begin_call(self._stub.store.future, pieces, deadline)
         try:
             response = call.result(max(0.001, deadline - time.monotonic()))
             states: list[State | None] = [_STATES[byte] for byte in response.states]
@@ -97,7 +97,7 @@ class StreamConnection(BlockConnection):
     def close(self) -> None:
         self.abort()
 
-    def _begin(self, method: Any, request: Any, deadline: float) -> Any:
+    def _begin_call(self, method: Any, request: Any, deadline: float) -> Any:
         left = deadline - time.monotonic()
         if left <= 0 or self._aborted:
             raise ConnectionLost("the deadline passed" if left <= 0 else "the call was ended")
@@ -151,7 +151,7 @@ class _Arriving:
         self._tag = b""
         self._hasher: Any = None
 
-    def take(self, piece: Piece, page_bytes: int) -> None:
+    def take_piece(self, piece: Piece, page_bytes: int) -> None:
         """The next piece. Raises WireError for one that does not follow on the last."""
         if piece.state is State.MISS:
             return
@@ -162,7 +162,7 @@ class _Arriving:
             if key != self._keys[piece.index]:
                 raise WireError("a block came under another key than was asked for")
             self._index, self._received = piece.index, 0
-            self._hasher = self._tags.begin(key)
+            self._hasher = self._tags.begin_block(key)
         end = self._received + len(piece.payload)
         follows = (piece.index, piece.offset) == (self._index, self._received)
         if not follows or not piece.payload or end > page_bytes:

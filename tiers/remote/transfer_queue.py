@@ -75,31 +75,31 @@ class TransferQueue:
 
     def _run(self) -> None:
         # No job outlives its end in a variable here: it holds the caller's buffers.
-        while (job := self._next()) is not None:
-            self._do(job)
+        while (job := self._next_job()) is not None:
+            self._do_job(job)
             del job
 
-    def _next(self) -> _Job | None:
+    def _next_job(self) -> _Job | None:
         """Wait for a job; None after `close`, when all are done."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
             return self._jobs.popleft() if self._jobs else None
 
-    def _do(self, job: _Job) -> None:
+    def _do_job(self, job: _Job) -> None:
         try:
             if time.monotonic() >= job.deadline:
                 raise RemoteLate("the deadline passed before the transfer began")
             result = job.work(job.deadline)
         except TierError as error:
-            self._end(job)
+            self._end_job(job)
             job.future.set_exception(error)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer
-            self._end(job)
+            self._end_job(job)
             job.future.set_exception(RemoteError(f"{type(error).__name__}: {error}"))
         else:
-            self._end(job)
+            self._end_job(job)
             job.future.set_result(result)
 
-    def _end(self, job: _Job) -> None:
+    def _end_job(self, job: _Job) -> None:
         with self._changed:
             self._bytes -= job.size

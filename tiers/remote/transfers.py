@@ -118,8 +118,8 @@ class Transfers(Generic[_T]):
                 except ConnectionLost as second:
                     error = second
             late = time.monotonic() >= deadline
-            self._link.count("deadline" if late else "unavailable")
-            self._link.lost()
+            self._link.count_error("deadline" if late else "unavailable")
+            self._link.mark_lost()
             kind = RemoteLate if late else RemoteError
             raise kind(f"{self._link.address}: {error}") from error
 

@@ -132,7 +132,7 @@ def test_what_finds_no_room_is_said(plane: Plane, kind: str) -> None:
     first, others = make_keys(4), make_keys(4, "other")
     assert put(connection, first, LAYOUT) == [State.KEPT] * 4
     read_lease = plane.tenant_store.begin_load(first)
-    plane.tenant_store.wait(read_lease, soon())
+    plane.tenant_store.wait_loaded(read_lease, soon())
     assert put(connection, others, LAYOUT) == [State.NO_ROOM] * 4
     plane.tenant_store.end_load(read_lease)
     connection.close()
@@ -271,7 +271,7 @@ def test_damage_in_the_servers_memory_is_a_miss(plane: Plane, kind: str) -> None
     connection = plane.connect(kind)
     put(connection, keys, LAYOUT)
     read_lease = plane.tenant_store.begin_load(keys)
-    plane.tenant_store.wait(read_lease, soon())
+    plane.tenant_store.wait_loaded(read_lease, soon())
     (slot,) = read_lease.slots[1:2]
     assert slot is not None
     plane.tenant_store.buffer(slot)[100] ^= 1

@@ -50,12 +50,12 @@ class SlabLeases(Leases[list[bytes]]):
         self.pins = PinnedBlocks(slab)
 
     def lend(self, keys: Sequence[bytes], seconds: float, owner: str = "") -> Lease[list[bytes]]:
-        lease = self.grant([], seconds, owner)
+        lease = self.grant_lease([], seconds, owner)
         lease.held += self.pins.pin(keys)
         return lease
 
     def end(self, number: int, owner: str = "") -> bool:
-        lease = self.find(number, owner)
+        lease = self.find_lease(number, owner)
         if lease is not None:
             self.end_lease(lease)
             self.pins.unpin(lease.held)
@@ -72,10 +72,10 @@ def test_a_leased_slot_is_not_evicted_until_the_lease_ends(slab: CpuSlab, clock:
     assert slab.reserve(new).count(None) == 2
     assert slab.lookup(leased) == [Answer.HIT] * 2
     clock.now += 9.9
-    assert held.expire() == 0 and held.find(lease.number) is lease
+    assert held.expire() == 0 and held.find_lease(lease.number) is lease
     clock.now += 0.2
     assert held.expire() == 1 and len(held) == 0
-    assert held.find(lease.number) is None and leased[0] not in held.pins
+    assert held.find_lease(lease.number) is None and leased[0] not in held.pins
     slab.reserve(new[6:])
     assert slab.lookup(leased) == [Answer.MISS] * 2
 
@@ -94,13 +94,13 @@ def test_a_renewed_lease_runs_on_and_a_released_one_ends_once(slab: CpuSlab, clo
     held = SlabLeases(slab, clock)
     lease = held.lend(keys, 5.0)
     clock.now += 4.0
-    assert held.renew(lease.number, 5.0)
+    assert held.renew_lease(lease.number, 5.0)
     clock.now += 4.0
     assert held.expire() == 0
     assert held.next_deadline() == lease.deadline
     assert held.end(lease.number)
     assert not held.end(lease.number)
-    assert not held.renew(lease.number, 5.0)
+    assert not held.renew_lease(lease.number, 5.0)
     assert slab.stats().pinned_blocks == 0
     clock.now += 100.0
     assert held.expire() == 0
@@ -145,8 +145,8 @@ def test_an_owner_has_so_many_leases_and_cannot_touch_those_of_others(
     with pytest.raises(TooMuch, match="2 leases of ann run already"):
         held.lend(make_keys(1), 1.0, "ann")
     other = held.lend(make_keys(1), 5.0, "bob")
-    assert held.find(other.number, "ann") is None and not held.end(other.number, "ann")
-    assert not held.renew(other.number, 9.0, "ann") and other.deadline == clock.now + 5.0
+    assert held.find_lease(other.number, "ann") is None and not held.end(other.number, "ann")
+    assert not held.renew_lease(other.number, 9.0, "ann") and other.deadline == clock.now + 5.0
     clock.now += 2.0  # the first one's time is over
     assert not held.end(first.number, "ann")
     held.lend(make_keys(1), 1.0, "ann")
@@ -168,10 +168,10 @@ def test_leases_that_ended_early_leave_nothing_behind(clock: Clock) -> None:
     """A client that takes a lease and gives it back, again and again, grew the heap for an hour."""
     ended: list[int] = []
     held = Leases[int](lambda lease: ended.append(lease.held), clock=clock)
-    kept = held.grant(0, 100.0)
+    kept = held.grant_lease(0, 100.0)
     for number in range(1, 1000):
-        held.end_lease(held.grant(number, 50.0 + number % 7))
-        held.renew(kept.number, 100.0)
+        held.end_lease(held.grant_lease(number, 50.0 + number % 7))
+        held.renew_lease(kept.number, 100.0)
     assert len(held._deadlines) < 100
     assert held.next_deadline() == kept.deadline and [*held] == [kept]
     clock.now += 100.0
@@ -183,7 +183,7 @@ def test_leases_end_in_the_order_of_their_deadlines(clock: Clock) -> None:
     ended: list[str] = []
     held = Leases[str](lambda lease: ended.append(lease.held), clock=clock)
     for name, seconds in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("d", 4.0)):
-        held.grant(name, seconds)
+        held.grant_lease(name, seconds)
     clock.now += 3.0
     assert held.expire() == 3 and ended == ["a", "b", "c"]
     assert [lease.held for lease in held] == ["d"]

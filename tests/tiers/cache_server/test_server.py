@@ -273,12 +273,12 @@ def test_bytes_in_flight_are_handed_out_in_turn() -> None:
         budget, told = ByteBudget(10), []
 
         async def use(name: str, wish: int) -> None:
-            taken = await budget.take(wish)
+            taken = await budget.take_bytes(wish)
             told.append(f"{name} {taken} {budget.in_use}")
             await asyncio.sleep(0)
-            budget.give_back(taken)
+            budget.give_back_bytes(taken)
 
-        first = await budget.take(6)
+        first = await budget.take_bytes(6)
         large = asyncio.create_task(use("large", 100))
         left = asyncio.create_task(use("left", 4))
         small = asyncio.create_task(use("small", 4))
@@ -286,14 +286,14 @@ def test_bytes_in_flight_are_handed_out_in_turn() -> None:
         assert not told, "a small wish does not pass a large one"
         left.cancel()
         await asyncio.sleep(0)
-        budget.give_back(first)
+        budget.give_back_bytes(first)
         await asyncio.gather(large, small)
         assert left.cancelled() and not budget.in_use
         # Cancelled in the moment of its turn.
-        first = await budget.take(10)
+        first = await budget.take_bytes(10)
         last = asyncio.create_task(use("last", 10))
         await asyncio.sleep(0)
-        budget.give_back(first)
+        budget.give_back_bytes(first)
         last.cancel()
         await asyncio.gather(last, return_exceptions=True)
         assert not budget.in_use

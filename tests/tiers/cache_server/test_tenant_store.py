@@ -63,7 +63,7 @@ def store(tenant_store: TenantStore, keys: Sequence[bytes], salt: bytes = b"") -
 def load(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[bytes | None]:
     read_lease = tenant_store.begin_load(keys)
     try:
-        tenant_store.wait(read_lease, soon())
+        tenant_store.wait_loaded(read_lease, soon())
         return [
             None if slot is None else bytes(tenant_store.buffer(slot)) for slot in read_lease.slots
         ]
@@ -193,7 +193,7 @@ def test_what_is_being_loaded_is_whole_while_others_clear_and_store(
     keys = make_keys(4)
     store(tenant_store, keys)
     read_lease = tenant_store.begin_load(keys)
-    tenant_store.wait(read_lease, soon())
+    tenant_store.wait_loaded(read_lease, soon())
     tenant_store.clear()
     store(tenant_store, make_keys(SLOTS, "new"))
     for key, slot in zip(keys, read_lease.slots, strict=True):
@@ -217,13 +217,13 @@ def test_a_wait_has_an_end() -> None:
     assert slow.lookup(keys) == [HIT] * 2
     read_lease = slow.begin_load(keys)
     began = time.monotonic()
-    slow.wait(read_lease, soon(0.2))
+    slow.wait_loaded(read_lease, soon(0.2))
     assert 0.2 <= time.monotonic() - began < 5.0
     assert read_lease.slots == [None, None]
     slow.end_load(read_lease)
     # Whoever waits when the tenant store is closed is woken.
     read_lease = slow.begin_load(keys)
-    waiter = threading.Thread(target=slow.wait, args=(read_lease, soon()), daemon=True)
+    waiter = threading.Thread(target=slow.wait_loaded, args=(read_lease, soon()), daemon=True)
     waiter.start()
     slow.close(0.5)
     waiter.join(1.0)

@@ -77,7 +77,7 @@ def _store(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[State]:
 
 def _load(tenant_store: TenantStore, keys: Sequence[bytes]) -> list[bytes | None]:
     read_lease = tenant_store.begin_load(keys)
-    tenant_store.wait(read_lease, time.monotonic() + WAIT_SECONDS)
+    tenant_store.wait_loaded(read_lease, time.monotonic() + WAIT_SECONDS)
     blocks = [
         None if slot is None else bytes(tenant_store.buffer(slot)) for slot in read_lease.slots
     ]

@@ -202,41 +202,47 @@ def test_a_server_without_a_file_of_tenants() -> None:
 
 def test_a_ticket_opens_one_connection() -> None:
     tickets = Tickets(10, 5.0)
-    first, second = tickets.issue("ann"), tickets.issue("bob")
+    first, second = tickets.issue_ticket("ann"), tickets.issue_ticket("bob")
     assert len(first) == 32 and first != second
-    assert (tickets.use(second), tickets.use(second)) == ("bob", None)
-    assert (tickets.use(first), tickets.use(b"x" * 32), len(tickets)) == ("ann", None, 0)
+    assert (tickets.use_ticket(second), tickets.use_ticket(second)) == ("bob", None)
+    assert (tickets.use_ticket(first), tickets.use_ticket(b"x" * 32), len(tickets)) == (
+        "ann",
+        None,
+        0,
+    )
 
 
 def test_a_ticket_does_not_last() -> None:
     now = [100.0]
     tickets = Tickets(10, 5.0, lambda: now[0])
-    early = tickets.issue("ann")
+    early = tickets.issue_ticket("ann")
     now[0] += 4.9
-    late = tickets.issue("ann")
-    assert tickets.use(early) == "ann"
+    late = tickets.issue_ticket("ann")
+    assert tickets.use_ticket(early) == "ann"
     now[0] += 5.0
-    assert (tickets.use(late), len(tickets)) == (None, 0)
+    assert (tickets.use_ticket(late), len(tickets)) == (None, 0)
 
 
 def test_tickets_are_bounded_for_each_tenant() -> None:
     now = [0.0]
     tickets = Tickets(2, 5.0, lambda: now[0])
     for _ in range(2):
-        tickets.issue("ann")
+        tickets.issue_ticket("ann")
     with pytest.raises(TooMuch, match="2 tickets of ann"):
-        tickets.issue("ann")
-    tickets.issue("bob")
+        tickets.issue_ticket("ann")
+    tickets.issue_ticket("bob")
     now[0] = 5.0
-    tickets.issue("ann")
+    tickets.issue_ticket("ann")
     assert len(tickets) == 1
 
 
 def test_of_many_threads_one_uses_a_ticket() -> None:
     tickets = Tickets(10, 5.0)
-    ticket = tickets.issue("ann")
+    ticket = tickets.issue_ticket("ann")
     found: list[str | None] = []
-    threads = [threading.Thread(target=lambda: found.append(tickets.use(ticket))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(tickets.use_ticket(ticket))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -121,11 +121,11 @@ def test_who_reads_too_slowly_is_told_how_much_is_missing() -> None:
         watcher.tell(Happening(stored=keys[:3]))
         for key in keys[3:]:
             watcher.tell(Happening(removed=[key]))  # the first of these still fits
-        taken = [await watcher.next()]
+        taken = [await watcher.next_event()]
         watcher.tell(Happening(cleared=True))
-        taken += [await watcher.next(), await watcher.next()]
-        watcher.end()
-        return [*taken, await watcher.next()]
+        taken += [await watcher.next_event(), await watcher.next_event()]
+        watcher.end_events()
+        return [*taken, await watcher.next_event()]
 
     first, second, third, end = asyncio.run(run())
     assert first is not None and second is not None and third is not None and end is None

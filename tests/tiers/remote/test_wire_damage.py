@@ -120,7 +120,7 @@ def test_no_damage_on_the_way_becomes_a_wrong_block(
     found = 0
     for key in make_keys(BLOCKS, "damage"):
         read_lease = plane.tenant_store.begin_load([key])
-        plane.tenant_store.wait(read_lease, time.monotonic() + 1.0)
+        plane.tenant_store.wait_loaded(read_lease, time.monotonic() + 1.0)
         (slot,) = read_lease.slots
         if slot is not None:
             found += 1

@@ -53,7 +53,7 @@ class _Connection:
 
 
 class CallConnections:
-    """`start` with the port, then `close`. `known` is called for each call that was let in."""
+    """`start` with the port, then `close`. Each call that was let in calls `note_tenant`."""
 
     def __init__(
         self, limits: Limits, num_tenants: int, count: Callable[[str], None] = lambda _why: None
@@ -88,7 +88,7 @@ class CallConnections:
         if self._thread is not None:
             self._thread.join(10 * LOOK_SECONDS)
 
-    def known(self, peer: str, tenant: str) -> None:
+    def note_tenant(self, peer: str, tenant: str) -> None:
         """A call from `peer`, as grpc writes it, has shown credentials of `tenant`."""
         if self._tenants.get(peer) != tenant:
             with self._lock:
@@ -97,11 +97,11 @@ class CallConnections:
     def _look_for_ever(self) -> None:
         while not self._ending.wait(LOOK_SECONDS):
             try:
-                self.look()
+                self.look_once()
             except Exception:  # without this thread strangers could stay
                 log.exception("the connections of calls could not be looked at")
 
-    def look(self) -> None:
+    def look_once(self) -> None:
         """Look once, and shut down what has to go."""
         with self._lock:
             known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
@@ -116,7 +116,7 @@ class CallConnections:
         for connection in sorted(connections, key=lambda each: each.seen_at):
             if connection.peer not in known:
                 strangers.append(connection)
-            elif not shares.take(known[connection.peer][1]):
+            elif not shares.take_place(known[connection.peer][1]):
                 self._turn_away([connection], SHARE)
         self._judge(strangers)
 

@@ -89,7 +89,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
                 context.invocation_metadata() or (), context.auth_context() or {}
             )
             set_tenant(tenant)
-            self._connections.known(context.peer(), tenant.name)
+            self._connections.note_tenant(context.peer(), tenant.name)
             if self._draining:
                 raise Draining("the server is going down")
             with self._a_place_of(tenant.name):
@@ -115,12 +115,12 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
 
     @contextmanager
     def _a_place_of(self, tenant: str) -> Iterator[None]:
-        if not self._shares.take(tenant):
-            raise TooMuch(f"{self._shares.of(tenant)} calls of {tenant} run already")
+        if not self._shares.take_place(tenant):
+            raise TooMuch(f"{self._shares.places_of(tenant)} calls of {tenant} run already")
         try:
             yield
         finally:
-            self._shares.give_back(tenant)
+            self._shares.give_back_place(tenant)
 
     def _seconds(self, path: str, context: Any) -> float | None:
         if path in _ENDLESS:

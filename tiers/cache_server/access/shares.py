@@ -29,7 +29,7 @@ class Shares:
         self._taken: collections.Counter[str] = collections.Counter()
         self._beyond = 0  # places that tenants have beyond what is kept for them
 
-    def take(self, tenant: str) -> bool:
+    def take_place(self, tenant: str) -> bool:
         """Take a place, if there is one for this tenant."""
         with self._lock:
             has = self._taken[tenant]
@@ -40,7 +40,7 @@ class Shares:
             self._taken[tenant] += 1
             return True
 
-    def give_back(self, tenant: str) -> None:
+    def give_back_place(self, tenant: str) -> None:
         """A place that was taken."""
         with self._lock:
             self._taken[tenant] -= 1
@@ -48,7 +48,7 @@ class Shares:
             if not self._taken[tenant]:
                 del self._taken[tenant]
 
-    def of(self, tenant: str) -> int:
+    def places_of(self, tenant: str) -> int:
         """Places that this tenant has."""
         with self._lock:
             return self._taken.get(tenant, 0)

@@ -34,7 +34,7 @@ class Tickets:
         with self._lock:
             return len(self._open)
 
-    def issue(self, tenant: str) -> bytes:
+    def issue_ticket(self, tenant: str) -> bytes:
         """A new ticket. Raises TooMuch where too many wait to be used."""
         with self._lock:
             now = self._clock()
@@ -49,7 +49,7 @@ class Tickets:
             self._count[tenant] = self._count.get(tenant, 0) + 1
             return ticket
 
-    def use(self, ticket: bytes) -> str | None:
+    def use_ticket(self, ticket: bytes) -> str | None:
         """The tenant of a ticket, which is void from now on; None if it already was."""
         with self._lock:
             self._expire(self._clock())

@@ -37,8 +37,9 @@ class _Block:
 
 
 class BlockReceiver:
-    """`begin` and `take` the first piece of a block, `take` each other one, `store_whole` when
-    `is_full`, `finish` at the end, `close` in any case. All but `take` call the tenant store."""
+    """Call `begin_block` with the first piece of a block, `take_piece` with every piece,
+    `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case. All but
+    `take_piece` call the tenant store."""
 
     def __init__(self, tenant_store: TenantStore) -> None:
         self._tenant_store = tenant_store
@@ -49,7 +50,7 @@ class BlockReceiver:
         self._kept: list[bytes] = []
         self._groups = 0
 
-    def take(self, piece: Piece) -> None:
+    def take_piece(self, piece: Piece) -> None:
         """The bytes of the next piece. Raises WireError for one that does not follow on the
         last."""
         block = self._current
@@ -74,7 +75,7 @@ class BlockReceiver:
             block.is_good = block.target is not None and block.hasher.digest() == block.proof.digest
             self._end_current()
 
-    def finish(self) -> list[State]:
+    def finish_store(self) -> list[State]:
         """The state of every block, in the order they came."""
         if self._current is not None:
             self._end_current()
@@ -97,7 +98,7 @@ class BlockReceiver:
         """Whether enough blocks are whole to be stored."""
         return len(self._whole) * self._tenant_store.page_bytes >= GROUP_BYTES
 
-    def begin(self, piece: Piece) -> None:
+    def begin_block(self, piece: Piece) -> None:
         """A place for the block whose first piece this is. Raises WireError."""
         if self._current is not None:
             self._end_current()  # its sender gave it up half-way

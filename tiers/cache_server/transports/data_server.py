@@ -38,7 +38,7 @@ class DataSession(Session):
         return {Verb.LOAD: self._load, Verb.STORE: self._store}
 
     def _load(self, request: Request, deadline: float) -> None:
-        keys = self._keys(request, deadline)
+        keys = self._receive_keys(request, deadline)
         size = part_blocks(self._tenant_store.page_bytes, self._tenant_store.num_slots)
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         is_whole = len(parts) <= 1
@@ -47,8 +47,8 @@ class DataSession(Session):
             while parts or read_leases:
                 while parts and len(read_leases) < PARTS_AHEAD:
                     read_leases.append(self._tenant_store.begin_load(parts.popleft()))
-                self._tenant_store.wait(read_leases[0], deadline)
-                self._send(request, read_leases[0], deadline)
+                self._tenant_store.wait_loaded(read_leases[0], deadline)
+                self._send_part(request, read_leases[0], deadline)
                 self._tenant_store.end_load(read_leases.popleft())
             if not is_whole:
                 # Used head first, part by part, which makes the head the first to be evicted.
@@ -57,7 +57,7 @@ class DataSession(Session):
             for read_lease in read_leases:
                 self._tenant_store.end_load(read_lease)
 
-    def _send(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
+    def _send_part(self, request: Request, read_lease: ReadLease, deadline: float) -> None:
         tenant_store = self._tenant_store
         tags = tenant_store.tags(read_lease)
         pairs = zip(read_lease.slots, tags, strict=True)
@@ -67,22 +67,22 @@ class DataSession(Session):
         send_blocks(self._connection, encode_reply(head) + states, blocks, deadline)
 
     def _store(self, request: Request, deadline: float) -> None:
-        keys = self._keys(request, deadline)
+        keys = self._receive_keys(request, deadline)
         tenant_store = self._tenant_store
         write_lease = tenant_store.begin_store(keys)
         proofs: list[Proof | None] = [None] * len(keys)
         try:
             wanted = bytes(write_lease.states)
-            self._reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
+            self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=wanted)
             for index, slot in enumerate(write_lease.slots):
                 if slot is not None:
-                    proofs[index] = self._receive(tenant_store.buffer(slot), deadline)
+                    proofs[index] = self._receive_block(tenant_store.buffer(slot), deadline)
         finally:
             # Blocks that came whole are kept, also of a client that went away after them.
             states = tenant_store.end_store(write_lease, proofs)
-        self._reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
+        self._send_reply(request, Status.OK, deadline, blocks=len(keys), rest=bytes(states))
 
-    def _receive(self, payload: memoryview, deadline: float) -> Proof | None:
+    def _receive_block(self, payload: memoryview, deadline: float) -> Proof | None:
         """Fill a slot; the proof that came, None where what came has another digest."""
         hasher = xxhash.xxh3_128()
         trailer = receive_block(self._connection, hasher, payload, PROOF_BYTES, deadline)

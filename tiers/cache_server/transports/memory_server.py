@@ -69,7 +69,7 @@ class MemorySession(Session):
             self._leases.end_lease(lease)
             self._give_back(lease.held)
         for slots in self._withheld.values():
-            self._tenant_store.restore(slots)
+            self._tenant_store.restore_slots(slots)
         self._withheld.clear()
 
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
@@ -95,19 +95,19 @@ class MemorySession(Session):
 
     def _pin(self, request: Request, deadline: float) -> None:
         seconds = _seconds(request)
-        keys = self._keys(request, deadline)
+        keys = self._receive_keys(request, deadline)
         if self._is_full(request, deadline):
             return
         tenant_store = self._tenant_store
         read_lease = tenant_store.begin_load(keys)
-        lease = self._leases.grant(read_lease, seconds)
-        tenant_store.wait(read_lease, deadline)
+        lease = self._leases.grant_lease(read_lease, seconds)
+        tenant_store.wait_loaded(read_lease, deadline)
         hits = [slot for slot in read_lease.slots if slot is not None]
         states = bytes(State.MISS if slot is None else State.HIT for slot in read_lease.slots)
         slots = struct.pack(f"<{len(hits)}I", *hits)
         pairs = zip(read_lease.slots, tenant_store.tags(read_lease), strict=True)
         tags = b"".join(tag for slot, tag in pairs if slot is not None)
-        self._reply(
+        self._send_reply(
             request,
             Status.OK,
             deadline,
@@ -117,28 +117,28 @@ class MemorySession(Session):
         )
 
     def _unpin(self, request: Request, _deadline: float) -> None:
-        lease = self._leases.find(request.argument)
+        lease = self._leases.find_lease(request.argument)
         if lease is not None and isinstance(lease.held, ReadLease):
             self._leases.end_lease(lease)
             self._give_back(lease.held)
 
     def _reserve(self, request: Request, deadline: float) -> None:
         seconds = _seconds(request)
-        keys = self._keys(request, deadline)
+        keys = self._receive_keys(request, deadline)
         if self._is_full(request, deadline):
             return
         write_lease = self._tenant_store.begin_store(keys)
-        number = self._leases.grant(write_lease, seconds).number
+        number = self._leases.grant_lease(write_lease, seconds).number
         wanted = [slot for slot in write_lease.slots if slot is not None]
         rest = bytes(write_lease.states) + struct.pack(f"<{len(wanted)}I", *wanted)
-        self._reply(request, Status.OK, deadline, blocks=len(keys), argument=number, rest=rest)
+        self._send_reply(request, Status.OK, deadline, blocks=len(keys), argument=number, rest=rest)
 
     def _commit(self, request: Request, deadline: float) -> None:
         raw = self._connection.receive(request.blocks * PROOF_BYTES, deadline)
-        lease = self._leases.find(request.argument)
+        lease = self._leases.find_lease(request.argument)
         if lease is None or not isinstance(lease.held, WriteLease):
-            self._tenant_store.restore(self._withheld.pop(request.argument, ()))
-            self._reply(request, Status.NO_LEASE, deadline)
+            self._tenant_store.restore_slots(self._withheld.pop(request.argument, ()))
+            self._send_reply(request, Status.NO_LEASE, deadline)
             return
         held = lease.held
         if held.states.count(State.WANTED) != request.blocks:
@@ -148,22 +148,22 @@ class MemorySession(Session):
         given = (raw[i : i + PROOF_BYTES] for i in range(0, len(raw), PROOF_BYTES))
         packed = [NO_PROOF if slot is None else next(given) for slot in held.slots]
         proofs = [None if each == NO_PROOF else unpack_proof(each) for each in packed]
-        checked = self._tenant_store.check(held, proofs)
+        checked = self._tenant_store.check_digests(held, proofs)
         self._leases.end_lease(lease)
         states = self._tenant_store.end_store(held, checked)
-        self._reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
+        self._send_reply(request, Status.OK, deadline, blocks=len(states), rest=bytes(states))
 
     def _is_full(self, request: Request, deadline: float) -> bool:
         self._leases.expire()
         if len(self._leases) + len(self._withheld) < MAX_HELD:
             return False
-        self._reply(request, Status.BUSY, deadline)
+        self._send_reply(request, Status.BUSY, deadline)
         return True
 
     def _expired(self, lease: Lease[ReadLease | WriteLease]) -> None:
         if isinstance(lease.held, ReadLease):
             self._give_back(lease.held)
-        elif slots := self._tenant_store.abandon(lease.held):
+        elif slots := self._tenant_store.abandon_store(lease.held):
             self._withheld[lease.number] = slots
 
     def _give_back(self, held: ReadLease | WriteLease) -> None:

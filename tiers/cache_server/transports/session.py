@@ -35,7 +35,7 @@ class Draining:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.has_begun = False
 
-    def begin(self) -> None:
+    def begin_drain(self) -> None:
         """From any thread. Idempotent."""
         self.has_begun = True
         os.eventfd_write(self.fd, 1)
@@ -73,14 +73,14 @@ class Session(ABC):
             request = decode_request(self._connection.receive(REQUEST.size, deadline))
             answer = self._verbs.get(request.verb)
             if self._draining.has_begun:
-                self._reply(request, Status.DRAINING, deadline)
+                self._send_reply(request, Status.DRAINING, deadline)
                 return
             try:
                 if answer is None:
                     raise WireError(f"{request.verb.name} is no word of this connection")
                 answer(request, deadline)
             except WireError:
-                self._reply(request, Status.BAD_REQUEST, deadline)
+                self._send_reply(request, Status.BAD_REQUEST, deadline)
                 raise
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
@@ -91,10 +91,10 @@ class Session(ABC):
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)
 
-    def _keys(self, request: Request, deadline: float) -> list[bytes]:
+    def _receive_keys(self, request: Request, deadline: float) -> list[bytes]:
         return unpack_keys(self._connection.receive(request.blocks * KEY_BYTES, deadline))
 
-    def _reply(
+    def _send_reply(
         self,
         request: Request,
         status: Status,

@@ -108,7 +108,7 @@ class SessionServer(ABC):
             return
         self._closed = True
         with self._lock:
-            self._draining.begin()
+            self._draining.begin_drain()
             listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
@@ -137,12 +137,12 @@ class SessionServer(ABC):
                 time.sleep(_PAUSE_SECONDS)
                 continue
             try:
-                self._begin(sock)
+                self._begin_session(sock)
             except (OSError, RuntimeError) as error:  # out of descriptors or threads
                 log.warning("a data connection could not be served: %s", error)
                 sock.close()
 
-    def _begin(self, sock: socket.socket) -> None:
+    def _begin_session(self, sock: socket.socket) -> None:
         """Give a connection a thread, or end it. Raises OSError, RuntimeError."""
         thread = threading.Thread(
             target=self._serve, args=(sock,), name="stratakv-data", daemon=True
@@ -173,7 +173,7 @@ class SessionServer(ABC):
             handle.shutdown(socket.SHUT_RDWR)
         return True
 
-    def _is_known(self, thread: threading.Thread) -> None:
+    def _mark_known(self, thread: threading.Thread) -> None:
         """A connection is no stranger any more, for good or ill."""
         with self._lock:
             handle = self._strangers.pop(thread, None)
@@ -191,7 +191,7 @@ class SessionServer(ABC):
                 self._sessions[me] = connection
             if self._draining.has_begun:
                 return
-            opened = self._open(connection, deadline)
+            opened = self._open_session(connection, deadline)
             if opened is None:
                 return
             session, tenant = opened
@@ -199,7 +199,7 @@ class SessionServer(ABC):
                 session.run()
             finally:
                 session.close()
-                self._shares.give_back(tenant)
+                self._shares.give_back_place(tenant)
         except (ConnectionLost, OSError, TierClosed) as error:
             log.debug("a data connection ended: %s", error)
         except WireError as error:
@@ -208,7 +208,7 @@ class SessionServer(ABC):
             log.exception("a data connection was ended by a fault of this server")
         finally:
             sock.close()
-            self._is_known(me)
+            self._mark_known(me)
             with self._lock:
                 known = self._sessions.pop(me, None)
             if known is not None:
@@ -223,7 +223,7 @@ class SessionServer(ABC):
             self._told_at = now if is_new else self._told_at
         return logging.WARNING if is_new else logging.DEBUG
 
-    def _open(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
+    def _open_session(self, connection: Connection, deadline: float) -> tuple[Session, str] | None:
         """Take the greeting: what serves the client, and its tenant. None for one that was
         refused."""
         version, ticket = decode_greeting(connection.receive(GREETING.size, deadline))
@@ -231,13 +231,13 @@ class SessionServer(ABC):
         status = Status.BAD_VERSION if version != VERSION else Status.BAD_TICKET
         if opened is not None:
             tenant_store, tenant = opened
-            if self._shares.take(tenant):
-                self._is_known(threading.current_thread())
+            if self._shares.take_place(tenant):
+                self._mark_known(threading.current_thread())
                 try:
                     self._greet(connection, tenant_store, deadline)
                     return self._session(connection, tenant_store), tenant
                 except BaseException:
-                    self._shares.give_back(tenant)
+                    self._shares.give_back_place(tenant)
                     raise
             status = Status.BUSY
         refusal = Welcome(status, self._boot_id, 0, 0, 0)

@@ -48,7 +48,7 @@ class ByteBudget:
         """Bytes that somebody has."""
         return self._total - self._free
 
-    async def take(self, wish: int) -> int:
+    async def take_bytes(self, wish: int) -> int:
         """Wait for `wish` bytes, but no more than there are in all; how many it was. They must be
         given back."""
         wish = min(wish, self._total)
@@ -63,12 +63,12 @@ class ByteBudget:
             if turn.cancelled():
                 self._serve()  # those behind us may have waited for us alone
             else:  # our turn came in the same moment
-                self.give_back(wish)
+                self.give_back_bytes(wish)
             raise
         return wish
 
-    def give_back(self, taken: int) -> None:
-        """What `take` returned."""
+    def give_back_bytes(self, taken: int) -> None:
+        """What `take_bytes` returned."""
         self._free += taken
         self._serve()
 
@@ -123,7 +123,7 @@ class Streams:
             sent = await self._send(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
             # As a whole, or the head would be the first to be evicted.
-            await self._calls.quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
+            await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
     async def store(
@@ -137,14 +137,14 @@ class Streams:
             try:
                 async for piece in self._arriving(pieces):
                     if not piece.offset:
-                        await turn.quick(partial(receiver.begin, piece))
-                    receiver.take(piece)
+                        await turn.run_quick(partial(receiver.begin_block, piece))
+                    receiver.take_piece(piece)
                     num_bytes += len(piece.payload)
                     if receiver.is_full:
-                        await turn.quick(receiver.store_whole)
-                return await turn.quick(receiver.finish), num_bytes
+                        await turn.run_quick(receiver.store_whole)
+                return await turn.run_quick(receiver.finish_store), num_bytes
             finally:
-                turn.end(receiver.close)
+                turn.end_turn(receiver.close)
 
     async def _send(
         self, tenant: str, tenant_store: TenantStore, parts: list[list[bytes]], write: Write
@@ -157,9 +157,9 @@ class Streams:
             for number, keys in enumerate(parts):
                 # This one, and the next, so that the disk reads it while this one is sent.
                 for part in parts[len(read_leases) : number + 2]:
-                    await turn.quick(partial(_begin, tenant_store, part, read_leases))
+                    await turn.run_quick(partial(_begin_part, tenant_store, part, read_leases))
                 read_lease = read_leases[number]
-                proofs = await turn.run(partial(_arrived, tenant_store, read_lease))
+                proofs = await turn.run(partial(_wait_part, tenant_store, read_lease))
                 for place, (key, slot) in enumerate(zip(keys, read_lease.slots, strict=True)):
                     proof = proofs[place]
                     if slot is None or proof is None:
@@ -171,10 +171,10 @@ class Streams:
                             piece.header = header_message(key, layout_id, block.nbytes, *proof)
                         await write(piece)
                     num_bytes += block.nbytes
-                await turn.quick(partial(tenant_store.end_load, read_lease))
+                await turn.run_quick(partial(tenant_store.end_load, read_lease))
                 first += len(keys)
         finally:
-            turn.end(partial(_end, tenant_store, read_leases))
+            turn.end_turn(partial(_end_parts, tenant_store, read_leases))
         return num_bytes
 
     def _timely(self, write: Write) -> Write:
@@ -203,15 +203,15 @@ class Streams:
                 del self._has_kept[tenant]
             return
         share = self._shares.setdefault(tenant, ByteBudget(self._share))
-        taken = await share.take(wish)
+        taken = await share.take_bytes(wish)
         try:
-            total = await self._for_all.take(taken)
+            total = await self._for_all.take_bytes(taken)
             try:
                 yield
             finally:
-                self._for_all.give_back(total)
+                self._for_all.give_back_bytes(total)
         finally:
-            share.give_back(taken)
+            share.give_back_bytes(taken)
 
 
 class _Turn:
@@ -223,7 +223,7 @@ class _Turn:
         self._tenant_store = tenant_store
         self._last: Future[Any] | None = None
 
-    async def quick(self, work: Callable[[], _Result]) -> _Result:
+    async def run_quick(self, work: Callable[[], _Result]) -> _Result:
         """At once, unless somebody holds the tenant store."""
         if not self._tenant_store.try_hold():
             return await self.run(work)
@@ -238,23 +238,23 @@ class _Turn:
         self._last = future
         return await asyncio.wrap_future(future)
 
-    def end(self, work: Callable[[], object]) -> None:
+    def end_turn(self, work: Callable[[], object]) -> None:
         """Do this when nothing of it runs any more; it is not waited for."""
-        self._calls.later(self._tenant_store, work, self._last)
+        self._calls.run_later(self._tenant_store, work, self._last)
 
 
-def _begin(tenant_store: TenantStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
+def _begin_part(tenant_store: TenantStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
     """Adds the read lease itself: the stream may have ended by then."""
     read_leases.append(tenant_store.begin_load(keys))
 
 
-def _arrived(tenant_store: TenantStore, read_lease: ReadLease) -> list[Proof | None]:
+def _wait_part(tenant_store: TenantStore, read_lease: ReadLease) -> list[Proof | None]:
     """Wait for a read lease; the proofs of its blocks. May wait."""
-    tenant_store.wait(read_lease, time.monotonic() + _READ_SECONDS)
+    tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 
 
-def _end(tenant_store: TenantStore, read_leases: list[ReadLease]) -> None:
+def _end_parts(tenant_store: TenantStore, read_leases: list[ReadLease]) -> None:
     for read_lease in read_leases:
         tenant_store.end_load(read_lease)
 
