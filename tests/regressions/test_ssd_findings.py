@@ -21,7 +21,7 @@ from stratakv.tiers.base import Answer
 from stratakv.tiers.check import check_store
 from stratakv.tiers.errors import TierConfigError, TierDown
 from stratakv.tiers.remote.transfer_queue import RemoteLate
-from stratakv.tiers.remote.transfers import Transfers
+from stratakv.tiers.remote.transfers import Transfer, Transfers
 from stratakv.tiers.ssd import SsdStore
 from stratakv.tiers.ssd.disk import slot_file
 from stratakv.tiers.ssd.disk.disk_queue import AioContext
@@ -242,13 +242,13 @@ def test_t13_a_late_transfer_says_so() -> None:
     """It ended as UnboundLocalError."""
     link = Link()
 
-    def move(_connection: Any, _keys: Any, _buffers: Any, _proofs: Any, deadline: float) -> Any:
+    def move(_connection: Any, _batch: Transfer, deadline: float) -> Any:
         time.sleep(max(0.0, deadline - time.monotonic()))
         raise ConnectionLost("the other end went away")
 
     transfers = Transfers(link, "load", move, size=1, seconds=1.0, most_bytes=100)  # type: ignore[arg-type]
     with pytest.raises(RemoteLate, match="the other end went away"):
-        transfers.submit([b"k"], [memoryview(bytearray(1))], [None]).result(SECONDS)
+        transfers.submit(Transfer([b"k"], [memoryview(bytearray(1))], [None])).result(SECONDS)
     assert link.reasons == ["deadline"]
     transfers.close(time.monotonic() + SECONDS)
 

@@ -27,7 +27,7 @@ from .membership import Membership, Rendezvous, StaticMembership
 from .presence_cache import PresenceCache
 from .server_link import ServerLink
 from .settings import RemoteSettings
-from .transfers import Transfers
+from .transfers import Transfer, Transfers
 
 # Futures that follow on futures.
 
@@ -128,14 +128,9 @@ class _Server:
         self.clearing = 0
 
     def _load(
-        self,
-        connection: BlockConnection,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        _proofs: Proofs,
-        deadline: float,
+        self, connection: BlockConnection, batch: Transfer, deadline: float
     ) -> list[Proof | None]:
-        proofs = connection.load(keys, buffers, deadline)
+        proofs = connection.load(batch.keys, batch.buffers, deadline)
         if connection.corrupt_keys:
             self._forget(self, connection.corrupt_keys)
         return proofs
@@ -216,7 +211,7 @@ class RemoteStore(StoreTier):
                 continue
             wanted = [keys[i] for i in places]
             memory = [_bytes(buffers[i]) for i in places]
-            moved = _submit(server.loads, wanted, memory, [None] * len(wanted))
+            moved = _submit(server.loads, Transfer(wanted, memory, [None] * len(wanted)))
             begun.append(moved)
             futures.append(then(moved, partial(self._loaded, server, places, wanted, answers)))
         _raise_if_none_began(begun)
@@ -240,7 +235,7 @@ class RemoteStore(StoreTier):
             wanted = [keys[i] for i in places]
             known = server.link.presence.answers(wanted)
             memory = [_bytes(buffers[i]) for i in places]
-            moved = _submit(server.stores, wanted, memory, [given[i] for i in places])
+            moved = _submit(server.stores, Transfer(wanted, memory, [given[i] for i in places]))
             begun.append(moved)
             server.link.presence.asked(wanted)  # PENDING while they are on their way
             moved.add_done_callback(partial(_sent, server.link.presence, wanted))
@@ -404,26 +399,15 @@ def open_remote(
     return RemoteStore(StaticMembership(addresses), layout, settings)
 
 
-def _store(
-    connection: BlockConnection,
-    keys: Sequence[bytes],
-    buffers: Sequence[memoryview],
-    proofs: Proofs,
-    deadline: float,
-) -> list[State | None]:
-    return connection.store(keys, buffers, proofs, deadline)
+def _store(connection: BlockConnection, batch: Transfer, deadline: float) -> list[State | None]:
+    return connection.store(batch.keys, batch.buffers, batch.proofs, deadline)
 
 
-def _submit(
-    transfers: Transfers[_T],
-    keys: Sequence[bytes],
-    buffers: Sequence[memoryview],
-    proofs: Proofs,
-) -> Future[list[_T]]:
-    """As `Transfers.submit`; what that raises is the future's. Another server may have begun to use
-    the caller's buffers, which are the caller's again when all have ended."""
+def _submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
+    """Call `Transfers.submit`; what that raises is the future's. Another server may have begun to
+    use the caller's buffers, which are the caller's again when all have ended."""
     try:
-        return transfers.submit(keys, buffers, proofs)
+        return transfers.submit(transfer)
     except TierError as error:
         refused: Future[list[_T]] = Future()
         refused.set_exception(error)

@@ -9,8 +9,9 @@ fallback one is given up now and then to try for a better.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..tag import Proofs
@@ -22,15 +23,31 @@ from .transfer_queue import RemoteError, RemoteLate, TransferQueue
 
 _T = TypeVar("_T")
 
-# One batch on a connection: keys, buffers and proofs in, an answer for each block out.
-Move = Callable[[BlockConnection, Sequence[bytes], Sequence[memoryview], Proofs, float], "list[_T]"]
-
 
 _FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0  # doubled with each
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks to be loaded or stored: each key with its buffer and, where it is known, its proof."""
+
+    keys: Sequence[bytes]
+    buffers: Sequence[memoryview]
+    proofs: Proofs
+
+    def batches(self) -> Iterator[Transfer]:
+        """As many blocks as one request carries, again and again."""
+        for start in range(0, len(self.keys), MAX_BLOCKS):
+            part = slice(start, start + MAX_BLOCKS)
+            yield Transfer(self.keys[part], self.buffers[part], self.proofs[part])
+
+
+# Moves one batch through a connection until a deadline; returns an answer for each block.
+Move = Callable[[BlockConnection, Transfer, float], "list[_T]"]
+
+
 class Transfers(Generic[_T]):
-    """One direction. `size` is that of a block in bytes."""
+    """The transfers in one direction. `size` is that of a block in bytes."""
 
     def __init__(
         self,
@@ -53,15 +70,12 @@ class Transfers(Generic[_T]):
         self.seconds = 0.0  # that transfers took in all
         self.corrupt_blocks = 0
 
-    def submit(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], proofs: Proofs
-    ) -> Future[list[_T]]:
+    def submit(self, transfer: Transfer) -> Future[list[_T]]:
         """Have blocks moved; an answer for each, or a RemoteError. Raises TierBusy, TierClosed."""
-        deadline = time.monotonic() + self._seconds
         return self._queue.submit(
-            lambda deadline: self._run(keys, buffers, proofs, deadline),
-            deadline,
-            len(keys) * self._size,
+            lambda deadline: self._run(transfer, deadline),
+            time.monotonic() + self._seconds,
+            len(transfer.keys) * self._size,
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
@@ -83,38 +97,25 @@ class Transfers(Generic[_T]):
             self._queue.close(time.monotonic() + 1.0)
         self._drop_connection()
 
-    def _run(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        proofs: Proofs,
-        deadline: float,
-    ) -> list[_T]:
+    def _run(self, transfer: Transfer, deadline: float) -> list[_T]:
         began = time.monotonic()
         answers: list[_T] = []
         try:
-            for start in range(0, len(keys), MAX_BLOCKS):
-                part = slice(start, start + MAX_BLOCKS)
-                answers += self._batch(keys[part], buffers[part], proofs[part], deadline)
+            for batch in transfer.batches():
+                answers += self._move_batch(batch, deadline)
         finally:
             self.seconds += time.monotonic() - began
         return answers
 
-    def _batch(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        proofs: Proofs,
-        deadline: float,
-    ) -> list[_T]:
+    def _move_batch(self, batch: Transfer, deadline: float) -> list[_T]:
         is_fresh = self._connection is None
         try:
-            return self._try(keys, buffers, proofs, deadline)
+            return self._try_once(batch, deadline)
         except ConnectionLost as first:
             error = first
             if not is_fresh and time.monotonic() < deadline:
                 try:
-                    return self._try(keys, buffers, proofs, deadline)
+                    return self._try_once(batch, deadline)
                 except ConnectionLost as second:
                     error = second
             late = time.monotonic() >= deadline
@@ -123,13 +124,7 @@ class Transfers(Generic[_T]):
             kind = RemoteLate if late else RemoteError
             raise kind(f"{self._link.address}: {error}") from error
 
-    def _try(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[memoryview],
-        proofs: Proofs,
-        deadline: float,
-    ) -> list[_T]:
+    def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:
         if time.monotonic() >= self._give_up_at:
             self._drop_connection()
         connection = self._connection
@@ -138,7 +133,7 @@ class Transfers(Generic[_T]):
             self._judge(connection)
         before = connection.corrupt_blocks
         try:
-            return self._move(connection, keys, buffers, proofs, deadline)
+            return self._move(connection, batch, deadline)
         except BaseException:
             self._drop_connection()
             raise
