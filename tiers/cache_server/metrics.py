@@ -191,7 +191,7 @@ class ServerMetrics:
 
 
 class _State(Collector):
-    """What is asked at each scrape."""
+    """The figures that are computed at each scrape."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _State(Collector):
         self._started = time.time()  # a moment, not a duration: Prometheus compares wall clocks
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """As the registry asks it of a collector."""
+        """Yield every family; the registry calls this."""
         started = GaugeMetricFamily(PREFIX + "start_time_seconds", "When the server started.")
         started.add_metric((), self._started)
         yield started

@@ -217,7 +217,7 @@ class CacheServer:
         return None if tenant_store is None else (tenant_store, tenant.name)
 
     def _close_data(self, seconds: float) -> None:
-        """What waits, on a thread."""
+        """Close the data plane. Blocks, so it runs on a thread."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:

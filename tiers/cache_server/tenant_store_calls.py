@@ -90,7 +90,7 @@ class TenantStoreCalls:
     def run_later(
         self, tenant_store: TenantStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
-        """What nobody waits for, after the end of `after`."""
+        """Do `work` after the end of `after`; nobody waits for it."""
 
         def begin(_done: object = None) -> None:
             if tenant_store.try_hold():

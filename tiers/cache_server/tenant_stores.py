@@ -119,7 +119,7 @@ SSD = "ssd"  # the name of the tier on the disk
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What is known of one tenant store."""
+    """The state of one tenant store."""
 
     quota: Quota
     layout: BlockLayout | None = None
@@ -193,7 +193,7 @@ class TenantStores:
             return self._place(name).layout
 
     def open_tenant_stores(self) -> dict[str, TenantStore]:
-        """Those that are ready."""
+        """The tenant stores that are ready, by name."""
         with self._lock:
             return {
                 name: p.tenant_store

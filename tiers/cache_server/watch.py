@@ -38,7 +38,7 @@ class Happening:
 
     @property
     def num_keys(self) -> int:
-        """What it takes of a queue; an event without keys takes a little too."""
+        """The room it takes in a queue; an event without keys counts as one key."""
         return len(self.stored) + len(self.removed) or 1
 
 
@@ -105,7 +105,7 @@ class TenantStoreWatch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """As a listener of the tenant store."""
+        """Called by the tenant store, as its listener."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
@@ -115,14 +115,14 @@ class TenantStoreWatch:
         self._tell(stored=keys)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """As a listener of the tenant store."""
+        """Called by the tenant store, as its listener."""
         with self.lock:
             for key in keys:
                 self.told.pop(key, None)
         self._tell(removed=keys)
 
     def cleared(self) -> None:
-        """As a listener of the tenant store."""
+        """Called by the tenant store, as its listener."""
         with self.lock:
             self.told.clear()
         for watcher in self.watchers:
@@ -222,5 +222,5 @@ class Watches:
 
 
 def _parts(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
-    """As many keys as one event carries."""
+    """Split keys into parts that one event can carry."""
     return (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))

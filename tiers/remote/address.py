@@ -28,7 +28,7 @@ class ServerAddress:
 
     @property
     def target(self) -> str:
-        """As grpc takes it."""
+        """Host and port, as grpc takes them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 

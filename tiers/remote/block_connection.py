@@ -35,7 +35,7 @@ class Refused(ConnectionLost):
 
 
 class BlockConnection(ABC):
-    """Of one client with its tenant's store."""
+    """The connection of one client to its tenant's store."""
 
     kind: str  # for people: how blocks move
     boot_id: bytes
@@ -86,7 +86,7 @@ class Tags:
         return made if proof is None or proof.digest == made.digest else None
 
     def prove(self, key: bytes, payload: memoryview, proof: Proof | None) -> Proof | None:
-        """As `sent`, of a whole block."""
+        """Do what `sent` does, for a whole block."""
         made = self._wire.prove(key, payload)
         return made if proof is None or proof.digest == made.digest else None
 
@@ -96,7 +96,7 @@ class Tags:
         return self._accepted(key, self._wire.end(key, hasher), tag)
 
     def check(self, key: bytes, payload: memoryview, tag: bytes) -> Proof | None:
-        """As `received`, of a whole block."""
+        """Do what `received` does, for a whole block."""
         return self._accepted(key, self._wire.prove(key, payload), tag)
 
     def _accepted(self, key: bytes, made: Proof, tag: bytes) -> Proof | None:

@@ -67,7 +67,7 @@ class Credentials:
         return find_token(address.port)
 
     def grpc(self) -> Any:
-        """As a secure channel takes them. Raises TierConfigError."""
+        """The credentials of a secure gRPC channel. Raises TierConfigError."""
         import grpc
 
         ca, cert, key = (
@@ -81,7 +81,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """As a TLS socket takes them. Raises TierConfigError."""
+        """The context of a TLS socket. Raises TierConfigError."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -19,7 +19,7 @@ FRESH_SECONDS = 1.0  # so soon nothing is asked about again
 
 
 class PresenceCache:
-    """Of one server."""
+    """The beliefs about one server."""
 
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -48,7 +48,7 @@ class PresenceCache:
             ]
 
     def to_ask(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the keys that are worth asking about now."""
+        """The keys that are worth asking about now."""
         now = self._clock()
         with self._lock:
             formed, asked = self._formed, self._asked

@@ -21,5 +21,5 @@ class RemoteSettings:
     store_seconds: float = 5.0
     queue_bytes: int = 256 * 1024**2  # of blocks that wait to be loaded, and again to be stored
     shares_memory: bool = True  # where the server is on this host
-    # Of all engines that share blocks; a block without a tag made with it is a miss.
+    # The same for all engines that share blocks; a block without a tag made with it is a miss.
     tag_key: bytes | None = field(default=None, repr=False)

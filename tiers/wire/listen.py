@@ -51,7 +51,7 @@ def check_metrics_exposure(host: str, *, exposed: bool) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """As grpc and people write it."""
+    """Host and port in one string, as grpc and people write them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

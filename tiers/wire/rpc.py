@@ -134,7 +134,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
         async with around(path, context):
             if not inspect.isasyncgenfunction(inner):
                 return await inner(request, context)
-            # Of another's making. Written here, so that a deadline of ours ends the writing too.
+            # Another library's generator. Written here, so that our deadline ends the writing too.
             async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)

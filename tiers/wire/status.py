@@ -85,7 +85,7 @@ class Ending(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a client makes of it."""
+    """How a client judges a failed call."""
 
     reason: str
     retry: Retry

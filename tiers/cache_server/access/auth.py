@@ -21,7 +21,7 @@ _TENANT: ContextVar[Tenant] = ContextVar("tenant")
 
 
 def set_tenant(tenant: Tenant) -> None:
-    """Of the call that runs in this task."""
+    """Note the tenant of the call that runs in this task."""
     _TENANT.set(tenant)
 
 

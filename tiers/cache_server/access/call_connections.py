@@ -137,7 +137,7 @@ class CallConnections:
         self._turn_away(rest[limits.max_strangers :], STRANGERS)
 
     def _connections(self) -> list[_Connection]:
-        """Those that are open."""
+        """The open connections of the calls' port."""
         now = time.monotonic()
         seen: dict[int, _Connection | None] = {}
         for name in os.listdir(_OWN_FILES):

@@ -72,7 +72,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """As grpc asks it of an interceptor: the handler of a call, ours around its own."""
+        """Wrap the handler of a call in ours; grpc calls this for each call."""
         handler = await continuation(handler_call_details)
         path: str = handler_call_details.method
         if handler is None or path.startswith(_OPEN_PREFIX):
@@ -99,7 +99,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             code = grpc.StatusCode.CANCELLED
             raise
         except grpc.aio.InternalError as error:
-            # What was to be written found nobody: the client has left.
+            # The client has left before everything was written.
             code = grpc.StatusCode.CANCELLED
             raise asyncio.CancelledError(f"{path}: the client has left") from error
         except Exception as error:  # noqa: BLE001 - the border: every fault becomes a status

@@ -68,7 +68,7 @@ class BlockReceiver:
             )
         if block.target is not None:
             block.target[block.received : end] = piece.payload
-            # Of the slot: what counts is what lies there.
+            # Hash the slot and not the message: the slot is what others will load.
             block.hasher.update(block.target[block.received : end])
         block.received = end
         if end == self._tenant_store.page_bytes:

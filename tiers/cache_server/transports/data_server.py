@@ -32,7 +32,7 @@ PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
 
 
 class DataSession(Session):
-    """Of a client that shares no memory."""
+    """The session of a client that shares no memory."""
 
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
         return {Verb.LOAD: self._load, Verb.STORE: self._store}

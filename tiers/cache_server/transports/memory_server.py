@@ -51,7 +51,7 @@ MAX_HELD = 64  # leases of one connection at a time
 
 
 class MemorySession(Session):
-    """Of a client on the same host."""
+    """The session of a client on the same host."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _remove_left_folders() -> None:
-    """Those of this user's servers that were killed. One without a socket is just being made."""
+    """Remove the folders of this user's killed servers. One without a socket is being made."""
     for entry in os.scandir(tempfile.gettempdir()):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):

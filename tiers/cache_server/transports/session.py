@@ -46,7 +46,7 @@ class Draining:
 
 
 class Session(ABC):
-    """Of one client with one tenant store."""
+    """The session of one client with one tenant store."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Session(ABC):
 
     @abstractmethod
     def _answers(self) -> Mapping[Verb, Callable[[Request, float], None]]:
-        """What answers each verb, until a deadline."""
+        """The method that answers each verb; it takes a deadline."""
 
     def run(self) -> None:
         """Answer requests until the connection ends or is silent for too long. Raises

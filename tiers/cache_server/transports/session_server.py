@@ -46,7 +46,7 @@ _PAUSE_SECONDS = 0.5  # before another try, and for threads to notice that it is
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """What the servers of the data plane have in common."""
+    """The settings that the servers of the data plane share."""
 
     boot_id: bytes
     resolve: Resolve
@@ -85,7 +85,7 @@ class SessionServer(ABC):
 
     @abstractmethod
     def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
-        """What serves a client."""
+        """Make the session that serves a client."""
 
     def _greet(self, connection: Connection, tenant_store: TenantStore, deadline: float) -> None:
         """The welcome to a client with a good ticket."""
@@ -215,8 +215,7 @@ class SessionServer(ABC):
                 known.close()
 
     def _level(self) -> int:
-        """Of a line about what a client did: anybody may send anything, and our log is not theirs
-        to fill."""
+        """The level of a line about a client's fault: clients must not be able to fill our log."""
         now = time.monotonic()
         with self._lock:
             is_new = now - self._told_at >= _TELL_SECONDS

@@ -68,7 +68,7 @@ class ByteBudget:
         return wish
 
     def give_back_bytes(self, taken: int) -> None:
-        """What `take_bytes` returned."""
+        """Return the bytes that `take_bytes` gave."""
         self._free += taken
         self._serve()
 
@@ -122,7 +122,7 @@ class Streams:
         async with self._in_flight(tenant, wish):
             sent = await self._send(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
-            # As a whole, or the head would be the first to be evicted.
+            # Touch the chain as a whole, or its head would be evicted first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
