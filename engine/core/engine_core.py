@@ -24,7 +24,7 @@ from ..models.dtypes import dtype_name, kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..request import BlockHasher, RequestStatus
 from ..scheduler.output import SchedulerOutput
-from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
+from ..scheduler.scheduler import RETRY_SECONDS, Pause, QueueFull, Scheduler
 from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size
 from ..worker.model_runner import ModelRunner
@@ -176,7 +176,15 @@ class EngineCore:
             }
         if name == "reset_prefix_cache":
             return self._reset_prefix_cache(argument or "pool")
-        raise ValueError(f"the core answers stats and reset_prefix_cache, not {name!r}")
+        if name == "pause":
+            return self._pause(argument or Pause.NEW.value)
+        if name == "resume":
+            self.scheduler.resume()
+        if name in ("resume", "paused"):
+            return self._paused()
+        raise ValueError(
+            f"the core answers stats, reset_prefix_cache, pause, resume and paused, not {name!r}"
+        )
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
@@ -301,6 +309,21 @@ class EngineCore:
         if not cache.enable_prefix_caching:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
+
+    def _pause(self, which: str) -> dict[str, Any]:
+        if which not in [pause.value for pause in Pause]:
+            raise ValueError(f"pause takes new or all, not {which!r}")
+        self.scheduler.pause(Pause(which))
+        return self._paused()
+
+    def _paused(self) -> dict[str, Any]:
+        """What stands still, None for nothing, and how many requests wait and run."""
+        scheduler = self.scheduler
+        return {
+            "paused": None if scheduler.paused is None else scheduler.paused.value,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+        }
 
     def _reset_prefix_cache(self, scope: str) -> dict[str, bool]:
         if scope not in ("pool", "all"):
