@@ -31,6 +31,7 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 ATTENTION_BACKENDS = ("auto", "gather", "kernels")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
+EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one of its own
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 # On the CPU: the pool that every model gets where the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
@@ -155,8 +156,10 @@ class EngineConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     tenant_secret: bytes = field(default=b"", repr=False)  # separates the blocks of tenants
     num_threads: int | None = None  # None: the physical cores
+    executor: str = "uni"
 
     def __post_init__(self) -> None:
+        one_of("--distributed-executor-backend", self.executor, EXECUTORS)
         if self.offload.enabled and not self.cache.enable_prefix_caching:
             raise ConfigError(
                 "--kv-offload finds blocks by their prefix hashes, so it cannot work with "

@@ -11,10 +11,11 @@ import asyncio
 import atexit
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
@@ -32,9 +33,6 @@ from .wire import AddRequest
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
-import threading
-from collections.abc import Awaitable
-from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -217,6 +215,18 @@ class LLM:
         self._check_open()
         scope = "all" if reset_tiers else "pool"
         self._loop.run(self._client.call("reset_prefix_cache", scope))
+
+    def pause(self, which: str = "new") -> None:
+        """Let nobody start who has not run yet (`new`), or nobody go on (`all`), until `resume`.
+        Blocks are kept, and generating calls of other threads wait. Raises ValueError for another
+        word."""
+        self._check_open()
+        self._loop.run(self._client.call("pause", which))
+
+    def resume(self) -> None:
+        """End a `pause`; does nothing without one."""
+        self._check_open()
+        self._loop.run(self._client.call("resume"))
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters and gauges."""

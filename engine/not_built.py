@@ -32,7 +32,7 @@ _BY_REASON: Mapping[str, str] = {
         data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb
         data_parallel_external_lb decode_context_parallel_size prefill_context_parallel_size
         enable_expert_parallel enable_eplb eplb_config all2all_backend expert_placement_strategy
-        distributed_executor_backend disable_custom_all_reduce max_parallel_loading_workers
+        disable_custom_all_reduce max_parallel_loading_workers
         ray_workers_use_nsight nnodes node_rank master_addr master_port worker_cls
         worker_extension_cls enable_dbo headless api_server_count
     """,

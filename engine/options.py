@@ -25,6 +25,7 @@ from .config import (
     BLOCK_HASHES,
     COMPILATIONS,
     DTYPES,
+    EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     CacheConfig,
@@ -128,6 +129,10 @@ OPTIONS: Mapping[str, Option] = {
     },
     "num_threads": Option(
         "engine", "num_threads", readers.integer, "threads that compute", "N", "the physical cores"
+    ),
+    "distributed_executor_backend": Option(
+        "engine", "executor", one_of(*EXECUTORS),
+        "uni: the model runs in the engine core's process; mp: in one of its own", "NAME",
     ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,

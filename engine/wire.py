@@ -42,7 +42,8 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Ask the core for one of: "stats", "reset_prefix_cache", "shutdown"."""
+    """Ask the core for one of: "stats", "reset_prefix_cache", "pause", "resume", "paused",
+    "shutdown"."""
 
     call_id: int
     name: str

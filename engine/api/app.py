@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 METRICS_PATH = "/metrics"
-RESET_ROUTE = "/reset_prefix_cache"
+DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
 RESETS = ("pool", "all")
+PAUSES = ("new", "all")
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
 CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
 
@@ -96,7 +97,12 @@ def create_app(
         _route("/version", ["GET"], front, _version),
     ]
     if settings.enable_dev_routes:
-        routes.append(_route(RESET_ROUTE, ["POST"], front, _reset_prefix_cache))
+        routes += [
+            _route("/reset_prefix_cache", ["POST"], front, _reset_prefix_cache),
+            _route("/pause", ["POST"], front, _pause),
+            _route("/resume", ["POST"], front, partial(_call, "resume")),
+            _route("/is_paused", ["GET"], front, partial(_call, "paused")),
+        ]
     # No generated documentation: handlers check their input themselves, so it would be empty.
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes])
     app.router.redirect_slashes = False
@@ -159,7 +165,7 @@ async def _answer_http_exception(
     path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
     if answer.status == 404:
         cure = did_you_mean(path, [route.path for route in routes]) or "; the API lies under /v1"
-        if path == RESET_ROUTE:
+        if path in DEV_ROUTES:
             cure = "; start the server with --enable-dev-routes"
         answer = ApiError(f"there is no route {path}{cure}", status=404, code=answer.code)
     elif answer.status == 405:
@@ -212,21 +218,40 @@ async def _metrics(front: Front, request: Request) -> ASGIApp:
 
 async def _reset_prefix_cache(front: Front, request: Request) -> ASGIApp:
     """Forget cached blocks: of the pool, or of every tier."""
-    unknown = sorted(set(request.query_params) - {"tiers"})
-    if unknown:
-        name = unknown[0][:MAX_QUOTED_CHARACTERS]
-        message = f"unknown parameter `{name}`; the only one is `tiers`, pool or all"
-        raise ApiError(message, param=name, code="unknown_parameter")
-    tiers = request.query_params.get("tiers", "pool")
-    if tiers not in RESETS:
-        message = f"`tiers` takes pool or all, not {tiers[:64]!r}{did_you_mean(tiers, RESETS)}"
-        raise ApiError(message, param="tiers", code="invalid_value")
+    tiers = _only_parameter(request, "tiers", RESETS)
     try:
         await front.client.call("reset_prefix_cache", tiers)
     except ValueError as error:
         message = f"the engine did not reset its cache: {error}"
         raise ApiError(message, status=409, code="reset_refused") from None
     return _json({"reset": tiers})
+
+
+async def _pause(front: Front, request: Request) -> ASGIApp:
+    """Have new requests wait, or all of them."""
+    mode = _only_parameter(request, "mode", PAUSES)
+    return _json(await front.client.call("pause", mode))
+
+
+async def _call(name: str, front: Front, request: Request) -> ASGIApp:
+    return _json(await front.client.call(name))
+
+
+def _only_parameter(request: Request, param: str, choices: Sequence[str]) -> str:
+    """The value of the only query parameter that a route takes; the first choice by default."""
+    unknown = sorted(set(request.query_params) - {param})
+    if unknown:
+        name = unknown[0][:MAX_QUOTED_CHARACTERS]
+        message = f"unknown parameter `{name}`; the only one is `{param}`, {' or '.join(choices)}"
+        raise ApiError(message, param=name, code="unknown_parameter")
+    value = request.query_params.get(param, choices[0])
+    if value not in choices:
+        message = (
+            f"`{param}` takes {' or '.join(choices)}, not {value[:64]!r}"
+            f"{did_you_mean(value, choices)}"
+        )
+        raise ApiError(message, param=param, code="invalid_value")
+    return value
 
 
 def _json(value: object) -> Response:

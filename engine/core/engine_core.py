@@ -16,25 +16,26 @@ import torch
 
 from ...connector.base import NOTHING_FINISHED, KVConnectorScheduler, KVConnectorWorker
 from ...tiers.block import BlockLayout, Identity
+from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
 from ..models.checkpoint.fingerprint import fingerprint
-from ..models.dtypes import dtype_name, kv_dtype_name
+from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..request import BlockHasher, RequestStatus
 from ..scheduler.output import SchedulerOutput
-from ..scheduler.scheduler import RETRY_SECONDS, QueueFull, Scheduler
+from ..scheduler.scheduler import RETRY_SECONDS, Pause, QueueFull, Scheduler
 from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size
-from ..worker.model_runner import ModelRunner
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
 from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
-from .executor import Executor, InProcessExecutor, StepHandle
+from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .offload import open_tiers
+from .process_executor import ProcessExecutor
 from .request_builder import RequestBuilder
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,15 @@ class EngineCore:
             }
         if name == "reset_prefix_cache":
             return self._reset_prefix_cache(argument or "pool")
-        raise ValueError(f"the core answers stats and reset_prefix_cache, not {name!r}")
+        if name == "pause":
+            return self._pause(argument or Pause.NEW.value)
+        if name == "resume":
+            self.scheduler.resume()
+        if name in ("resume", "paused"):
+            return self._paused()
+        raise ValueError(
+            f"the core answers stats, reset_prefix_cache, pause, resume and paused, not {name!r}"
+        )
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
@@ -267,18 +276,21 @@ class EngineCore:
     def _load_model(self, num_blocks: int | None) -> Executor:
         config = self.config
         self._progress(f"loading {config.model.path}")
-        runner = ModelRunner(
-            self.spec,
-            config.model.path,
-            dtype=dtype_name(self._dtype),
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            is_length_asked=config.model.max_model_len is not None,
-            connector=self._connector_worker,
+        if config.executor == "mp":
+            if config.offload.enabled:
+                raise ConfigError(
+                    "--distributed-executor-backend mp does not copy blocks to tiers yet; drop it, "
+                    "or --kv-offload"
+                )
+            return ProcessExecutor(config, num_blocks, self.max_model_len)
+        runner = load_runner(
+            config,
+            num_blocks,
+            self.max_model_len,
+            spec=self.spec,
+            dtype=self._dtype,
             placement=self._placement,
+            connector=self._connector_worker,
             progress=self._progress,
         )
         return InProcessExecutor(runner)
@@ -302,6 +314,21 @@ class EngineCore:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
+    def _pause(self, which: str) -> dict[str, Any]:
+        if which not in [pause.value for pause in Pause]:
+            raise ValueError(f"pause takes new or all, not {which!r}")
+        self.scheduler.pause(Pause(which))
+        return self._paused()
+
+    def _paused(self) -> dict[str, Any]:
+        """What stands still, None for nothing, and how many requests wait and run."""
+        scheduler = self.scheduler
+        return {
+            "paused": None if scheduler.paused is None else scheduler.paused.value,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+        }
+
     def _reset_prefix_cache(self, scope: str) -> dict[str, bool]:
         if scope not in ("pool", "all"):
             raise ValueError(f"reset_prefix_cache takes pool or all, not {scope!r}")
@@ -322,6 +349,8 @@ class EngineCore:
         outputs = self.scheduler.fail_step(output, error)
         outputs += self._give_up_steps()
         self.num_failed_steps += 1
+        if isinstance(error, ExecutorDied):
+            raise error
         if is_device_lost(error):
             raise RuntimeError(f"the device is lost: {error}") from error
         if self.num_failed_steps >= MAX_FAILED_STEPS:

@@ -14,13 +14,25 @@ refused (`SchedulerOutput.last_failed_id`), but the copies of both begin and are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
+import torch
+
+from ...connector.base import (
+    CLOSE_SECONDS,
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    KVConnectorWorker,
+)
+from ..config import EngineConfig
+from ..models.dtypes import dtype_name
+from ..models.spec import ModelSpec
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ..worker.model_runner import BegunStep, ModelRunner
+from ..worker.runtime.device_config import Placement
 
 
 class ExecutorDied(RuntimeError):
@@ -84,6 +96,34 @@ class Executor(ABC):
         """What the connector's worker side has finished; None without one."""
         output: ConnectorWorkerOutput | None = self.call("poll_copies")
         return output
+
+
+def load_runner(
+    config: EngineConfig,
+    num_blocks: int | None,
+    max_model_len: int,
+    *,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    placement: Placement,
+    connector: KVConnectorWorker | None,
+    progress: Callable[[str], None],
+) -> ModelRunner:
+    """The model runner that an engine's settings ask for; see `ModelRunner`."""
+    return ModelRunner(
+        spec,
+        config.model.path,
+        dtype=dtype_name(dtype),
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        is_length_asked=config.model.max_model_len is not None,
+        connector=connector,
+        placement=placement,
+        progress=progress,
+    )
 
 
 @dataclass(slots=True)

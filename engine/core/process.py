@@ -191,7 +191,7 @@ def _signal_pipe() -> socket.socket:
 def main() -> int:
     """Run the core that standard input describes."""
     try:
-        start = read_start(sys.stdin.buffer)
+        start = read_start(sys.stdin.buffer, CoreStart)
     except (ValueError, msgspec.MsgspecError) as error:
         sys.stderr.write(f"stratakv: {error}\n")
         return EXIT_CONFIG

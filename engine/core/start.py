@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -29,13 +29,16 @@ class CoreStart(msgspec.Struct):
     log_json: bool = False
 
 
-def encode_start(start: CoreStart) -> bytes:
+Start = TypeVar("Start", bound=msgspec.Struct)
+
+
+def encode_start(start: msgspec.Struct) -> bytes:
     """The bytes to write, length included."""
-    body = msgspec.msgpack.encode(start, enc_hook=_encode_path)
+    body = msgspec.msgpack.encode(start, enc_hook=encode_path)
     return _LENGTH.pack(len(body)) + body
 
 
-def read_start(stream: BinaryIO) -> CoreStart:
+def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
     """Read it back; raises ValueError for anything else, such as a person's terminal."""
     head = stream.read(_LENGTH.size)
     size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
@@ -45,16 +48,18 @@ def read_start(stream: BinaryIO) -> CoreStart:
             "the core process is started by the engine's client and takes its settings from "
             "there; use `stratakv serve`"
         )
-    return msgspec.msgpack.decode(body, type=CoreStart, dec_hook=_decode_path)
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=decode_path)
 
 
-def _encode_path(value: Any) -> Any:
+def encode_path(value: Any) -> Any:
+    """A path as plain text; NotImplementedError for anything else that has no form of its own."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"no encoding for {type(value).__name__}")
 
 
-def _decode_path(kind: type, value: Any) -> Any:
+def decode_path(kind: type, value: Any) -> Any:
+    """The other way round."""
     if kind is Path:
         return Path(value)
     raise NotImplementedError(f"no decoding to {kind.__name__}")

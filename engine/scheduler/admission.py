@@ -15,7 +15,7 @@ from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
 from ..request import Progress, Request, RequestStatus
 from .meeting import count_reused
-from .places import Places
+from .places import FCFSQueue, Places
 from .pressure import MemoryPressure
 from .step import StepBuilder
 
@@ -47,27 +47,35 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
-    def admit(self, step: StepBuilder, now: float) -> bool:
-        """Let in what fits. True if a request was told by the tiers to ask again."""
+    def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
+        """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
+        request was told by the tiers to ask again."""
         places = self._places
         later: list[Request] = []
         while step.budget > 0 and len(places.running) < self._max_running:
-            # Skipped requests are older than those that have not been looked at.
-            queue = places.skipped if places.skipped else places.waiting
-            if not queue:
+            found = self._next(only_known)
+            if found is None:
                 break
-            request = queue.peek()
+            queue, request = found
             if self._is_held_back(request):
                 break
             verdict = self._consider(request, step, now)
             if verdict is Verdict.NO_ROOM:
                 break
-            queue.pop()
+            queue.remove(request)
             if verdict is Verdict.LATER:
                 later.append(request)
         places.skipped.prepend_all(later)
         places.deferred_ids = {request.request_id for request in later}
         return bool(later)
+
+    def _next(self, only_known: bool) -> tuple[FCFSQueue, Request] | None:
+        """Whose turn it is. Skipped requests are older than those that have not been looked at."""
+        for queue in (self._places.skipped, self._places.waiting):
+            for request in queue:
+                if not only_known or request.num_preemptions > 0:
+                    return queue, request
+        return None
 
     def _is_held_back(self, request: Request) -> bool:
         """Whether memory is too full for it to start; not with nothing running, and not once its

@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import NamedTuple
 
 from ...connector.base import (
@@ -172,6 +173,13 @@ LOAD_FAILED = (
 NOT_FINITE = "not_finite"
 
 
+class Pause(Enum):
+    """What stands still."""
+
+    NEW = "new"  # requests that have not run yet wait; running ones finish
+    ALL = "all"
+
+
 class StepInFlight(NamedTuple):
     """A step that the worker has, with what its requests were when it was made."""
 
@@ -233,6 +241,7 @@ class Scheduler:
         self._max_steps_in_flight = max_steps_in_flight
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
+        self._paused: Pause | None = None
         self._last_failed_id = 0
         # What a failed step told a worker that may not have listened.
         self._preempted_again: set[str] = set()
@@ -322,8 +331,12 @@ class Scheduler:
         self.manager.pool.begin_step(self._step_id)
         step = StepBuilder(self.manager, self._step_id, self.config.max_num_batched_tokens)
         num_parked = len(places.parked)
-        self._running.run(step, now)
-        retry = not step.pressed and self._admission.admit(step, now)
+        retry = False
+        if self._paused is not Pause.ALL:
+            self._running.run(step, now)
+            if not step.pressed:
+                only_known = self._paused is Pause.NEW
+                retry = self._admission.admit(step, now, only_known=only_known)
         # Taken also without a connector, or the list would grow.
         evicted = self.manager.pool.take_evicted()
         meta = None if self.connector is None else self._build_meta(self.connector, evicted)
@@ -402,6 +415,22 @@ class Scheduler:
         self._preempted_again &= places.requests.keys()
         self._stalled = False
         return outputs
+
+    def pause(self, which: Pause) -> None:
+        """From now on nobody is let in that has not run yet, or (ALL) nobody gets tokens; what is
+        held is kept, loads go on, and requests may be added and ended as ever."""
+        self._paused = which
+        self._stalled = False
+
+    def resume(self) -> None:
+        """Go on as before `pause`."""
+        self._paused = None
+        self._stalled = False
+
+    @property
+    def paused(self) -> Pause | None:
+        """What stands still by a call of `pause`."""
+        return self._paused
 
     def take_reports(self, worker_output: ConnectorWorkerOutput | None) -> list[TokenOutput]:
         """Take in what the worker says of copies with a step that nobody waits for any more."""

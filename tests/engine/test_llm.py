@@ -7,6 +7,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from stratakv.engine import LLM, SamplingParams
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.logprobs import PositionLogprobs
 from stratakv.tiers.settings.values import ConfigError
+
+from ..tiers.store_contract import wait_until
 
 VOCAB = 257
 OPTIONS: dict[str, Any] = {"dtype": "float64", "num_blocks": 100, "max_num_seqs": 8,
@@ -64,6 +68,23 @@ def test_a_second_time_comes_from_the_pool(llm: LLM) -> None:
     [salted] = llm.generate([prompt_of(3, 50)], GREEDY, cache_salt="other")
     assert salted.num_cached_tokens == 0
     assert salted.token_ids == counts[0].token_ids
+
+
+def test_a_pause_keeps_calls_waiting(llm: LLM) -> None:
+    """Nothing is lost: the call goes on where it stood."""
+    wanted = llm.generate([prompt_of(4, 40)], GREEDY)[0].token_ids
+    llm.pause("all")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.generate, [prompt_of(4, 40)], GREEDY)
+        wait_until(lambda: llm.stats()["scheduler"]["num_waiting"] == 1)
+        before = llm.stats()["scheduler"]["generated_tokens"]
+        with pytest.raises(FutureTimeout):
+            waiting.result(0.1)
+        assert llm.stats()["scheduler"]["generated_tokens"] == before
+        llm.resume()
+        assert waiting.result(30.0)[0].token_ids == wanted
+    with pytest.raises(ValueError, match="pause takes new or all, not 'some'"):
+        llm.pause("some")
 
 
 def test_more_prompts_than_may_wait(tiny_model: Path) -> None:
@@ -302,7 +323,7 @@ def test_a_closed_engine_says_so(tiny_model: Path) -> None:
     llm.close()
     calls: list[Callable[[], Any]] = [
         lambda: next(stream), lambda: llm.generate([]), lambda: llm.stream("text"), llm.stats,
-        llm.reset_prefix_cache,
+        llm.reset_prefix_cache, llm.pause, llm.resume,
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(EngineDead, match="this LLM was closed; make a new one"):

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from ...tiers.store_contract import wait_until
+
 JSON = {"Content-Type": "application/json"}
 
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
@@ -125,6 +127,22 @@ def test_a_repeated_prompt_comes_from_the_pool(http: httpx.Client) -> None:
     details = again["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == details["cached_tokens_by_tier"]["pool"] == 192
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_pausing(http: httpx.Client) -> None:
+    """A request that comes during a pause is answered after it."""
+    assert http.get("/is_paused").json() == {"paused": None, "running": 0, "waiting": 0}
+    assert http.post("/pause").json()["paused"] == "new"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, http, prompt=[5, 6, 7], max_tokens=2)
+        wait_until(lambda: http.get("/is_paused").json()["waiting"] == 1)
+        assert not waiting.done()
+        assert http.post("/pause?mode=all").json() == {"paused": "all", "running": 0, "waiting": 1}
+        assert http.post("/resume").json()["paused"] is None
+        assert waiting.result(30.0)["choices"][0]["finish_reason"] == "length"
+    refused = http.post("/pause?mode=some")
+    assert refused.status_code == 400
+    assert "`mode` takes new or all, not 'some'" in refused.json()["error"]["message"]
 
 
 def test_resetting_the_cache(http: httpx.Client) -> None:

@@ -150,9 +150,13 @@ def test_resetting_the_prefix_cache(make_core: MakeCore) -> None:
     assert run(core, request("d", prompt_of(40)))["d"].cached_tokens_by_tier == {"pool": 0}
 
 
-@pytest.mark.parametrize(("name", "argument"), [("restart", ""), ("reset_prefix_cache", "disk")])
+@pytest.mark.parametrize(
+    ("name", "argument"), [("restart", ""), ("reset_prefix_cache", "disk"), ("pause", "some")]
+)
 def test_calls_that_cannot_be(make_core: MakeCore, name: str, argument: str) -> None:
-    with pytest.raises(ValueError, match=r"stats and reset_prefix_cache|takes pool or all"):
+    with pytest.raises(
+        ValueError, match=r"answers stats, reset_prefix_cache|takes (pool|new) or all"
+    ):
         make_core().call(name, argument)
 
 

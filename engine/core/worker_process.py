@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of a worker's process: settings from standard input, steps over a ZMQ pair."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections import deque
+
+import torch
+import zmq
+
+from ...tiers.settings.values import ConfigError
+from .. import logs
+from ..models.spec import load_model_spec
+from ..worker.model_runner import BegunStep, ModelRunner
+from ..worker.runtime.device_runtime import is_device_lost
+from .device_config import dtype_for, placement_of
+from .executor import load_runner
+from .start import read_start
+from .worker_messages import (
+    Begin,
+    Call,
+    Done,
+    Failed,
+    FromWorker,
+    Returned,
+    Sample,
+    Stop,
+    Up,
+    WorkerStart,
+    decode_to_worker,
+    encode,
+)
+
+# Not __name__, which is __main__ in this process.
+logger = logging.getLogger("stratakv.engine.core.worker_process")
+
+_LINGER_MILLISECONDS = 2000
+EXIT_FAILED = 1
+
+
+class WorkerServer:
+    """Answers one executor, one message after the other."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
+        self._socket.set_hwm(0)
+        self._socket.connect(start.endpoint)
+        self._start = start
+        # Steps that have begun, or why they have not, the oldest first.
+        self._steps: deque[tuple[int, BegunStep | Exception]] = deque()
+
+    def run(self) -> int:
+        """Until told to stop; the exit status."""
+        try:
+            self._runner = self._load()
+        except Exception as error:
+            if not isinstance(error, ConfigError):
+                logger.error("the worker cannot start", exc_info=error)
+            self._send(Failed(_words(error), is_config_error=isinstance(error, ConfigError)))
+            self._close()
+            return EXIT_FAILED
+        gc.collect()
+        gc.freeze()  # what was built stays
+        self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
+        while True:
+            message = decode_to_worker(self._socket.recv())
+            if isinstance(message, Stop):
+                self._close()
+                return 0
+            self._handle(message)
+
+    def _load(self) -> ModelRunner:
+        config = self._start.config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        spec = load_model_spec(config.model.path)
+        placement = placement_of(config)
+        return load_runner(
+            config,
+            self._start.num_blocks,
+            self._start.max_model_len,
+            spec=spec,
+            dtype=dtype_for(config, spec, placement.device),
+            placement=placement,
+            connector=None,
+            progress=logger.info,
+        )
+
+    def _handle(self, message: Begin | Sample | Call) -> None:
+        if isinstance(message, Begin):
+            step = message.step
+            try:
+                self._steps.append((step.step_id, self._runner.begin(step)))
+            except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
+                self._steps.append((step.step_id, error))
+        elif isinstance(message, Sample):
+            self._send(self._finish(message))
+        else:
+            self._send(self._answer(message))
+
+    def _finish(self, message: Sample) -> FromWorker:
+        step_id, step = self._steps.popleft()
+        error = step if isinstance(step, Exception) else None
+        if isinstance(step, BegunStep):
+            try:
+                return Done(step_id, self._runner.finish(step, message.mask))
+            except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
+                error = caught
+        assert error is not None
+        return Failed(_words(error), step_id, is_device_lost=is_device_lost(error))
+
+    def _answer(self, call: Call) -> FromWorker:
+        runner = self._runner
+        try:
+            if call.name == "poll_copies":
+                return Returned(runner.poll_copies())
+            if call.name == "start_copies" and call.meta is not None:
+                runner.start_copies(call.meta)
+                return Returned()
+            if call.name == "shutdown" and call.seconds is not None:
+                runner.shutdown(call.seconds)
+                return Returned(runner.poll_copies())
+        except Exception as error:  # noqa: BLE001 - told
+            return Failed(_words(error))
+        return Failed(f"a worker does not answer {call.name!r}")
+
+    def _send(self, message: FromWorker) -> None:
+        self._socket.send(encode(message))
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+
+
+def _leave_with_launcher() -> None:
+    """The end of standard input is that of the launcher, who has nobody else to tell it."""
+    # Not by the file object, whose lock the interpreter wants when it ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(EXIT_FAILED)
+
+
+def main() -> int:
+    """Run the worker that standard input describes."""
+    # The executor's process hears of signals, and ends this one in its own time.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        start = read_start(sys.stdin.buffer, WorkerStart)
+    except ValueError as error:  # msgspec's errors among them
+        sys.stderr.write(f"stratakv: {error}\n")
+        return 2
+    logs.set_up(start.log_level)
+    threading.Thread(target=_leave_with_launcher, name="worker-watch", daemon=True).start()
+    return WorkerServer(start).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner in a process of its own: the same tokens, and an end with its reason."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.executor import ExecutorDied
+from stratakv.engine.core.process_executor import ProcessExecutor
+from stratakv.tiers.settings.values import ConfigError
+
+from .conftest import MakeCore, Reference, config_of, finish, prompt_of, request
+
+# Starts as a worker does, and then says what the test wants to hear it say.
+LIAR = """
+import sys, zmq
+from stratakv.engine.core import worker_messages as w
+from stratakv.engine.core.start import read_start
+from stratakv.engine.scheduler.output import ModelRunnerOutput
+start = read_start(sys.stdin.buffer, w.WorkerStart)
+socket = zmq.Context().socket(zmq.PAIR)
+socket.connect(start.endpoint)
+socket.send(w.encode(w.Up(80, 1000)))
+while True:
+    message = w.decode_to_worker(socket.recv())
+    if isinstance(message, w.Stop):
+        sys.exit(0)
+    {lie}
+"""
+
+
+def liar(lie: str, config_model: Path, seconds: float = 30.0) -> ProcessExecutor:
+    command = [sys.executable, "-P", "-c", LIAR.format(lie=lie)]
+    return ProcessExecutor(config_of(config_model), 80, 1000, step_seconds=seconds, command=command)
+
+
+def test_random_requests_get_the_tokens_of_one_process(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    """Shared prefixes, little room, aborts; log-probabilities travel too."""
+    core = make_core(distributed_executor_backend="mp", num_blocks=24,
+                     admit_below=1.0, preempt_above=1.0)  # fmt: skip
+    assert isinstance(core.executor, ProcessExecutor)
+    rng = random.Random(5)
+    stems = [prompt_of(24, i) for i in range(3)]
+    asked = {}
+    outputs = []
+    for number in range(20):
+        prompt = rng.choice(stems)[: rng.randrange(8, 25)] + prompt_of(rng.randrange(1, 9), number)
+        asked[f"r{number}"] = prompt
+        core.add(request(f"r{number}", prompt, logprobs=2, max_tokens=12))
+        if rng.random() < 0.5:
+            outputs += core.step()
+        if number % 6 == 5:
+            core.abort([f"r{number}"])
+            del asked[f"r{number}"]
+    merged = finish(core, outputs, len(asked))
+    for name, prompt in asked.items():
+        assert merged[name].new_token_ids == greedy_reference(prompt, 12), name
+    assert core.scheduler.counts["preemptions"] > 0
+
+
+def test_a_worker_that_is_killed_ends_the_engine_with_the_reason(tiny_model: Path) -> None:
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
+    assert isinstance(core.executor, ProcessExecutor)
+    core.add(request("a", prompt_of(20)))
+    core.step()
+    os.kill(core.executor.pid, signal.SIGKILL)
+    with pytest.raises(ExecutorDied, match="ended with exit status -9"):
+        finish(core, [], 1)
+    core.shutdown(5.0)
+    with pytest.raises(ExecutorDied):
+        core.executor.dispatch(core.scheduler.schedule())
+
+
+def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeCore) -> None:
+    core = make_core(distributed_executor_backend="mp")
+    core.add(request("a", prompt_of(20)))
+    step = core.scheduler.schedule()
+    step.new_requests[0].block_ids = ([10**6] * 3,)
+    handle = core.executor.dispatch(step)
+    core.executor.sample(handle)
+    with pytest.raises(RuntimeError, match="Error"):
+        core.executor.result(handle)
+    core.scheduler.fail_step(step, "it failed")
+    core.add(request("b", prompt_of(20)))
+    assert len(finish(core, [], 1)["b"].new_token_ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (
+            "isinstance(message, w.Begin) and socket.send("
+            "w.encode(w.Done(message.step.step_id + 1, ModelRunnerOutput({}))))",
+            r"answered step 2 where step 1 was due",
+        ),
+        ("isinstance(message, w.Sample) and socket.send(b'\\xc1')", "its answer cannot be read"),
+        ("isinstance(message, w.Sample) and socket.send(w.encode(w.Up(1, 1)))",
+         "said Up, which nobody had asked for"),
+        ("sys.exit(7)", "ended with exit status 7"),
+        ("isinstance(message, w.Sample) and socket.send("
+         "w.encode(w.Failed('CUDA', 1, is_device_lost=True)))", "its device is lost: CUDA"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_answers_wrongly_is_given_up(
+    tiny_model: Path, make_core: MakeCore, lie: str, words: str
+) -> None:
+    core = make_core()
+    core.add(request("a", prompt_of(20)))
+    step = core.scheduler.schedule()
+    executor = liar(lie, tiny_model)
+    try:
+        handle = executor.dispatch(step)
+        executor.sample(handle)
+        with pytest.raises(ExecutorDied, match=words):
+            executor.result(handle)
+        with pytest.raises(ExecutorDied, match=words):
+            executor.poll_copies()
+    finally:
+        executor.shutdown(1.0)
+        core.scheduler.fail_step(step, "over")
+
+
+def test_a_worker_that_answers_too_late_is_given_up(tiny_model: Path, make_core: MakeCore) -> None:
+    core = make_core()
+    executor = liar("pass", tiny_model, seconds=0.3)
+    try:
+        step = core.scheduler.schedule()
+        handle = executor.dispatch(step)
+        executor.sample(handle)
+        with pytest.raises(ExecutorDied, match="did not answer within 0.3 s"):
+            executor.result(handle)
+    finally:
+        executor.shutdown(1.0)
+
+
+def test_a_worker_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_model)
+    with pytest.raises(ConfigError, match="pool"):
+        ProcessExecutor(config, 3, 1000)
+    with pytest.raises(ExecutorDied, match="ended with exit status 5"):
+        ProcessExecutor(config, 80, 1000, command=[sys.executable, "-c", "raise SystemExit(5)"])
