@@ -136,7 +136,7 @@ def test_a_worker_that_answers_too_late_is_given_up(tiny_model: Path, make_core:
         step = core.scheduler.schedule()
         handle = executor.dispatch(step)
         executor.sample(handle)
-        with pytest.raises(ExecutorDied, match="did not answer within 0.3 s"):
+        with pytest.raises(ExecutorDied, match=r"did not answer within 0\.3 s"):
             executor.result(handle)
     finally:
         executor.shutdown(1.0)
