@@ -39,11 +39,12 @@ from ...tiers.settings.values import ConfigError, check_device
 from ..harness.command import progress, tell_failure
 from ..harness.comparison import WrongWork
 from ..harness.documents import documents, question
+from ..harness.peer import PeerFailed
 from ..harness.plots import draw_and_tell, plot_phases
 from ..harness.report import Report
 from ..harness.served import Answer, ServedModel, ServerFailed
 from ..service.servers import cache_server
-from .child import ChildFailed, measure_in_child
+from .child import measure_in_child
 from .report import (
     PHASES,
     WARM_PHASES,
@@ -211,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
         path = report.write(arguments.out)
     except ConfigError:
         raise
-    except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
+    except (BenchmarkFailed, PeerFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
         tell_failure("offload", error)
         return 1
     show(report, path)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from stratakv.benchmarks.harness.peer import PeerFailed
 from stratakv.benchmarks.offload import child as offload_child
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload import scale as offload_scale
@@ -99,7 +100,7 @@ def test_a_process_that_fails_tells_why(
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
     told: list[str] = []
-    with pytest.raises(offload_child.ChildFailed, match="no disk"):
+    with pytest.raises(PeerFailed, match="no disk"):
         offload_child.measure_in_child(["convoy"], EMBEDDED_MODEL, tmp_path, True, told.append)
     assert told == ["this"]
     child.write_text("#!/bin/sh\necho out of memory >&2\nexit 9\n")
