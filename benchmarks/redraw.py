@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .core.report import plot_core
 from .gpu.command import SECTIONS
-from .gpu.results import Results
+from .gpu.section import Results
 from .harness.plots import plot_phases
 from .harness.report import Report
 from .offload.report import plot_costs

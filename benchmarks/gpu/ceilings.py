@@ -13,8 +13,7 @@ import torch
 from .copies.streams import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
 from .place import Place, WrongResult, check_close
 from .plots import draw_ceilings
-from .results import Results
-from .section import Section
+from .section import Results, Section
 from .stopwatch import Launch, time_launches
 
 NAME = "ceilings"

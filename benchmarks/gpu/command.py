@@ -30,8 +30,7 @@ from .copies import device_copies, interference, methods_section
 from .engine import phases as engine_phases
 from .engine import step as engine_step
 from .place import Place, SectionOver
-from .results import Results
-from .section import Section
+from .section import Results, Section
 
 logger = logging.getLogger(__name__)
 

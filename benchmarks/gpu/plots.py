@@ -17,7 +17,7 @@ from ..harness.plots import (
     draw_lines,
     new_figure,
 )
-from .results import Row
+from .section import Row
 
 Ceilings = Mapping[str, float]
 _DIRECTIONS = {"to_host": "to the host", "to_device": "to the device", "both": "both at once"}

@@ -20,6 +20,13 @@ import msgspec
 
 MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_QUOTED_BYTES = 300
+# In the body of every request: always as many tokens as asked for.
+GREEDY: Mapping[str, Any] = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 class RequestFailed(RuntimeError):
@@ -36,6 +43,8 @@ class StreamedAnswer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # where they were asked for
 
     @property
     def first_token_seconds(self) -> float:
@@ -101,10 +110,12 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str = ""  # of completions
+    token_ids: list[int] | None = None
     delta: _Delta = msgspec.field(default_factory=_Delta)  # of chats
 
 
 class _Details(msgspec.Struct):
+    cached_tokens: int = 0
     cached_tokens_by_tier: dict[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -146,13 +157,19 @@ def read_answer(data: bytes | bytearray, marks: list[tuple[int, float]]) -> Stre
         event = _decode(line)
         if event.choices:
             answer.event_seconds.append(marks[bisect_left(counts, end)][1])
-            texts += (choice.text or choice.delta.content for choice in event.choices)
+            for choice in event.choices:
+                texts.append(choice.text or choice.delta.content)
+                answer.token_ids += choice.token_ids or ()
         usage = event.usage or usage
     if not is_done or usage is None or not answer.event_seconds:
         raise RequestFailed(f"the stream ended early after {len(answer.event_seconds)} events")
     answer.text = "".join(texts)
     answer.prompt_tokens, answer.output_tokens = usage.prompt_tokens, usage.completion_tokens
-    answer.cached_by_tier = usage.prompt_tokens_details.cached_tokens_by_tier
+    details = usage.prompt_tokens_details
+    answer.cached_tokens, answer.cached_by_tier = (
+        details.cached_tokens,
+        details.cached_tokens_by_tier,
+    )
     return answer
 
 

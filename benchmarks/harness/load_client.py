@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .http_stream import RequestFailed, StreamedAnswer, ask
+from .http_stream import GREEDY, RequestFailed, StreamedAnswer, ask
 from .workloads import Session
 
 
@@ -84,13 +84,8 @@ async def _run_session(
     target: Target, session: Session, answers: list[StreamedAnswer], errors: list[str]
 ) -> None:
     while len(answers) < session.num_turns:
-        body = session.body([answer.text for answer in answers]) | {
-            "max_tokens": target.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = session.body([answer.text for answer in answers]) | GREEDY
+        body["max_tokens"] = target.max_tokens
         try:
             answer = await ask(target.host, target.port, session.path, body, target.timeout_seconds)
         except RequestFailed as error:

@@ -39,10 +39,11 @@ from ...tiers.settings.values import ConfigError, check_device
 from ..harness.command import progress, tell_failure
 from ..harness.comparison import WrongWork
 from ..harness.documents import documents, question
+from ..harness.http_stream import StreamedAnswer
 from ..harness.peer import PeerFailed
 from ..harness.plots import draw_and_tell, plot_phases
 from ..harness.report import Report
-from ..harness.served import Answer, ServedModel, ServerFailed
+from ..harness.served import ServedModel, ServerFailed
 from ..service.servers import cache_server
 from .child import measure_in_child
 from .report import (
@@ -85,7 +86,7 @@ def measure_remote(plan: Plan, log: Path, write: Work, read: Work) -> None:
 _EXPECTED_HIT = 0.95
 _PAID_METRIC = "stratakv:load_seconds_paid_total"
 
-Ask = Callable[[str, int, str], Answer]
+Ask = Callable[[str, int, str], StreamedAnswer]
 
 
 class BenchmarkFailed(RuntimeError):
@@ -330,7 +331,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
 
         def asker(server: ServedModel) -> Ask:
-            def ask(phase: str, document: int, name: str) -> Answer:
+            def ask(phase: str, document: int, name: str) -> StreamedAnswer:
                 bar.update(steps, description=phase, advance=1)
                 return server.ask(texts[document] + questions[name], plan.output_tokens)
 

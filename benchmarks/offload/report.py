@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.models.spec import ModelSpec
+from ..harness.http_stream import StreamedAnswer
 from ..harness.plots import (
     COLOURS,
     GATE,
@@ -19,7 +20,6 @@ from ..harness.plots import (
     save_figure,
 )
 from ..harness.report import Report, median, percentile, print_table
-from ..harness.served import Answer
 from .scale import CONVOY, GATES, TOLD, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
@@ -79,7 +79,7 @@ class Plan:
 class Phase:
     """The answers of one phase and what it cost to load them."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
     seconds_loading: float = 0.0
 
     @property

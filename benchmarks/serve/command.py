@@ -171,11 +171,8 @@ class Coding:
 class LoadedServer(ServedModel):
     """A server that many clients ask at once."""
 
-    def __enter__(self) -> LoadedServer:
-        return self
-
     def target(self, max_tokens: int) -> Target:
-        return Target(HOST, self._port, max_tokens)
+        return Target(HOST, self.port, max_tokens)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from ...tiers.settings.values import ConfigError
 from ..harness.command import run_and_tell
 from ..harness.comparison import Comparison, WrongWork, quartiles, take_rounds
 from ..harness.report import Report, median
+from ..harness.served import ServerFailed
 from ..tiers.scale import layout_of
 from ..tiers.slab_case import footprint_bytes
 from . import mooncake_transport, raw_transport
@@ -72,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
     measurement = Measurement(report, scale, cases, arguments.redis_server)
     work = partial(measurement.take, clients)
-    return run_and_tell(
-        report, arguments.out, work, print_service, plot_service, WrongWork, TierError
-    )
+    failures = (WrongWork, TierError, ServerFailed)
+    return run_and_tell(report, arguments.out, work, print_service, plot_service, *failures)
 
 
 def _clients(given: str | None) -> list[int]:

@@ -22,7 +22,7 @@ from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
 from ..place import Place, check_close
-from ..results import Row
+from ..section import Row
 from ..stopwatch import Launch, Timing, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200

@@ -11,11 +11,9 @@ from functools import partial
 
 import torch
 
-from ..case_loop import run_cases
 from ..place import Place
 from ..plots import draw_decode
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target, run_cases
 from .cases import Case, decode_case, make_batch, time_checked
 
 NAME = "decode"

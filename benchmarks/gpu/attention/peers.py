@@ -17,11 +17,9 @@ from statistics import geometric_mean
 
 from torch import Tensor
 
-from ..case_loop import one_line, run_cases
 from ..place import Place, SectionOver
 from ..plots import draw_peers
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target, one_line, run_cases
 from ..stopwatch import time_launches
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked

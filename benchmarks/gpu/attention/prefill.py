@@ -10,11 +10,9 @@ from __future__ import annotations
 from functools import partial
 from statistics import geometric_mean
 
-from ..case_loop import run_cases
 from ..place import Place
 from ..plots import draw_prefill
-from ..results import Results, Target
-from ..section import Section
+from ..section import Results, Section, Target, run_cases
 from .cases import Case, make_batch, time_checked
 
 NAME = "prefill"

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from ....kernels.write.write_kv import write_kv
 from ....kernels.write.write_kv_plain import write_kv_plain
-from ..case_loop import run_cases
 from ..place import Place, check_close
 from ..plots import draw_writes
-from ..results import Results, Target
-from ..section import Section
+from ..section import Results, Section, Target, run_cases
 from ..stopwatch import Launch, time_launches
 from .cases import FP8, num_layers
 

@@ -21,8 +21,7 @@ from ....tiers.block import BlockLayout
 from ....tiers.cpu import CpuSlab
 from ...harness.report import median
 from ..place import Place, WrongResult
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target
 from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 
 NAME = "copy device"

@@ -17,8 +17,7 @@ from ....kernels.choice import KernelRefused
 from ...harness.report import percentile
 from ..place import Place, SectionOver
 from ..plots import draw_interference
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target
 from ..stopwatch import Launch
 from .interference_step import DecodeStep
 from .jobs import BLOCKS, Field, Job, check_jobs

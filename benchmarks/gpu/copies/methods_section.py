@@ -17,8 +17,7 @@ from ....kernels.copy.copy_engine import merge_neighbours
 from ...harness.report import median
 from ..place import Place, SectionOver
 from ..plots import bytes_name, draw_copies
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target
 from ..stopwatch import Launch
 from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job, check_jobs
 from .methods import METHODS, Method, job_addresses

@@ -21,11 +21,9 @@ from ....engine.models.spec import load_model_spec
 from ....engine.sampling_params import SamplingParams
 from ...harness.report import median
 from ...offload.engines import MeasuredEngine
-from ..case_loop import run_cases
 from ..place import Place, WrongResult
 from ..plots import draw_phases
-from ..results import Results, Target
-from ..section import Section
+from ..section import Results, Section, Target, run_cases
 from .model import engine_options, model_directory
 
 NAME = "engine-phases"

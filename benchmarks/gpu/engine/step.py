@@ -24,11 +24,9 @@ from ....engine.options import engine_config
 from ....engine.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ....engine.worker.model_runner import ModelRunner
-from ..case_loop import run_cases
 from ..place import Place, WrongResult
 from ..plots import draw_steps
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Results, Row, Section, Target, run_cases
 from ..stopwatch import Timing
 from .model import engine_options, model_directory, read_weight_bytes
 

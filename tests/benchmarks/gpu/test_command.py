@@ -12,8 +12,7 @@ import torch
 
 from stratakv.benchmarks.gpu import command
 from stratakv.benchmarks.gpu.place import Place, SectionOver
-from stratakv.benchmarks.gpu.results import Results, Target
-from stratakv.benchmarks.gpu.section import Section
+from stratakv.benchmarks.gpu.section import Results, Section, Target
 from stratakv.benchmarks.harness.report import Report
 from stratakv.tiers.settings.values import ConfigError
 

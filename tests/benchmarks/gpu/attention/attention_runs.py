@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratakv.benchmarks.gpu.place import Place
-from stratakv.benchmarks.gpu.results import Results
+from stratakv.benchmarks.gpu.section import Results
 from stratakv.benchmarks.harness.report import Report
 
 

@@ -24,7 +24,7 @@ from stratakv.benchmarks.gpu.copies.jobs import (
 from stratakv.benchmarks.gpu.copies.methods import METHODS, Method, job_addresses
 from stratakv.benchmarks.gpu.place import Place, SectionOver, WrongResult
 from stratakv.benchmarks.gpu.plots import bytes_name
-from stratakv.benchmarks.gpu.results import Row
+from stratakv.benchmarks.gpu.section import Row
 from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import merge_neighbours
 
