@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from ...tiers.settings.values import ConfigError
 from ..harness.command import tell_failure
 from ..harness.plots import draw_and_tell
-from ..harness.report import Report, print_table
+from ..harness.report import Report, package_versions, print_table
 from . import ceilings
 from .attention import decode, launch_sweep, peers, prefill, writes
 from .copies import device_copies, interference, methods_section
@@ -164,9 +163,5 @@ def _new_report(place: Place, arguments: argparse.Namespace) -> Report:
         report.environment["capability"] = f"{properties.major}.{properties.minor}"
         report.environment["multiprocessors"] = properties.multi_processor_count
         report.environment["device_memory_gib"] = round(properties.total_memory / 2**30, 1)
-    for name in _PACKAGES:
-        try:
-            report.environment["packages"][name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    report.environment["packages"] |= package_versions(_PACKAGES)
     return report

@@ -48,56 +48,49 @@ def time_launches(
     `in_graph` false times them as they are called, for work a graph cannot hold; what the host
     takes to submit them is then part of it, unless the device is kept busy long enough.
     """
-    for _ in range(WARM_UPS):
+
+    def launch_all() -> None:
         for launch in launches:
             launch()
+
+    for _ in range(WARM_UPS):
+        launch_all()
     place.synchronise()
     if place.device.type != "cuda":
-        return _time_on_cpu(launches, rounds)
-    replay = _capture(launches) if in_graph else _loop(launches)
-    return _time_on_device(place, replay, len(launches), rounds)
+        elapsed, replay, repeats = _elapsed_on_cpu, launch_all, 1
+    else:
+        elapsed, replay = _elapsed, _capture(launch_all) if in_graph else launch_all
+        once = elapsed(place, replay, 1)
+        repeats = max(1, min(1000, round(MIN_SECONDS / max(once, 1e-7))))
+    count = repeats * len(launches)
+    return Timing.of([elapsed(place, replay, repeats) / count for _ in range(rounds)])
 
 
-def _capture(launches: Sequence[Launch]) -> Launch:
+def record_event() -> torch.cuda.Event:
+    """A point of the current stream, with its time."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _capture(launch: Launch) -> Launch:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
+        launch()
     return graph.replay
 
 
-def _loop(launches: Sequence[Launch]) -> Launch:
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return run
-
-
-def _time_on_device(place: Place, replay: Launch, count: int, rounds: int) -> Timing:
-    once = _elapsed(place, replay, 1)
-    repeats = max(1, min(1000, round(MIN_SECONDS / max(once, 1e-7))))
-    taken = [_elapsed(place, replay, repeats) / (repeats * count) for _ in range(rounds)]
-    return Timing.of(taken)
-
-
 def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     place.synchronise()
-    begin.record()
+    begin = record_event()
     for _ in range(repeats):
         replay()
-    end.record()
+    end = record_event()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _time_on_cpu(launches: Sequence[Launch], rounds: int) -> Timing:
-    taken = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for launch in launches:
-            launch()
-        taken.append((time.perf_counter() - begin) / len(launches))
-    return Timing.of(taken)
+def _elapsed_on_cpu(_place: Place, replay: Launch, _repeats: int) -> float:
+    began = time.perf_counter()
+    replay()
+    return time.perf_counter() - began

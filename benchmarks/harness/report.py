@@ -13,7 +13,8 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,7 +36,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        "packages": _package_versions(),
+        "packages": package_versions(_PACKAGES),
         "version": metadata.version("stratakv"),
         "commit": _commit(),
     }
@@ -109,13 +110,12 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
     versions = {}
-    for name in _PACKAGES:
-        try:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -133,15 +133,20 @@ class Batch:
     seq_lens: Tensor
     query_starts: Tensor
 
-    def run(self, kernel: str, layer: int = 0, num_splits: int | None = None) -> Tensor:
-        """A new tensor with the attention of all new tokens over one layer."""
+    def run(
+        self,
+        kernel: str,
+        layer: int = 0,
+        num_splits: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A new tensor, or `out`, with the attention of all new tokens over one layer."""
         tensors, options = self._arguments(layer)
+        options |= {"kernel": kernel, "out": out}
         if self.case.is_decode:
-            return paged_decode(*tensors, **options, num_splits=num_splits, kernel=kernel)
+            return paged_decode(*tensors, **options, num_splits=num_splits)
         longest = max(new for new, _ in self.case.chunks)
-        return paged_prefill(
-            *tensors, self.query_starts, max_query_len=longest, **options, kernel=kernel
-        )
+        return paged_prefill(*tensors, self.query_starts, max_query_len=longest, **options)
 
     def launches(self, kernel: str, num_splits: int | None = None) -> list[Launch]:
         """One for each layer."""
@@ -165,13 +170,13 @@ class Batch:
         }
 
 
-def make_batch(place: Place, case: Case) -> Batch:
-    """The same values in every call for a case on a device."""
+def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
+    """The same values in every call for a case on a device; `layers` unless they are counted."""
     generator = torch.Generator(device=place.device)
     generator.manual_seed(zlib.crc32(case.name.encode()))
     widths = [-(-length // case.block_size) for length in case.lengths]
     num_blocks = sum(widths)
-    layers = num_layers(place, case.read_bytes)
+    layers = layers or num_layers(place, case.read_bytes)
     pool = _random_pool(place, case, (num_blocks, layers), generator)
     starts = [0]
     for new, _ in case.chunks:

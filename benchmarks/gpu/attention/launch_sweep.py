@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -106,13 +107,11 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
     chosen = paged_prefill_launch.choose_launch(
         probe_hardware().capability, case.head_dim, case.group, case.chunks[0][0]
     )
-    trial = _Trials(
-        place, results, make_batch(place, case), "prefill table", _launch_entries(chosen)
-    )
+    trial = _Trials(place, results, make_batch(place, case), "prefill table", asdict(chosen))
     wide, narrow = paged_prefill_launch.WIDE, paged_prefill_launch.NARROW
     for launch in _chosen_first(chosen, place.choose(PREFILL_LAUNCHES, (), PREFILL_LAUNCHES[:2])):
         with replaced(wide, size, (launch, launch)), replaced(narrow, size, (launch, launch)):
-            trial.add({**_launch_entries(launch), "is_chosen": launch == chosen})
+            trial.add({**asdict(launch), "is_chosen": launch == chosen})
 
 
 @contextmanager
@@ -163,15 +162,6 @@ class _Trials:
 
 def _chosen_first(chosen: Any, others: tuple[Any, ...]) -> list[Any]:
     return [chosen, *(other for other in others if other != chosen)]
-
-
-def _launch_entries(launch: paged_prefill_launch.Launch) -> Row:
-    return {
-        "block_rows": launch.block_rows,
-        "block_keys": launch.block_keys,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
 
 
 def _multiprocessors(place: Place) -> int:

@@ -72,16 +72,10 @@ class Buffers:
 
 def choose_cases(place: Place) -> list[Case]:
     """All sizes in bf16, then float8; a quick run leaves out the sizes in between."""
-    if place.is_rehearsal:
-        return [
-            Case(tokens=tokens, order=order, scales=scales, heads=4, kv_heads=2, head_dim=16)
-            for scales in ("", "head", "token")
-            for tokens in (1, 16)
-            for order in ("random", "consecutive")
-        ]
-    sizes = (1, 8192) if place.is_quick else (1, 64, 512, 8192)
+    sizes: tuple[int, ...] = place.choose((1, 64, 512, 8192), (1, 8192), (1, 16))
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} if place.is_rehearsal else {}
     return [
-        Case(tokens=tokens, order=order, scales=scales)
+        Case(tokens=tokens, order=order, scales=scales, **shape)
         for scales in ("", "head", "token")
         for tokens in sizes
         for order in ("random", "consecutive")

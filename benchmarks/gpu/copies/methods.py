@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,8 @@ from ....kernels.copy.copy_blocks_launch import MAX_PROGRAMS
 from ....kernels.copy.copy_engine import Batch, copy_batch_plain, cuda_runtime, merge_neighbours
 from ..place import Place
 from ..stopwatch import Launch
-from .jobs import Job
+from .jobs import ONE_WAY, Direction, Field, Job, check_jobs
+from .streams import on
 
 # Of a kernel that leaves decode undisturbed.
 FEW_PROGRAMS = 12
@@ -67,14 +69,16 @@ def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
     return launch
 
 
-def prepare_batched(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """One call for all blocks, each an entry."""
-    return _prepare_batch(place, Batch(*job_addresses(job)), stream)
-
-
-def prepare_merged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """One call, neighbours joined to one entry before it."""
-    return _prepare_batch(place, merge_neighbours(*job_addresses(job)), stream)
+def prepare_batched(
+    place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
+) -> Launch:
+    """One call for all blocks, each an entry, or neighbours joined to one entry before it."""
+    addresses = job_addresses(job)
+    batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
+    if place.is_rehearsal or stream is None:
+        return lambda: copy_batch_plain(batch)
+    runtime, handle = cuda_runtime(), stream.cuda_stream
+    return lambda: runtime.copy_batch(batch, handle)
 
 
 def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
@@ -93,39 +97,62 @@ def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
     return launch_to_host if job.is_to_host else launch_to_device
 
 
-def prepare_few_programs(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A kernel of 12 programs that reaches into page-locked memory."""
-    return _prepare_kernel(place, job, FEW_PROGRAMS)
-
-
-def prepare_all_programs(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """The same with as many programs as there is work for."""
-    return _prepare_kernel(place, job, MAX_PROGRAMS)
-
-
-SINGLE = Method("one copy a block", prepare_single)
-BATCHED = Method("batched", prepare_batched)
-MERGED_4 = Method("batched, runs of 4 merged", prepare_merged, run_length=4)
-MERGED_16 = Method("batched, runs of 16 merged", prepare_merged, run_length=16)
-STAGED = Method("gathered, one copy", prepare_staged, slots_in_order=True)
-FEW = Method("kernel, 12 programs", prepare_few_programs, slots_in_order=True)
-ALL = Method("kernel, uncapped", prepare_all_programs, slots_in_order=True)
-METHODS = (SINGLE, BATCHED, MERGED_4, MERGED_16, STAGED, FEW, ALL)
-
-
-def _prepare_batch(place: Place, batch: Batch, stream: torch.cuda.Stream | None) -> Launch:
-    if place.is_rehearsal or stream is None:
-        return lambda: copy_batch_plain(batch)
-    runtime, handle = cuda_runtime(), stream.cuda_stream
-    return lambda: runtime.copy_batch(batch, handle)
-
-
-def _prepare_kernel(place: Place, job: Job, max_programs: int) -> Launch:
+def prepare_kernel(
+    place: Place, job: Job, stream: torch.cuda.Stream | None, *, programs: int
+) -> Launch:
+    """A kernel of at most so many programs that reaches into page-locked memory."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
-    programs, kernel = max_programs, place.kernel
+    kernel = place.kernel
     if job.is_to_host:
         return lambda: gather_blocks(job.pool, ids, rows, max_programs=programs, kernel=kernel)
     return lambda: scatter_blocks(rows, job.pool, ids, max_programs=programs, kernel=kernel)
+
+
+_MERGED = partial(prepare_batched, merges=True)
+SINGLE = Method("one copy a block", prepare_single)
+BATCHED = Method("batched", prepare_batched)
+MERGED_4 = Method("batched, runs of 4 merged", _MERGED, run_length=4)
+MERGED_16 = Method("batched, runs of 16 merged", _MERGED, run_length=16)
+STAGED = Method("gathered, one copy", prepare_staged, slots_in_order=True)
+FEW = Method(
+    "kernel, 12 programs", partial(prepare_kernel, programs=FEW_PROGRAMS), slots_in_order=True
+)
+ALL = Method(
+    "kernel, uncapped", partial(prepare_kernel, programs=MAX_PROGRAMS), slots_in_order=True
+)
+METHODS = (SINGLE, BATCHED, MERGED_4, MERGED_16, STAGED, FEW, ALL)
+
+
+def prepare_checked(
+    place: Place,
+    field: Field,
+    method: Method,
+    block_bytes: int,
+    what: str,
+    direction: Direction = "both",
+) -> tuple[list[list[Job]], list[list[Launch]]]:
+    """Jobs to the host and to the device and their launches, which have run once and been compared;
+    none for a direction that is not asked for. Raises WrongResult."""
+    of_lanes = field.jobs(
+        block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
+    )
+    jobs = [
+        of_lane if direction in ("both", one_way) else []
+        for one_way, of_lane in zip(ONE_WAY, of_lanes, strict=True)
+    ]
+    launches = [
+        [method.prepare(place, job, lane) for job in of_lane]
+        for of_lane, lane in zip(jobs, field.lanes, strict=True)
+    ]
+    field.spoil(place)
+    for lane, of_lane in zip(field.lanes, launches, strict=True):
+        with on(lane):
+            for launch in of_lane:
+                launch()
+    place.synchronise()
+    for of_jobs in jobs:
+        check_jobs(what, of_jobs)
+    return jobs, launches
 
 
 def _rows(job: Job) -> torch.Tensor:

@@ -38,13 +38,6 @@ def new_stream(priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
 
 
-def record_event() -> torch.cuda.Event:
-    """A point of the current stream, with its time."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Queue what follows in `stream`."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

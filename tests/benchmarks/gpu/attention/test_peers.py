@@ -17,7 +17,7 @@ import torch
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
 from stratakv.benchmarks.gpu.attention import peers, prefill
 from stratakv.benchmarks.gpu.attention.cases import Case, decode_case, make_batch
-from stratakv.benchmarks.gpu.attention.peer import PeerRefused, TorchAttention
+from stratakv.benchmarks.gpu.attention.peers import PeerRefused, TorchAttention
 from stratakv.benchmarks.gpu.place import WrongResult
 from stratakv.benchmarks.gpu.section import Results
 
