@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.plots import GATE, caption, draw_bars, mark_gates, new_figure, save_figure
-from ..harness.report import Report, median, print_table
+from ..harness.report import Report, median, print_table, ratios
 from .cases import BLOCK_SIZE, NUM_RUNNING, NUM_WAITING, PROMPT_TOKENS, Case, hashed_dtype
 
 TITLES: Mapping[str, str] = {
@@ -78,8 +78,7 @@ def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds])
     }
     report.limits[f"{LIMIT}_tokens_per_second"] = median(rates[LIMIT])
     for name, (above, below) in RATIOS.items():
-        pairs = zip(rates[above], rates[below], strict=True)
-        report.ratios[name] = median([one / other for one, other in pairs])
+        report.ratios[name] = median(ratios(rates[above], rates[below]))
 
 
 def _figures(case: Case, taken: Rounds) -> dict[str, Any]:

@@ -56,14 +56,14 @@ def time_launches(
     for _ in range(WARM_UPS):
         launch_all()
     place.synchronise()
-    if place.device.type != "cuda":
-        elapsed, replay, repeats = _elapsed_on_cpu, launch_all, 1
-    else:
-        elapsed, replay = _elapsed, _capture(launch_all) if in_graph else launch_all
-        once = elapsed(place, replay, 1)
+    replay: Launch = launch_all
+    repeats = 1
+    if place.device.type == "cuda":
+        replay = _capture(launch_all) if in_graph else launch_all
+        once = _elapsed(place, replay, 1)
         repeats = max(1, min(1000, round(MIN_SECONDS / max(once, 1e-7))))
     count = repeats * len(launches)
-    return Timing.of([elapsed(place, replay, repeats) / count for _ in range(rounds)])
+    return Timing.of([_elapsed(place, replay, repeats) / count for _ in range(rounds)])
 
 
 def record_event() -> torch.cuda.Event:
@@ -81,6 +81,10 @@ def _capture(launch: Launch) -> Launch:
 
 
 def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
+    if place.device.type != "cuda":
+        began = time.perf_counter()
+        replay()
+        return time.perf_counter() - began
     place.synchronise()
     begin = record_event()
     for _ in range(repeats):
@@ -88,9 +92,3 @@ def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
     end = record_event()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-def _elapsed_on_cpu(_place: Place, replay: Launch, _repeats: int) -> float:
-    began = time.perf_counter()
-    replay()
-    return time.perf_counter() - began

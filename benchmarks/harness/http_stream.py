@@ -21,7 +21,7 @@ import msgspec
 MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_QUOTED_BYTES = 300
 # In the body of every request: always as many tokens as asked for.
-GREEDY: Mapping[str, Any] = {
+GREEDY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
     "stream": True,

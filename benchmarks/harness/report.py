@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from statistics import median as median  # re-exported
 from typing import Any
 
 from rich.console import Console
@@ -83,9 +83,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[rank - 1]
 
 
-def median(values: Sequence[float]) -> float:
-    """The median of `values`, which must not be empty."""
-    return statistics.median(values)
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of what was taken in the same round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

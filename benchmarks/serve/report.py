@@ -22,7 +22,7 @@ from typing import Any
 from ..harness.http_stream import StreamedAnswer
 from ..harness.load_client import LoadRun
 from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_figure, save_figure
-from ..harness.report import Report, median, percentile, print_table
+from ..harness.report import Report, median, percentile, print_table, ratios
 
 TIERS = ("pool", "cpu", "ssd")
 # What HTTP is held against → the name of the ratio.
@@ -89,9 +89,7 @@ def fill_comparison(report: Report, comparison: Comparison) -> None:
     report.limits["engine_output_throughput"] = median(rates["engine"])
     for name, ratio in _RATIOS.items():
         if name in rates:
-            report.ratios[ratio] = median(
-                [ours / theirs for ours, theirs in zip(rates["http"], rates[name], strict=True)]
-            )
+            report.ratios[ratio] = median(ratios(rates["http"], rates[name]))
 
 
 def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:

@@ -255,33 +255,16 @@ class Measurement:
         limits: dict[str, list[int]],
     ) -> None:
         for case in self._cases:
-            if case.transport == transport:
-                self._comparison(
-                    clients, row_name(case.name, size, len(clients)), case, pids, limits
-                )
-
-    def _comparison(
-        self,
-        clients: Clients,
-        name: str,
-        case: Case,
-        pids: Sequence[int],
-        limits: dict[str, list[int]],
-    ) -> None:
-        ours = _Meter(clients, case.transport, case.verb, pids, self._passes(clients, case))
-        limit = _Meter(
-            clients, case.limit, case.verb, limits[case.limit], self._passes(clients, case)
-        )
-        outcome = take_rounds(
-            Comparison(name, "B/s", LIMITS[case.limit], ours, limit), self._scale.rounds
-        )
-        figures = self._report.figures
-        costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
-        figures["contests"][name] = outcome.figures() | costs
-        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
-            figures["spreads"][spread] = quartiles(ratios)
-        self._report.ratios[name] = outcome.ratio
-        self._report.limits[f"{name}_limit"] = figures["contests"][name]["limit_median"]
+            if case.transport != transport:
+                continue
+            passes = self._passes(clients, case)
+            ours = _Meter(clients, transport, case.verb, pids, passes)
+            limit = _Meter(clients, case.limit, case.verb, limits[case.limit], passes)
+            name = row_name(case.name, size, len(clients))
+            comparison = Comparison(name, "B/s", LIMITS[case.limit], ours, limit)
+            outcome = take_rounds(comparison, self._scale.rounds)
+            costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
+            outcome.add_to(self._report, **costs)
 
     def _passes(self, clients: Clients, case: Case) -> int:
         wanted = self._scale.copied_bytes if case.limit == "copy" else self._scale.sent_bytes

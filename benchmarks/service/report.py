@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..harness.comparison import spread_of
+from ..harness.comparison import CONTEST_COLUMNS, contest_row
 from ..harness.plots import (
     GATE,
     MISSED,
@@ -22,40 +22,21 @@ from .scale import CASES, GATES, LIMITS, SIZES, row_name
 # With one client, and with more.
 _OURS, _THEIRS = ("#2b6cb0", "#90bce4"), ("#6b7078", "#c3c7cd")
 _OTHERS = ("redis", "mooncake")
+_COSTS = ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb")
+_COST_COLUMN = CONTEST_COLUMNS.index("A/A")
 
 
 def print_service(report: Report) -> None:
-    """What a person reads: figure, limit, ratio, gate."""
+    """What a person reads: figure, limit, ratio, gate; what it costs before the limit's spread."""
     rows = []
-    for name, ratio in report.ratios.items():
-        comparison = report.figures["contests"].get(name)
-        cells = ["", "", "", ""]
-        value = f"{ratio:,.0f}"
-        if comparison is not None:
-            ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
-            costs = (comparison[key] for key in ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb"))
-            cells = [
-                f"{ours:.2f} / {limit:.2f}",
-                comparison["limit"],
-                " / ".join(map(_short, costs)),
-            ]
-            cells.append(spread_of(report.figures["spreads"], f"{name}_aa"))
-            value = f"{ratio:.2f}"
-        gate = GATES.get(name)
-        verdict = "" if gate is None else gate.verdict(ratio)
-        wanted = "" if gate is None else f"{gate.wanted} {verdict}"
-        rows.append(
-            [
-                name,
-                cells[0],
-                cells[1],
-                value,
-                spread_of(report.figures["spreads"], name),
-                *cells[2:],
-                wanted,
-            ]
-        )
-    columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "cpu s/GB", "A/A", "gate"]
+    for name in report.ratios:
+        row = contest_row(report, name, GATES.get(name))
+        taken = report.figures["contests"].get(name, {})
+        costs = [taken[key] for key in _COSTS if key in taken]
+        row.insert(_COST_COLUMN, " / ".join(f"{cost:.2f}" for cost in costs))
+        rows.append(row)
+    columns = list(CONTEST_COLUMNS)
+    columns.insert(_COST_COLUMN, "cpu s/GB")
     title = (
         "The cache service against this machine's loopback and memory, measured in turn. cpu s/GB: "
         "of both ends, ours / limit. A/A: the limit against itself, quartiles"
@@ -63,10 +44,6 @@ def print_service(report: Report) -> None:
     print_table(title, columns, rows)
     for what, why in report.figures["skipped"].items():
         print(f"skipped: {what}: {why}")
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def plot_service(report: Report, path: Path) -> Path:

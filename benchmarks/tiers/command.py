@@ -16,7 +16,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
 from ..harness.command import run_and_tell
-from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
+from ..harness.comparison import WrongWork, take_rounds
 from ..harness.report import Report, median
 from . import cost_cases
 from .cost_cases import measure_codecs
@@ -103,7 +103,6 @@ def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
 
 # What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
 HUGE_BYTES = 140 * MIB
-_LIMITS = ("fio", "loop")
 _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
 
@@ -135,8 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
-    if arguments.limit not in (None, *_LIMITS):
-        raise ConfigError(f"--limit takes {' or '.join(_LIMITS)}, not {arguments.limit}")
+    if arguments.limit is not None:
+        readers.one_of("fio", "loop")("--limit", arguments.limit)
     if arguments.huge_pages:
         check_huge_pages(HUGE_BYTES)
     path = readers.path("--path", arguments.path)
@@ -154,78 +153,57 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
     """Fill the report. Raises WrongWork where something did not do what it should."""
-    results = Results(report)
-    measure_slab(results, scale)
+    report.figures |= {"plan": {}, "contests": {}, "first_writes": {}, "spreads": {}}
+    measure_slab(report, scale)
     for size in SIZES:
-        measure_store(results, size, disk, scale)
-    measure_index(results, disk.folder / "index", scale)
+        measure_store(report, size, disk, scale)
+    measure_index(report, disk.folder / "index", scale)
     report.figures["codecs"] = measure_codecs()
     report.ratios = {name: report.ratios[name] for name in GATES}
 
 
-class Results:
-    """Outcomes on their way into the report."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.plan = report.figures.setdefault("plan", {})
-        self.comparisons = report.figures.setdefault("contests", {})
-        self.first_writes = report.figures.setdefault("first_writes", {})
-        self.spreads = report.figures.setdefault("spreads", {})
-
-    def add(self, outcome: Outcome, figure: Callable[[float], float] = float) -> None:
-        """`figure` makes what is promised from the ratio of the rates, where that is another."""
-        name = outcome.comparison.name
-        self.comparisons[name] = outcome.figures()
-        self.report.ratios[name] = figure(outcome.ratio)
-        self.report.limits[f"{name}_limit"] = self.comparisons[name]["limit_median"]
-        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
-            self.spreads[spread] = quartiles([figure(ratio) for ratio in ratios])
-
-
-def measure_slab(results: Results, scale: Scale) -> None:
+def measure_slab(report: Report, scale: Scale) -> None:
     slab_bytes = footprint_bytes(scale.slab_bytes)
-    results.plan["slab_bytes"] = slab_bytes
+    report.figures["plan"]["slab_bytes"] = slab_bytes
     for size, block_bytes in SIZES.items():
         case = SlabCase(block_bytes, slab_bytes)
         try:
             for comparison in case.comparisons(size):
-                results.add(take_rounds(comparison, scale.slab_rounds))
+                take_rounds(comparison, scale.slab_rounds).add_to(report)
         finally:
             case.close()
             gc.collect()
 
 
-def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None:
+def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
     folder = disk.folder / size
     case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
-    results.plan |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
-    results.first_writes[size] = case.first_write_rate
+    report.figures["plan"] |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
+    report.figures["first_writes"][size] = case.first_write_rate
     try:
         for comparison in case.comparisons(size):
-            results.add(take_rounds(comparison, scale.rounds))
-        results.add(take_rounds(case.churn_comparison(size), scale.turnovers))
+            take_rounds(comparison, scale.rounds).add_to(report)
+        take_rounds(case.churn_comparison(size), scale.turnovers).add_to(report)
         if size == _SMALLEST:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
-            results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
+            report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
             for comparison in cost_cases.comparisons(case):
-                results.add(take_rounds(comparison, scale.rounds), cost_cases.cost)
+                take_rounds(comparison, scale.rounds).add_to(report, cost_cases.cost)
             case.clear()
     finally:
         case.close()
         shutil.rmtree(folder)
 
 
-def measure_index(results: Results, folder: Path, scale: Scale) -> None:
+def measure_index(report: Report, folder: Path, scale: Scale) -> None:
     case = IndexCase(folder, scale.index_entries)
     outcome = take_rounds(case.comparison(), scale.index_rounds)
-    ratios = results.report.ratios
-    ratios[REOPEN] = 1 / outcome.ratio
-    results.report.figures["reopen"] = {
+    report.ratios[REOPEN] = 1 / outcome.ratio
+    report.figures["reopen"] = {
         **outcome.figures(),
         "entries": case.entries,
         "against": "a pass over all rows by LMDB cursor; both with a warm page cache",
     }
-    ratios[BYTES_PER_ENTRY] = case.bytes_per_entry()
-    ratios[LOOK_UPS] = median(case.look_ups(scale.index_rounds))
+    report.ratios[BYTES_PER_ENTRY] = case.bytes_per_entry()
+    report.ratios[LOOK_UPS] = median(case.look_ups(scale.index_rounds))

@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Protocol
 
 from ...tiers.block import ALIGNMENT
 from ...tiers.cpu import CpuSlab
@@ -46,30 +45,9 @@ _LAY_OUT_BYTES = 4 * 1024**2
 _TIMEOUT_SECONDS = 300.0
 
 
-class DiskLimit(Protocol):
-    """Rates in bytes a second. `buffers` is how many blocks of the slab are used, QUEUE_DEPTH at
-    least and `most_buffers` at most."""
-
-    name: str
-    most_buffers: int
-
-    def write(self, num_bytes: int, buffers: int) -> float:
-        """Overwrite about so many bytes, at random places."""
-
-    def read(self, num_bytes: int, buffers: int) -> float:
-        """Read about so many bytes, at random places."""
-
-    def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """The same into as many buffers as there are, one after the other, with so many requests at
-        a time."""
-
-    def close(self) -> None:
-        """Remove the file."""
-
-
 def make_limit(
     choice: str | None, path: Path, block_bytes: int, file_bytes: int, slab: CpuSlab
-) -> DiskLimit:
+) -> LoopLimit:
     """`choice` is "fio", "loop" or None for fio where there is one. Buffers are taken from `slab`,
     so nothing in it may be in use while a limit is measured. Raises OSError, and ValueError where
     it is too small."""
@@ -78,80 +56,14 @@ def make_limit(
             f"the buffers of the limit take {QUEUE_DEPTH * block_bytes} bytes and the slab has "
             f"{len(slab.memory())}"
         )
-    blocks = file_bytes // block_bytes
-    if choice == "fio" or (choice is None and shutil.which("fio")):
-        return FioLimit(path, block_bytes, blocks, slab)
-    return LoopLimit(path, block_bytes, blocks, slab)
-
-
-class FioLimit:
-    """fio with libaio, its queue as deep as it has buffers."""
-
-    name = "fio"
-
-    def __init__(self, path: Path, block_bytes: int, num_blocks: int, slab: CpuSlab) -> None:
-        self._path = path
-        self._slab = slab
-        self._block_bytes = block_bytes
-        self.most_buffers = len(slab.memory()) // block_bytes
-        self._file_bytes = num_blocks * block_bytes
-        self._loop = LoopLimit(path, block_bytes, num_blocks, slab)
-
-    def write(self, num_bytes: int, buffers: int) -> float:
-        return self._run("write", num_bytes, buffers)
-
-    def read(self, num_bytes: int, buffers: int) -> float:
-        return self._run("read", num_bytes, buffers)
-
-    def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        return self._loop.read_in_turn(num_bytes, requests)
-
-    def close(self) -> None:
-        self._path.unlink()
-
-    def _run(self, direction: str, num_bytes: int, buffers: int) -> float:
-        command = [
-            "fio",
-            "--name=limit",
-            f"--filename={self._path}",
-            f"--rw=rand{direction}",
-            f"--bs={self._block_bytes}",
-            f"--size={self._file_bytes}",
-            f"--io_size={num_bytes // self._block_bytes * self._block_bytes}",
-            f"--iodepth={buffers}",
-            "--ioengine=libaio",
-            "--direct=1",
-            "--norandommap=1",
-            f"--mem=mmapshared:/proc/self/fd/{self._slab.fd}",
-            f"--iomem_align={self._place(buffers)}",  # fio adds it to where the memory begins
-            "--randrepeat=0",
-            "--output-format=json",
-        ]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-            pass_fds=(self._slab.fd,),
-        )
-        if done.returncode:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            raise WrongWork(f"fio ended with status {done.returncode}: {' '.join(lines[-1:])}")
-        _sync(self._path)
-        # Warnings of fio may stand before the JSON.
-        result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-        return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3))
-
-    def _place(self, buffers: int) -> int:
-        # fio maps twice as much before a place as it needs, and a pool of huge pages has no more
-        # than the slab; but those are alike wherever they are.
-        return 0 if self._slab.has_huge_pages else _place_in(self._slab, self._block_bytes, buffers)
+    has_fio = choice == "fio" or (choice is None and shutil.which("fio"))
+    return (FioLimit if has_fio else LoopLimit)(path, block_bytes, file_bytes // block_bytes, slab)
 
 
 class LoopLimit:
     """Threads, eight unless told otherwise, each with one request after the other and its share of
-    the buffers."""
+    the buffers. Rates are in bytes a second. `buffers` is how many blocks of the slab are used,
+    QUEUE_DEPTH at least and `most_buffers` at most."""
 
     name = "loop"
 
@@ -164,19 +76,24 @@ class LoopLimit:
         _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
+        """Overwrite about so many bytes, at random places."""
+        return self._loop(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
 
     def read(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
+        """Read about so many bytes, at random places."""
+        return self._loop(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
+        """The same into as many buffers as there are, one after the other, with so many requests at
+        a time."""
         requests = min(requests, self.most_buffers)
-        return self._run(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
+        return self._loop(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
 
     def close(self) -> None:
+        """Remove the file."""
         self._path.unlink()
 
-    def _run(
+    def _loop(
         self,
         flags: int,
         call: Callable[[int, list[memoryview], int], int],
@@ -209,6 +126,57 @@ class LoopLimit:
         if sum(moved) != count * self._block_bytes:
             raise WrongWork(f"{sum(moved)} of {count * self._block_bytes} bytes were moved")
         return sum(moved) / seconds
+
+
+class FioLimit(LoopLimit):
+    """fio with libaio, its queue as deep as it has buffers."""
+
+    name = "fio"
+
+    def write(self, num_bytes: int, buffers: int) -> float:
+        return self._fio("write", num_bytes, buffers)
+
+    def read(self, num_bytes: int, buffers: int) -> float:
+        return self._fio("read", num_bytes, buffers)
+
+    def _fio(self, direction: str, num_bytes: int, buffers: int) -> float:
+        command = [
+            "fio",
+            "--name=limit",
+            f"--filename={self._path}",
+            f"--rw=rand{direction}",
+            f"--bs={self._block_bytes}",
+            f"--size={self._num_blocks * self._block_bytes}",
+            f"--io_size={num_bytes // self._block_bytes * self._block_bytes}",
+            f"--iodepth={buffers}",
+            "--ioengine=libaio",
+            "--direct=1",
+            "--norandommap=1",
+            f"--mem=mmapshared:/proc/self/fd/{self._slab.fd}",
+            f"--iomem_align={self._place(buffers)}",  # fio adds it to where the memory begins
+            "--randrepeat=0",
+            "--output-format=json",
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            pass_fds=(self._slab.fd,),
+        )
+        if done.returncode:
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            raise WrongWork(f"fio ended with status {done.returncode}: {' '.join(lines[-1:])}")
+        _sync(self._path)
+        # Warnings of fio may stand before the JSON.
+        result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
+        return float(result["io_bytes"] / (max(1, result["runtime"]) / 1e3))
+
+    def _place(self, buffers: int) -> int:
+        # fio maps twice as much before a place as it needs, and a pool of huge pages has no more
+        # than the slab; but those are alike wherever they are.
+        return 0 if self._slab.has_huge_pages else _place_in(self._slab, self._block_bytes, buffers)
 
 
 def _place_in(slab: CpuSlab, block_bytes: int, buffers: int) -> int:

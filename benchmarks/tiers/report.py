@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..harness.comparison import Gate, spread_of
+from ..harness.comparison import CONTEST_COLUMNS, Gate, contest_row
 from ..harness.plots import (
     GATE,
     MET,
@@ -56,27 +56,13 @@ GATES: Mapping[str, Gate] = _gates()
 
 def print_tiers(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
-    rows = []
-    for name, ratio in report.ratios.items():
-        gate = GATES[name]
-        comparison = report.figures["contests"].get(name)
-        rates = ["", ""]
-        if comparison is not None:
-            ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
-            rates = [f"{ours:.2f} / {limit:.2f}", comparison["limit"]]
-        value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
-        spreads = [
-            spread_of(report.figures["spreads"], name),
-            spread_of(report.figures["spreads"], f"{name}_aa"),
-        ]
-        verdict = gate.verdict(ratio)
-        rows.append([name.replace("_", " "), *rates, value, *spreads, f"{gate.wanted} {verdict}"])
-    columns = ["what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate"]
+    rows = [contest_row(report, name, GATES[name]) for name in report.ratios]
+    rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
     title = (
         "Tiers against the limits of this machine, measured in turn. "
         "A/A: the limit against itself, quartiles"
     )
-    print_table(title, columns, rows)
+    print_table(title, CONTEST_COLUMNS, rows)
     _print_disk_limits(report)
     print_codecs(report)
 
@@ -88,13 +74,8 @@ def _print_disk_limits(report: Report) -> None:
         if "beside_ratio" not in comparison:
             continue
         ours = comparison["median"]
-        only = {
-            comparison["limit"]: {
-                "median": comparison["limit_median"],
-                "ratio": report.ratios[name],
-            }
-        }
-        for limit, cell in comparison.get("by_limit", only).items():
+        only = {"median": comparison["limit_median"], "ratio": report.ratios[name]}
+        for limit, cell in comparison.get("by_limit", {comparison["limit"]: only}).items():
             mark = "decides" if limit == comparison["limit"] else ""
             rows.append(_limit_row(name, limit, ours, cell["median"], cell["ratio"], mark))
         beside = comparison["beside_median"], comparison["beside_ratio"]

@@ -108,15 +108,12 @@ class StoreCase:
         """Blocks at random, each once; the page cache has none of them."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
-        flying: deque[tuple[Future[list[Proof | None]], list[memoryview]]] = deque()
-        began = time.perf_counter()
-        for start in range(0, len(keys), self._batch):
-            batch = keys[start : start + self._batch]
-            buffers = self._take_buffers(flying, self._check_read)
-            flying.append((self.store.load(batch, buffers[: len(batch)]), buffers))
-        while flying:
-            self._end_first(flying, self._check_read)
-        return len(keys) * self._size / (time.perf_counter() - began)
+
+        def check(_: list[bytes], proofs: list[Proof | None]) -> None:
+            if None in proofs:
+                raise WrongWork("the store did not have a block that it kept")
+
+        return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
         """As many new blocks as there are, each batch in place of blocks chosen at random."""
@@ -200,54 +197,47 @@ class StoreCase:
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
         """Store new blocks until the last one is acknowledged; bytes a second."""
-        flying: deque[tuple[Future[list[Stored]], list[memoryview]]] = deque()
-        coming: deque[list[bytes]] = deque()
 
-        def check(outcomes: list[Stored]) -> None:
-            if outcomes.count(Stored.KEPT) != len(outcomes):
-                raise WrongWork("the store did not keep a new block")
-            self._live += coming.popleft()
-
-        batches = [
-            [key_of(self._num_keys + i) for i in range(start, min(start + self._batch, count))]
-            for start in range(0, count, self._batch)
-        ]
-        self._num_keys += count
-        began = time.perf_counter()
-        for batch in batches:
-            buffers = self._take_buffers(flying, check)
+        def store(batch: list[bytes], buffers: list[memoryview]) -> Future[list[Stored]]:
             if evicting:
                 self.store.drop([self._take_victim() for _ in batch])
-            coming.append(batch)
-            flying.append((self.store.store(batch, buffers[: len(batch)]), buffers))
-        while flying:
-            self._end_first(flying, check)
-        return count * self._size / (time.perf_counter() - began)
+            return self.store.store(batch, buffers)
+
+        def check(batch: list[bytes], outcomes: list[Stored]) -> None:
+            if outcomes.count(Stored.KEPT) != len(outcomes):
+                raise WrongWork("the store did not keep a new block")
+            self._live += batch
+
+        keys = [key_of(self._num_keys + i) for i in range(count)]
+        self._num_keys += count
+        return self._move(keys, store, check)
 
     def _take_victim(self) -> bytes:
         place = self._rng.randrange(len(self._live))
         self._live[place], self._live[-1] = self._live[-1], self._live[place]
         return self._live.pop()
 
-    def _take_buffers(
+    def _move(
         self,
-        flying: deque[tuple[Future[_T], list[memoryview]]],
-        check: Callable[[_T], None],
-    ) -> list[memoryview]:
-        """A batch's buffers; where all are in use, those of the first call to end."""
-        if not self._buffers:
-            self._end_first(flying, check)
-        return self._buffers.popleft()
+        keys: list[bytes],
+        begin: Callable[[list[bytes], list[memoryview]], Future[_T]],
+        check: Callable[[list[bytes], _T], None],
+    ) -> float:
+        """Batch after batch, each begun as soon as there are buffers; bytes a second."""
+        flying: deque[tuple[list[bytes], Future[_T], list[memoryview]]] = deque()
 
-    def _end_first(
-        self,
-        flying: deque[tuple[Future[_T], list[memoryview]]],
-        check: Callable[[_T], None],
-    ) -> None:
-        future, buffers = flying.popleft()
-        check(future.result(_SECONDS))
-        self._buffers.append(buffers)
+        def end_first() -> None:
+            batch, future, buffers = flying.popleft()
+            check(batch, future.result(_SECONDS))
+            self._buffers.append(buffers)
 
-    def _check_read(self, proofs: list[Proof | None]) -> None:
-        if None in proofs:
-            raise WrongWork("the store did not have a block that it kept")
+        began = time.perf_counter()
+        for start in range(0, len(keys), self._batch):
+            batch = keys[start : start + self._batch]
+            if not self._buffers:
+                end_first()
+            buffers = self._buffers.popleft()
+            flying.append((batch, begin(batch, buffers[: len(batch)]), buffers))
+        while flying:
+            end_first()
+        return len(keys) * self._size / (time.perf_counter() - began)

@@ -135,25 +135,19 @@ def measure(report: Report, scale: Scale) -> None:
         "copies_are_timed_by": "the wall clock",
         "submissions_are_timed_by": "processor seconds of the calling thread",
     }
-    comparisons = report.figures["contests"] = {}
+    report.figures["contests"] = {}
     submissions = report.figures["submissions"] = {}
-    ratios = {}
     for size, block_bytes in SIZES.items():
         rig = Rig(block_bytes, region_bytes)
         try:
             for comparison in CopyCase(rig).comparisons(size):
-                outcome = take_rounds(comparison, scale.rounds)
-                comparisons[comparison.name] = outcome.figures()
-                ratios[comparison.name] = outcome.ratio
-                report.limits[f"{comparison.name}_limit"] = comparisons[comparison.name][
-                    "limit_median"
-                ]
+                take_rounds(comparison, scale.rounds).add_to(report)
             taken = take_submissions(rig, scale.submissions)
             submissions[submit_name(size)] = taken.figures()
-            ratios[submit_name(size)] = taken.ratio
+            report.ratios[submit_name(size)] = taken.ratio
         finally:
             rig.close()
             gc.collect()
     cells = report.figures["layer_ranges"] = take_layer_ranges(scale.cached, scale.rounds)
-    report.ratios = {name: ratios[name] for name in GATES}
+    report.ratios = {name: report.ratios[name] for name in GATES}
     report.ratios |= {name: cell["ratio"] for name, cell in cells.items()}

@@ -16,7 +16,7 @@ from functools import partial
 from ...connector.base import ConnectorMetadata, CopyJob
 from ...connector.device.base import Event, Stream
 from ..harness.comparison import Comparison, WrongWork
-from ..harness.report import median
+from ..harness.report import median, ratios
 from .rig import WAIT_SECONDS, Bytes, Pairs, Rig, copy_plainly
 from .scale import JOB_BLOCKS, MOVES, RUN_BLOCKS, copy_name
 
@@ -142,8 +142,7 @@ class Submissions:
     @property
     def ratio(self) -> float:
         """The median of the ratios of neighbours."""
-        pairs = zip(self.submit_seconds, self.copy_seconds, strict=True)
-        return median([submit / copy for submit, copy in pairs])
+        return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:
         """What the JSON holds of it."""

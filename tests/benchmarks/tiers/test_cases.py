@@ -19,7 +19,6 @@ from stratakv.benchmarks.harness.comparison import (
 )
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.tiers import cost_cases, disk_limit
-from stratakv.benchmarks.tiers.command import Results
 from stratakv.benchmarks.tiers.index_case import IndexCase
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
 from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
@@ -68,7 +67,8 @@ def test_quartiles() -> None:
 def test_a_cost_is_the_time_that_is_added() -> None:
     comparison = Comparison("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
     report = Report("tiers", "stratakv bench tiers")
-    Results(report).add(Outcome(comparison, [4.0, 2.0], [5.0, 2.0]), cost_cases.cost)
+    report.figures |= {"contests": {}, "spreads": {}}
+    Outcome(comparison, [4.0, 2.0], [5.0, 2.0]).add_to(report, cost_cases.cost)
     assert report.ratios["one"] == pytest.approx(1 / 0.9 - 1)
     assert report.figures["spreads"]["one"] == pytest.approx((0.0625, 0.1875))
     assert report.figures["spreads"]["one_aa"] == pytest.approx((-0.6, 1.5 - 2.1))

@@ -75,7 +75,7 @@ def test_a_path_that_is_a_file_is_refused(
 
 def test_an_unknown_limit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "tiers", "--limit", "dd", "--out", str(tmp_path)]) == 2
-    assert "--limit takes fio or loop, not dd" in capsys.readouterr().err
+    assert "--limit takes fio or loop, not 'dd'" in capsys.readouterr().err
 
 
 def test_huge_pages_that_are_not_there_are_refused(
