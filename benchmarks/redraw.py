@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .core.report import plot_core
+from .core.command import plot_core
 from .gpu.command import SECTIONS
 from .gpu.section import Results
 from .harness.plots import plot_phases
@@ -19,8 +19,8 @@ from .harness.report import Report
 from .offload.report import plot_costs
 from .serve.report import plot_serve
 from .service.report import plot_service
-from .tiers.report import plot_tiers
-from .trace.report import plot_traces
+from .tiers.command import plot_tiers
+from .trace.command import plot_traces
 from .transfer.command import plot_transfer
 
 _DRAW = {

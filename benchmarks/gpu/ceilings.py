@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 
 from .copies.streams import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
-from .place import Place, WrongResult, check_close
+from .place import Launch, Place, WrongResult, check_close, time_launches
 from .plots import draw_ceilings
 from .section import Results, Section
-from .stopwatch import Launch, time_launches
 
 NAME = "ceilings"
 SEED = 20260
@@ -77,18 +76,13 @@ def _time_pinned(
     ):
         with on(stream):
             _run_and_check(place, what, [launch], [pair])
+    to_host = time_one_way(place, lanes.to_host, [launch_out])
+    to_device = time_one_way(place, lanes.to_device, [launch_back])
+    both = time_both_ways(place, lanes, [launch_out], [launch_back])
     return [
-        ("pinned_to_host_gb_per_second", time_one_way(place, lanes.to_host, [launch_out]), size),
-        (
-            "pinned_to_device_gb_per_second",
-            time_one_way(place, lanes.to_device, [launch_back]),
-            size,
-        ),
-        (
-            "pinned_both_gb_per_second",
-            time_both_ways(place, lanes, [launch_out], [launch_back]),
-            2 * size,
-        ),
+        ("pinned_to_host_gb_per_second", to_host, size),
+        ("pinned_to_device_gb_per_second", to_device, size),
+        ("pinned_both_gb_per_second", both, 2 * size),
     ]
 
 

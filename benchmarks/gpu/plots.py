@@ -48,11 +48,8 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     figure, panels = _panels(len(_DIRECTIONS))
     sizes = sorted({row["block_bytes"] for row in rows})
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
-        series: dict[str, list[tuple[float, float]]] = {row["method"]: [] for row in rows}
-        for row in rows:
-            if row["direction"] == direction:
-                series[row["method"]].append((row["block_bytes"], row["gb_per_second"]))
-        draw_lines(axes, series)
+        of_direction = [row for row in rows if row["direction"] == direction]
+        draw_lines(axes, _points(of_direction, "block_bytes", "gb_per_second", "method"))
         ceiling = ceilings.get(f"pinned_{direction}_gb_per_second")
         if ceiling is not None:
             axes.axhline(ceiling, **_DASHED)
@@ -110,11 +107,8 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
         ("Seconds to the first token (log)", "Times as fast as computing (log)"),
         strict=True,
     ):
-        series: dict[str, list[tuple[float, float]]] = {row["phase"]: [] for row in rows}
-        for row in rows:
-            if key == "seconds" or row["phase"] != "cold":
-                series[row["phase"]].append((row["tokens"], row[key]))
-        draw_lines(axes, series)
+        there = [row for row in rows if key == "seconds" or row["phase"] != "cold"]
+        draw_lines(axes, {"cold": []} | _points(there, "tokens", key, "phase"))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         caption(axes, title, x="tokens cached, or computed where cold", legend=True)
@@ -124,11 +118,7 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
 def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     """Bandwidth over the number of tokens, a line for each pool and order."""
     figure, [axes] = _panels(1)
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points = series.setdefault(f"{row['pool']}, {row['order']}", [])
-        points.append((row["tokens"], row["gb_per_second"]))
-    draw_lines(axes, series)
+    draw_lines(axes, _points(rows, "tokens", "gb_per_second", "pool", "order"))
     _line(axes, ceilings.get(DEVICE_COPY), "device copy")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -227,6 +217,15 @@ def bytes_name(size: int) -> str:
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size} B"
+
+
+def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
+    """What lines are drawn through, one for all rows with the same names."""
+    series: dict[str, list[Any]] = {}
+    for row in rows:
+        label = ", ".join(row[name] for name in names)
+        series.setdefault(label, []).append((row[x], row[y]))
+    return series
 
 
 def _panels(count: int) -> tuple[Any, Any]:

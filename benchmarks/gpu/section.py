@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -96,25 +96,16 @@ class Section:
         return save_figure(figure, results.report.environment, directory / f"gpu-{self.name}.png")
 
 
-class Named(Protocol):
-    """Whatever is measured one after the other."""
-
-    @property
-    def name(self) -> str: ...
-
-
-Some = TypeVar("Some", bound=Named)
-
-
 def run_cases(
     place: Place,
     results: Results,
     section: str,
-    cases: Sequence[Some],
-    measure: Callable[[Some], None],
+    cases: Sequence[Any],
+    measure: Callable[[Any], None],
 ) -> None:
-    """Each in turn. Too little memory is a note; another fault is one too, and raises RuntimeError
-    after all other cases. A wrong result stops everything. Raises SectionOver, WrongResult."""
+    """Each in turn, by its `name`. Too little memory is a note; another fault is one too, and
+    raises RuntimeError after all other cases. A wrong result stops everything. Raises SectionOver,
+    WrongResult."""
     failed = []
     for case in cases:
         place.check_time()

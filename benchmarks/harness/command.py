@@ -24,19 +24,28 @@ def run_and_tell(
 ) -> int:
     """Measure, write the JSON, print tables, draw; 0, or 1 with the reason of a failure on the
     terminal. Raises ConfigError."""
-    expected: tuple[type[Exception], ...] = (*failures, OSError)
-    try:
-        measure()
-        path = report.write(out)
-    except ConfigError:
-        raise
-    except expected as error:
-        tell_failure(report.name, error)
+    path = measure_and_write(report, out, measure, *failures)
+    if path is None:
         return 1
     show(report)
     print(f"written: {path}")
     draw_and_tell(lambda: plot(report, path.with_suffix(".png")))
     return 0
+
+
+def measure_and_write(
+    report: Report, out: Path, measure: Callable[[], object], *failures: type[Exception]
+) -> Path | None:
+    """Where the JSON is; None with the reason of a failure on the terminal. Raises ConfigError."""
+    expected: tuple[type[Exception], ...] = (*failures, OSError)
+    try:
+        measure()
+        return report.write(out)
+    except ConfigError:
+        raise
+    except expected as error:
+        tell_failure(report.name, error)
+        return None
 
 
 def tell_failure(name: str, error: object) -> None:

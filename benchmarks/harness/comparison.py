@@ -13,9 +13,8 @@ several limits, the strictest decides: the one whose median ratio is least.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,16 +197,3 @@ def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
         for take, rates in reversed(turns) if number % 2 else turns:
             rates.append(take())
     return outcome
-
-
-@contextlib.contextmanager
-def swapped(owner: object, **values: object) -> Iterator[None]:
-    """Attributes of a module or a class have other values meanwhile."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

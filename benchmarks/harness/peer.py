@@ -109,13 +109,10 @@ class Peer(Child):
 
     def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
         super().__init__(module, [str(model), str(threads)], log)
-        self._is_ready = False
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
-        """Until the model is loaded. Raises PeerFailed. Idempotent."""
-        if not self._is_ready:
-            self.read(timeout_seconds)
-            self._is_ready = True
+        """Once, until the model is loaded. Raises PeerFailed."""
+        self.read(timeout_seconds)
 
     def run(
         self, mode: str, prompts: Sequence[list[int]], max_tokens: int, timeout_seconds: float

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `stratakv serve` process and a client that times its first token, as a user would see it.
+"""The servers of a run, in processes of their own: `stratakv serve`, `cache-server` and Redis.
 
-One request at a time over plain HTTP, so that the client's own work is in no figure.
+A client times the first token of a served model, as a user would see it: one request at a time over
+plain HTTP, so that the client's own work is in no figure.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ import asyncio
 import http.client
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
-from .http_stream import GREEDY, RequestFailed, StreamedAnswer, ask
+from .comparison import WrongWork
+from .load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 
 HOST = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _TAIL_BYTES = 4000
+_START_SECONDS = 60.0
+REDIS = "redis-server"
+OPENSSL = "openssl"
 
 
 class ServerFailed(RuntimeError):
@@ -144,3 +151,51 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind((HOST, 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
+    """A cache server with so much memory. Raises ServerFailed where it does not start."""
+    port, data_port = free_ports(2)
+    command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "cache-server"]
+    command += ["--port", str(port), "--data-port", str(data_port), "--drain-seconds", "1"]
+    command += ["--cpu-bytes", str(cpu_bytes), *flags]
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder,
+        Server(command, port, Path(folder) / "log", _START_SECONDS) as server,
+    ):
+        yield server
+
+
+@contextmanager
+def redis_server(binary: str) -> Iterator[Server]:
+    """Redis without a disk. Raises ServerFailed where it does not start."""
+    [port] = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
+        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+        command += ["--save", "", "--appendonly", "no"]
+        with Server(command, port, Path(folder) / "log", _START_SECONDS) as server:
+            yield server
+
+
+def find_redis(given: str | None) -> tuple[str, str]:
+    """The binary, or why there is none."""
+    binary = shutil.which(given or REDIS)
+    return (binary, "") if binary else ("", f"{given or REDIS} is not installed")
+
+
+@contextmanager
+def certificate() -> Iterator[tuple[Path, Path]]:
+    """A certificate of this host and its key, for a day. Raises WrongWork."""
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
+        cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
+        command = [OPENSSL, *words.split(), "-subj", "/CN=localhost"]
+        command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        command += ["-keyout", str(key), "-out", str(cert)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_START_SECONDS, check=False
+        )
+        if done.returncode:
+            raise WrongWork(f"openssl made no certificate: {done.stderr[-_TAIL_BYTES:]}")
+        yield cert, key

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,7 +25,6 @@ from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams
 from ...engine.wire import AddRequest, TokenOutput
 from ...tiers.base import StoreTier
-from ..harness.comparison import swapped
 
 Prompts = Sequence[Sequence[int]]
 WrapStore = Callable[[StoreTier], StoreTier]
@@ -55,7 +56,7 @@ class Run:
     """The answers to some prompts, in their order, and what they cost."""
 
     token_ids: list[list[int]]
-    cached_tokens: dict[str, int] = field(default_factory=dict)  # by tier, of all prompts
+    cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, of all prompts
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
     steps: list[Step] = field(default_factory=list)  # if they were asked for
@@ -87,7 +88,7 @@ class MeasuredEngine:
         def build(*args: Any, **given: Any) -> Any:
             return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
 
-        with swapped(offload, build_offload=build):
+        with patch.multiple(offload, build_offload=build):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
@@ -197,8 +198,7 @@ class MeasuredEngine:
             if output.error is not None:
                 raise RunFailed(f"a request failed: {output.error}")
             run.token_ids[names[output.request_id]] += output.new_token_ids
-            for tier, tokens in (output.cached_tokens_by_tier or {}).items():
-                run.cached_tokens[tier] = run.cached_tokens.get(tier, 0) + tokens
+            run.cached_tokens.update(output.cached_tokens_by_tier or {})
             if output.finish_reason is not None:
                 del names[output.request_id]
 

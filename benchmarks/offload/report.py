@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...engine.models.spec import ModelSpec
-from ..harness.http_stream import StreamedAnswer
+from ..harness.load_client import StreamedAnswer
 from ..harness.plots import (
     COLOURS,
     GATE,
@@ -87,10 +88,9 @@ class Phase:
         return [answer.first_token_seconds for answer in self.answers]
 
     def cached_by_tier(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for answer in self.answers:
-            for tier, tokens in answer.cached_by_tier.items():
-                totals[tier] = totals.get(tier, 0) + tokens
+            totals.update(answer.cached_by_tier)
         return totals
 
 
@@ -210,25 +210,16 @@ def print_costs(report: Report) -> None:
     rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
     columns = ["with tiers, against without", "ratio", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
-    cells = report.figures.get(WORST_CASE, {})
-    if cells:
-        print_table(
-            "Worst case: one request at a time, without tiers over with",
-            ["cell", "cpu", "wall", "ms/token with", "without", "cached tokens"],
-            [_row(name, cell) for name, cell in cells.items()],
-        )
-    print_convoys(report)
-
-
-def print_convoys(report: Report) -> None:
-    """What requests together behind one prefix gain, by tier."""
-    convoys = report.figures.get(CONVOY, {})
-    if convoys:
-        print_table(
-            "Convoy: requests at once behind one prefix, without tiers over with",
-            ["prefix from", "cpu", "wall", "ms/token with", "without", "cached tokens"],
-            [_row(tier, figures) for tier, figures in convoys.items()],
-        )
+    for section, what, column in (
+        (WORST_CASE, "Worst case: one request at a time", "cell"),
+        (CONVOY, "Convoy: requests at once behind one prefix", "prefix from"),
+    ):
+        if cells := report.figures.get(section, {}):
+            print_table(
+                f"{what}, without tiers over with",
+                [column, "cpu", "wall", "ms/token with", "without", "cached tokens"],
+                [_row(name, cell) for name, cell in cells.items()],
+            )
 
 
 def _row(name: str, figures: dict[str, Any]) -> list[str]:

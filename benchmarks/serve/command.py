@@ -31,10 +31,9 @@ from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..harness.documents import Encoder
+from ..harness.command import run_and_tell, tell_failure
 from ..harness.load_client import LoadRun, Target, run_closed, run_open
 from ..harness.peer import Peer, PeerFailed
-from ..harness.plots import draw_and_tell
 from ..harness.report import Report
 from ..harness.served import HOST, ServedModel, ServerFailed
 from ..harness.workloads import (
@@ -42,6 +41,7 @@ from ..harness.workloads import (
     LONGEST_ANSWER_TOKENS,
     WORKLOADS,
     Decoder,
+    Encoder,
     PromptSession,
     Session,
     make_sessions,
@@ -182,24 +182,21 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     report = Report("serve", "stratakv bench serve")
     report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
-    try:
+
+    def measure() -> None:
         coding = Coding.of(plan.model)
         with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
             measure_workloads(plan, coding, Path(scratch), report, console)
             if plan.rounds:
                 measure_comparison(plan, coding, Path(scratch), report, console)
-        path = report.write(arguments.out)
-    except ConfigError:
-        raise
-    except (BenchmarkFailed, ServerFailed, PeerFailed, ValueError, OSError) as error:
-        console.print(f"bench serve: {error}", style="red")
+
+    failures = (BenchmarkFailed, ServerFailed, PeerFailed, ValueError)
+    if run_and_tell(report, arguments.out, measure, partial(show, plan), plot_serve, *failures):
         return 1
-    show(plan, report)
-    print(f"written: {path}")
-    draw_and_tell(lambda: plot_serve(report, arguments.out / "serve.png"))
     failed = sum(figures["failed"] for figures in report.figures["workloads"].values())
     if failed:
-        console.print(f"bench serve: {failed} requests failed; see errors in {path}", style="red")
+        path = arguments.out / "serve.json"
+        tell_failure("serve", f"{failed} requests failed; see errors in {path}")
     return 1 if failed else 0
 
 
@@ -239,8 +236,9 @@ def measure_comparison(
         log = scratch / "comparison.log"
         server = stack.enter_context(LoadedServer(common_arguments(plan), log))
         warm_up(server)
-        for name, peer in peers.items():
+        for peer in set(peers.values()):
             peer.wait_ready()
+        for name, peer in peers.items():
             peer.run(MODES[name], prompts[:2], 2, PEER_SECONDS)
         for turn in range(plan.rounds):
             console.print(f"round {turn + 1} of {plan.rounds}")

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness.http_stream import StreamedAnswer
-from ..harness.load_client import LoadRun
+from ..harness.load_client import LoadRun, StreamedAnswer
 from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table, ratios
 

@@ -25,13 +25,19 @@ from ...tiers.settings.values import ConfigError
 from ..harness.command import run_and_tell
 from ..harness.comparison import Comparison, WrongWork, quartiles, take_rounds
 from ..harness.report import Report, median
-from ..harness.served import ServerFailed
+from ..harness.served import (
+    OPENSSL,
+    ServerFailed,
+    cache_server,
+    certificate,
+    find_redis,
+    redis_server,
+)
 from ..tiers.scale import layout_of
 from ..tiers.slab_case import footprint_bytes
-from . import mooncake_transport, raw_transport
+from . import raw_transport
 from .clients import Clients, Round, cpu_seconds, far_ends
-from .report import plot_service, print_service
-from .scale import (
+from .report import (
     CASES,
     FULL,
     LIMITS,
@@ -41,9 +47,10 @@ from .scale import (
     Case,
     Scale,
     look_up_name,
+    plot_service,
+    print_service,
     row_name,
 )
-from .servers import OPENSSL, cache_server, certificate, find_redis, redis_server
 from .transports import Plan
 
 _LOOK_UP_BLOCK_BYTES = 4096
@@ -110,8 +117,8 @@ class Measurement:
         self._skipped: dict[str, str] = {}
         if no_redis:
             self._skipped["redis"] = no_redis
-        if mooncake_transport.why_not():
-            self._skipped["mooncake"] = mooncake_transport.why_not()
+        if no_mooncake := raw_transport.why_no_mooncake():
+            self._skipped["mooncake"] = no_mooncake
         figures = report.figures
         figures["plan"] = {
             "footprint_bytes": self._footprint,
@@ -189,15 +196,9 @@ class Measurement:
                 stack.enter_context(clients.transport("copy", [Plan("copy")] * len(clients)))
                 pids["copy"] = []
             for name in wanted - {"copy"}:
-                ends = stack.enter_context(
-                    far_ends(
-                        raw_transport.serve,
-                        clients.block_bytes,
-                        clients.count,
-                        files,
-                        clients=len(clients),
-                    )
-                )
+                sizes = clients.block_bytes, clients.count
+                far = far_ends(raw_transport.serve, *sizes, files, clients=len(clients))
+                ends = stack.enter_context(far)
                 plans = [Plan("raw", {"port": port, "ca_file": ca_file}) for _, port in ends]
                 stack.enter_context(clients.transport(name, plans))
                 pids[name] = [child.process.pid for child, _ in ends]
@@ -224,22 +225,12 @@ class Measurement:
     def _with_mooncake(self, clients: Clients) -> Iterator[list[int]]:
         """One process holds the memory of all clients, as a server would."""
         count = len(clients) * clients.count
-        with far_ends(mooncake_transport.serve, clients.block_bytes, count, clients=1) as [
-            (child, told)
-        ]:
+        serve = raw_transport.serve_mooncake
+        with far_ends(serve, clients.block_bytes, count, clients=1) as [(child, told)]:
             target, addresses = told
-            plans = [
-                Plan(
-                    "mooncake",
-                    {
-                        "target": target,
-                        "addresses": addresses[
-                            number * clients.count : (number + 1) * clients.count
-                        ],
-                    },
-                )
-                for number in range(len(clients))
-            ]
+            starts = range(0, count, clients.count)
+            parts = [addresses[start : start + clients.count] for start in starts]
+            plans = [Plan("mooncake", {"target": target, "addresses": part}) for part in parts]
             with clients.transport("mooncake", plans):
                 yield [child.process.pid]
 
@@ -263,8 +254,9 @@ class Measurement:
             name = row_name(case.name, size, len(clients))
             comparison = Comparison(name, "B/s", LIMITS[case.limit], ours, limit)
             outcome = take_rounds(comparison, self._scale.rounds)
-            costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
-            outcome.add_to(self._report, **costs)
+            outcome.add_to(
+                self._report, cpu_seconds_per_gb=ours.cost, limit_cpu_seconds_per_gb=limit.cost
+            )
 
     def _passes(self, clients: Clients, case: Case) -> int:
         wanted = self._scale.copied_bytes if case.limit == "copy" else self._scale.sent_bytes

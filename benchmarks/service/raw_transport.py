@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw sockets: what the host's loopback does at most between two processes, with TLS or without.
+"""What others do between two processes: raw sockets, with TLS or without, Redis and Mooncake.
 
     client   verb, count, numbers of blocks      far end   the blocks, or (having got them) a byte
 
-One far end for each client, in a process of its own, with warm memory of its own.
-Redis is measured over the same sockets: redis-py is slower than the server.
+Raw sockets are the most that the host's loopback does: one far end for each client, in a process of
+its own, with warm memory of its own. Redis is measured over the same sockets: redis-py is slower
+than the server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
 from ..harness.comparison import WrongWork
-from .blocks import Blocks
-from .transports import SECONDS, Transport
+from .transports import SECONDS, Blocks, Transport
 
 _HEAD = struct.Struct("<BI")
 _LOAD, _STORE = 1, 2
@@ -155,3 +158,60 @@ class RedisTransport(Transport):
         receive(self._sock, memoryview(got), False)
         if got != words:
             raise WrongWork(f"redis answered {bytes(got)!r}, not {words!r}")
+
+
+def why_no_mooncake() -> str:
+    """Why Mooncake cannot be measured here; empty if it can."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "mooncake-transfer-engine-non-cuda is not installed"
+    # Apart, for it may want libraries that are not here.
+    done = subprocess.run(
+        [sys.executable, "-c", "import mooncake.engine"],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    return "" if not done.returncode else f"it cannot be imported: {done.stderr[-200:].strip()}"
+
+
+class MooncakeTransport(Transport):
+    """The client's end of Mooncake's transfer engine over TCP: blocks between registered memory of
+    two processes, all of a call as one batch. `target` and `addresses` are the far end's, which
+    does nothing but hold memory."""
+
+    def __init__(self, blocks: Blocks, *, target: str, addresses: list[int]) -> None:
+        self._engine = _mooncake(blocks)
+        self._target = target
+        self._near = blocks.addresses
+        self._far = addresses
+        self._size = blocks.layout.page_bytes
+
+    def store(self, order: Sequence[int]) -> None:
+        self._move(self._engine.batch_transfer_sync_write, order)
+
+    def load(self, order: Sequence[int]) -> None:
+        self._move(self._engine.batch_transfer_sync_read, order)
+
+    def _move(self, move: Any, order: Sequence[int]) -> None:
+        near = [self._near[index] for index in order]
+        far = [self._far[index] for index in order]
+        if move(self._target, near, far, [self._size] * len(order)):
+            raise WrongWork("mooncake did not move the blocks")
+
+
+def serve_mooncake(pipe: Pipe, block_bytes: int, count: int) -> None:
+    """The far end's process, until the parent has had enough."""
+    blocks = Blocks(block_bytes, count)
+    engine = _mooncake(blocks)
+    pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", blocks.addresses))
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+def _mooncake(blocks: Blocks) -> Any:
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+        raise WrongWork("mooncake's transfer engine did not start")
+    if engine.register_memory(blocks.base, blocks.size):
+        raise WrongWork("mooncake did not take the memory")
+    return engine

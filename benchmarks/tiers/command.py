@@ -16,7 +16,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,23 +25,127 @@ from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
 from ..harness.command import run_and_tell
-from ..harness.comparison import WrongWork, take_rounds
-from ..harness.report import Report, median
-from . import cost_cases
-from .cost_cases import measure_codecs
-from .index_case import IndexCase
-from .report import (
-    BYTES_PER_ENTRY,
-    GATES,
-    LOOK_UPS,
-    LOOK_UPS_WHILE_CHURNING,
-    REOPEN,
-    plot_tiers,
-    print_tiers,
+from ..harness.comparison import CONTEST_COLUMNS, Gate, WrongWork, contest_row, take_rounds
+from ..harness.plots import (
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    draw_bars,
+    mark_gates,
+    new_figure,
+    save_figure,
 )
+from ..harness.report import Report, median, print_table
+from . import cost_cases
+from .cost_cases import NAMES as CHECKSUM_NAMES
+from .cost_cases import measure_codecs, print_codecs
+from .index_case import IndexCase
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
 from .store_case import StoreCase
+
+LOOK_UPS = "index_lookups_per_second"
+LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
+BYTES_PER_ENTRY = "index_bytes_per_entry"
+REOPEN = "reopen_over_sequential_read"
+# What a picture calls them.
+_FAMILIES = {
+    "slab_put": "slab, put",
+    "slab_get": "slab, get",
+    "ssd_write": "ssd, durable write",
+    "ssd_read_cold": "ssd, cold read",
+    "ssd_churn": "ssd, turned over",
+}
+
+
+def _gates() -> dict[str, Gate]:
+    gates = {}
+    for size in SIZES:
+        small = size == "256KiB"
+        gates[f"slab_put_{size}"] = gates[f"slab_get_{size}"] = Gate(least=0.8)
+        gates[f"ssd_write_{size}"] = Gate(least=0.7 if small else 0.85)
+        gates[f"ssd_read_cold_{size}"] = Gate(least=0.9)
+        gates[f"ssd_churn_{size}"] = Gate(least=0.5 if small else 0.85)
+    gates |= dict(zip(CHECKSUM_NAMES, (Gate(most=0.08), Gate(most=0.15)), strict=True))
+    gates[LOOK_UPS] = gates[LOOK_UPS_WHILE_CHURNING] = Gate(least=500_000)
+    gates[BYTES_PER_ENTRY] = Gate(most=256)
+    gates[REOPEN] = Gate(most=1.5)
+    return gates
+
+
+GATES: Mapping[str, Gate] = _gates()
+
+
+def print_tiers(report: Report) -> None:
+    """What a person reads: figure, limit, ratio, gate."""
+    rows = [contest_row(report, name, GATES[name]) for name in report.ratios]
+    rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
+    title = (
+        "Tiers against the limits of this machine, measured in turn. "
+        "A/A: the limit against itself, quartiles"
+    )
+    print_table(title, CONTEST_COLUMNS, rows)
+    _print_disk_limits(report)
+    print_codecs(report)
+
+
+def _print_disk_limits(report: Report) -> None:
+    """Every limit of the disk in one table; the one that decides has a mark."""
+    rows = []
+    for name, comparison in report.figures["contests"].items():
+        if "beside_ratio" not in comparison:
+            continue
+        only = {"median": comparison["limit_median"], "ratio": report.ratios[name]}
+        cells = [
+            (limit, cell["median"], cell["ratio"], "decides" * (limit == comparison["limit"]))
+            for limit, cell in comparison.get("by_limit", {comparison["limit"]: only}).items()
+        ]
+        beside = comparison["beside_median"], comparison["beside_ratio"]
+        in_cache = f"{report.figures['plan']['disk_limit']}, eight buffers"
+        cells.append((in_cache, *beside, "in a cache: promises nothing"))
+        for limit, theirs, ratio, mark in cells:
+            rates = f"{comparison['median'] / 1e9:.2f} / {theirs / 1e9:.2f}"
+            rows.append([name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark])
+    title = (
+        "Every limit of the disk; x8: eight requests at a time. But for eight buffers, which stay "
+        "in a cache, all have as much memory as the store, and the strictest of them decides"
+    )
+    print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
+
+
+def plot_tiers(report: Report, path: Path) -> Path:
+    """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
+    figure, [[axes]] = new_figure(1, 1, 4.6)
+    names = [[f"{family}_{size}" for family in _FAMILIES] for size in SIZES]
+    ratios = [[report.ratios[name] for name in row] for row in names]
+    colours = [
+        [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
+        for row in names
+    ]
+    series = dict(zip(SIZES, ratios, strict=True))
+    draw_bars(axes, list(_FAMILIES.values()), series, colours, fmt="%.2f")
+    width = 0.84 / len(SIZES)
+    for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
+        places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
+        gates = [GATES[name].least for name in row]
+        mark_gates(axes, dict(zip(places, gates, strict=True)), width, GATE)
+        for place in places:
+            axes.annotate(size, (place, 0), (0, 4), textcoords="offset points", rotation=90,
+                          ha="center", fontsize=8, color="white")  # fmt: skip
+    axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
+    plan = report.figures["plan"]
+    pages = "huge" if plan["huge_pages"] else "plain"
+    several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
+    disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
+    title = (
+        "Slab and SSD store, as a share of what memory and disk can do\n"
+        f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
+        "Orange: promised"
+    )
+    caption(axes, title, y="share of the limit")
+    return save_figure(figure, report.environment, path)
+
 
 MOUNTS = Path("/proc/self/mountinfo")
 MEMINFO = Path("/proc/meminfo")

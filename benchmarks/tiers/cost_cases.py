@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,7 @@ from ...tiers.codecs.choice import CODECS
 from ...tiers.contract import make_buffers
 from ...tiers.ssd import reader, record_writer
 from ...tiers.tag import NO_TAG, Proof
-from ..harness.comparison import Comparison, WrongWork, swapped
+from ..harness.comparison import Comparison, WrongWork
 from ..harness.report import Report, median, print_table
 from .store_case import StoreCase
 
@@ -46,9 +47,9 @@ def cost(ratio: float) -> float:
 def _plainly(work: Callable[[], float]) -> Callable[[], float]:
     def plain() -> float:
         with (
-            swapped(record, payload_digest=lambda _payload: NO_TAG),
-            swapped(record_writer, payload_digest=lambda _payload: NO_TAG),
-            swapped(reader, verify_record=lambda *_record: Proof(NO_TAG, NO_TAG)),
+            patch.multiple(record, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(record_writer, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(reader, verify_record=lambda *_record: Proof(NO_TAG, NO_TAG)),
         ):
             return work()
 

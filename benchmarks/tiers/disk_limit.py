@@ -29,9 +29,9 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
@@ -114,12 +114,9 @@ class LoopLimit:
             for place, buffer in zip(places[number::requests], cycle(own), strict=False):
                 moved[number] += call(descriptor, [buffer], place)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(requests)]
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(requests) as threads:
+            list(threads.map(work, range(requests)))
         seconds = time.perf_counter() - began
         os.close(descriptor)
         _sync(self._path)

@@ -15,8 +15,10 @@ import os
 import random
 import time
 import tracemalloc
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 from ...tiers.base import Answer
 from ...tiers.ssd import SsdStore
@@ -24,7 +26,7 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from ..harness.comparison import Comparison, WrongWork, swapped
+from ..harness.comparison import Comparison, WrongWork
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
 
@@ -129,19 +131,15 @@ class IndexCase:
 
 def _capacity_for(entries: int) -> int:
     """The smallest capacity that has so many slots."""
-    low, high = 0, 2**50
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = middle > 2**21 and plan_space(_LAYOUT, middle).num_slots >= entries
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    sizes = range(2**21 + 1, 2**50)
+    return sizes[bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)]
 
 
 @contextlib.contextmanager
 def _sparse_slots() -> Iterator[None]:
     """Slot files get their size and no blocks of the disk, so these need not be free."""
     with (
-        swapped(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
-        swapped(StoreDirectory, check_free_space=lambda _self, _plan: None),
+        patch.multiple(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
+        patch.multiple(StoreDirectory, check_free_space=lambda _self, _plan: None),
     ):
         yield

@@ -17,14 +17,21 @@ from pathlib import Path
 
 from ...tiers.admission import make_filter
 from ...tiers.policies.choice import policy_factory
-from .contenders import ADMIT_ALL
-from .formats import read_trace
-from .replay import Outcome, ReplayTier, replay, replay_heads_first, replay_opt
+from .formats import Trace, read_trace
+from .replay import (
+    Arrangement,
+    Outcome,
+    ReplayTier,
+    TwoTierOutcome,
+    replay,
+    replay_heads_first,
+    replay_opt,
+    replay_two_tiers,
+)
 from .synthetic import SHAPES, generate
-from .trace import Trace
-from .two_tiers import Arrangement, TwoTierOutcome, replay_two_tiers
 
 LRU = "lru"
+ADMIT_ALL = "all"
 OPT = "opt"
 HEADS_FIRST = "lru, heads first"
 MAX_WORKERS = 2

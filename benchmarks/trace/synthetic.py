@@ -14,7 +14,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from .trace import BLOCK_TOKENS, Prompt, Trace
+from .formats import BLOCK_TOKENS, Prompt, Trace
 
 _P90 = 1.2815515655446004  # of the standard normal distribution
 

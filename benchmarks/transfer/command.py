@@ -28,10 +28,7 @@ from ..harness.plots import (
 )
 from ..harness.report import Report, print_table
 from ..tiers.slab_case import footprint_bytes
-from .copy_case import CopyCase, take_submissions
-from .layer_ranges import take_layer_ranges
-from .rig import Rig
-from .scale import (
+from .copy_case import (
     FULL,
     GATES,
     JOB_BLOCKS,
@@ -39,10 +36,13 @@ from .scale import (
     QUICK,
     RUN_BLOCKS,
     SIZES,
+    Rig,
     Scale,
     copy_name,
     submit_name,
+    take_submissions,
 )
+from .layer_ranges import take_layer_ranges
 
 _LABELS = {
     "pool_to_slab": "pool to slab, scattered blocks",
@@ -140,7 +140,7 @@ def measure(report: Report, scale: Scale) -> None:
     for size, block_bytes in SIZES.items():
         rig = Rig(block_bytes, region_bytes)
         try:
-            for comparison in CopyCase(rig).comparisons(size):
+            for comparison in rig.comparisons(size):
                 take_rounds(comparison, scale.rounds).add_to(report)
             taken = take_submissions(rig, scale.submissions)
             submissions[submit_name(size)] = taken.figures()

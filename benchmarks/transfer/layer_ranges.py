@@ -31,7 +31,7 @@ from ...engine.worker.forward.attention_metadata import AttentionPlanner
 from ...engine.worker.kv_pool import KvPool
 from ..harness.comparison import WrongWork
 from ..harness.report import median, percentile, ratios
-from .rig import WAIT_SECONDS
+from .copy_case import WAIT_SECONDS
 
 BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is worth a copy
 RANGES = (2, 6)  # how many a block is cut into; the model has 6 layers

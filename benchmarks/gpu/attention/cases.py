@@ -21,9 +21,8 @@ from ....kernels.attention.paged_decode import paged_decode
 from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
-from ..place import Place, check_close
+from ..place import Launch, Place, Timing, check_close, time_launches
 from ..section import Row
-from ..stopwatch import Launch, Timing, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
 MAX_LAYERS = 64

@@ -8,11 +8,11 @@ tables are replaced in this process for one measurement at a time. Runs only in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -36,8 +36,6 @@ PREFILL_LAUNCHES = tuple(
     for rows, keys, warps in ((128, 64, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (128, 32, 8))
     for stages in (5, 3)
 )
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 def run(place: Place, results: Results) -> None:
@@ -97,7 +95,7 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     chosen = paged_decode_launch.Row(launch.tile, launch.num_warps, launch.num_stages)
     trial = _Trials(place, results, make_batch(place, case), "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
-        with replaced(paged_decode_launch.TABLE, capability, {key: row}):
+        with patch.dict(paged_decode_launch.TABLE, {capability: {key: row}}):
             trial.add({**row._asdict(), "is_chosen": row == chosen})
 
 
@@ -110,20 +108,9 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
     trial = _Trials(place, results, make_batch(place, case), "prefill table", asdict(chosen))
     wide, narrow = paged_prefill_launch.WIDE, paged_prefill_launch.NARROW
     for launch in _chosen_first(chosen, place.choose(PREFILL_LAUNCHES, (), PREFILL_LAUNCHES[:2])):
-        with replaced(wide, size, (launch, launch)), replaced(narrow, size, (launch, launch)):
+        both = {size: (launch, launch)}
+        with patch.dict(wide, both), patch.dict(narrow, both):
             trial.add({**asdict(launch), "is_chosen": launch == chosen})
-
-
-@contextmanager
-def replaced(table: MutableMapping[Key, Value], key: Key, value: Value) -> Iterator[None]:
-    """One entry is another while this is open."""
-    before = dict(table)
-    table[key] = value
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
 
 
 class _Trials:

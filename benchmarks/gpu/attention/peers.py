@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..place import Place, SectionOver
+from ..place import Place, SectionOver, time_launches
 from ..plots import draw_peers
 from ..section import Results, Row, Section, Target, one_line, run_cases
-from ..stopwatch import time_launches
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
@@ -139,14 +138,14 @@ class VllmTriton:
             "v_descale": None,
             **_segment_buffers(batch),
         }
-        return partial(
-            self._launch, batch, out, known_arguments(self._attend, arguments, VLLM_NEEDED)
-        )
+        passed = known_arguments(self._attend, arguments, VLLM_NEEDED)
 
-    def _launch(self, batch: Batch, out: Tensor, passed: dict[str, object], layer: int) -> Tensor:
-        key, value = planes(batch, layer)
-        self._attend(k=key, v=value, **passed)
-        return out
+        def launch(layer: int) -> Tensor:
+            key, value = planes(batch, layer)
+            self._attend(k=key, v=value, **passed)
+            return out
+
+        return launch
 
 
 def _segment_buffers(batch: Batch) -> dict[str, object]:
@@ -195,11 +194,7 @@ class FlashAttention3:
             arguments["cu_seqlens_q"] = batch.query_starts
             arguments["max_seqlen_q"] = max(new for new, _ in case.chunks)
         passed = known_arguments(self._attend, arguments, FLASH_NEEDED & set(arguments))
-        return partial(self._launch, batch, q, passed)
-
-    def _launch(self, batch: Batch, q: Tensor, passed: dict[str, object], layer: int) -> Tensor:
-        key, value = planes(batch, layer)
-        return only_tensor(self._attend(q, key, value, **passed))
+        return lambda layer: only_tensor(self._attend(q, *planes(batch, layer), **passed))
 
 
 class TorchAttention:
@@ -223,15 +218,10 @@ class TorchAttention:
         q = batch.q.view(requests, new, case.heads, case.head_dim).transpose(1, 2)
         gathered = [_gather(batch, layer) for layer in range(len(batch.layers))]
         mask = None if case.is_decode else causal_lower_right(new, new + before)
-        return partial(_launch_gathered, q, gathered, mask, case.scale)
-
-
-def _launch_gathered(
-    q: Tensor, gathered: list[tuple[Tensor, Tensor]], mask: Tensor | None, scale: float, layer: int
-) -> Tensor:
-    key, value = gathered[layer]
-    out = scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
+        options: Any = {"attn_mask": mask, "scale": case.scale, "enable_gqa": True}
+        return lambda layer: scaled_dot_product_attention(q, *gathered[layer], **options).transpose(
+            1, 2
+        )
 
 
 def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
@@ -281,11 +271,7 @@ class FlashInfer:
             wrapper = self._prefill(space, "NHD")
             passed = known_arguments(wrapper.plan, {**options, "causal": True})
             wrapper.plan(batch.query_starts, *_pages(batch), *shape, **passed)
-        return partial(_launch_wrapper, wrapper, batch)
-
-
-def _launch_wrapper(wrapper: Any, batch: Batch, layer: int) -> Tensor:
-    return only_tensor(wrapper.run(batch.q, planes(batch, layer)))
+        return lambda layer: only_tensor(wrapper.run(batch.q, planes(batch, layer)))
 
 
 def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ....kernels.write.write_kv import write_kv
 from ....kernels.write.write_kv_plain import write_kv_plain
-from ..place import Place, check_close
+from ..place import Launch, Place, check_close, time_launches
 from ..plots import draw_writes
 from ..section import Results, Section, Target, run_cases
-from ..stopwatch import Launch, time_launches
 from .cases import FP8, num_layers
 
 NAME = "writes"

@@ -22,7 +22,7 @@ from ....tiers.cpu import CpuSlab
 from ...harness.report import median
 from ..place import Place, WrongResult
 from ..section import Results, Row, Section, Target
-from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
+from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 
 NAME = "copy device"
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")  # 2 MiB

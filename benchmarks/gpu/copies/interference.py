@@ -16,12 +16,10 @@ import torch
 from ....kernels.choice import PLAIN, KernelRefused
 from ...harness.report import percentile
 from ..attention.cases import decode_case, make_batch
-from ..place import Place, SectionOver, check_close
+from ..place import WARM_UPS, Launch, Place, SectionOver, check_close, record_event
 from ..plots import draw_interference
 from ..section import Results, Row, Section, Target
-from ..stopwatch import WARM_UPS, Launch, record_event
-from .jobs import BLOCKS, Field, check_jobs
-from .methods import ALL, BATCHED, FEW, Method, prepare_checked
+from .methods import ALL, BATCHED, BLOCKS, FEW, Field, Method, check_jobs, prepare_checked
 from .streams import new_stream, on, page_locked
 
 NAME = "interference"

@@ -15,12 +15,21 @@ import torch
 from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import merge_neighbours
 from ...harness.report import median
-from ..place import Place, SectionOver
+from ..place import Launch, Place, SectionOver
 from ..plots import bytes_name, draw_copies
 from ..section import Results, Row, Section, Target
-from ..stopwatch import Launch
-from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job
-from .methods import METHODS, Method, job_addresses, prepare_checked
+from .methods import (
+    BLOCKS,
+    DIRECTIONS,
+    METHODS,
+    ONE_WAY,
+    Direction,
+    Field,
+    Job,
+    Method,
+    job_addresses,
+    prepare_checked,
+)
 from .streams import on, page_locked, time_both_ways, time_one_way
 
 NAME = "copies"

@@ -15,8 +15,7 @@ import torch
 
 from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import CudaError, PageLockedMemory, cuda_runtime
-from ..place import Place
-from ..stopwatch import Launch, time_launches
+from ..place import Launch, Place, time_launches
 
 
 class Lanes(NamedTuple):
@@ -87,17 +86,13 @@ def time_both_ways(
         with on(lanes.to_device):
             back()
 
-    def begin() -> None:
-        wait(lanes.to_device, lanes.to_host)
-
-    def end() -> None:
-        wait(lanes.to_host, lanes.to_device)
-
     pairs = [
         functools.partial(launch_pair, out, back)
         for out, back in zip(to_host, to_device, strict=True)
     ]
     # The events of the clock are in the stream to the host, so the other starts and ends with it.
+    begin = functools.partial(wait, lanes.to_device, lanes.to_host)
+    end = functools.partial(wait, lanes.to_host, lanes.to_device)
     launches: list[Launch] = [begin, *pairs, end]
     with on(lanes.to_host):
         timing = time_launches(place, launches, in_graph=False)

@@ -20,8 +20,8 @@ from stratakv.benchmarks.core.cases import (
     Decodes,
     WrongWork,
 )
+from stratakv.benchmarks.core.command import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
-from stratakv.benchmarks.core.report import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.harness.report import Report
 from stratakv.engine.cli.main import main
 
@@ -49,7 +49,7 @@ def test_repeats_that_cannot_be(
     repeats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "core", "--out", str(tmp_path), "--repeats", repeats]) == 2
-    assert "--repeats takes a number from 1 to 1000" in capsys.readouterr().err
+    assert "--repeats takes a whole number from 1 to 1000" in capsys.readouterr().err
 
 
 def test_work_that_went_wrong_is_no_figure(

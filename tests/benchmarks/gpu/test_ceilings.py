@@ -12,8 +12,7 @@ import torch
 from stratakv.benchmarks.gpu import ceilings
 from stratakv.benchmarks.gpu.copies import streams as copy_lanes
 from stratakv.benchmarks.gpu.copies.streams import Lanes, page_locked, time_both_ways
-from stratakv.benchmarks.gpu.place import WrongResult
-from stratakv.benchmarks.gpu.stopwatch import Timing
+from stratakv.benchmarks.gpu.place import Timing, WrongResult
 from stratakv.kernels.copy import copy_engine
 
 from .copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.harness.documents import documents, question
-from stratakv.benchmarks.harness.http_stream import StreamedAnswer
+from stratakv.benchmarks.harness.load_client import StreamedAnswer
 from stratakv.benchmarks.harness.report import Report, percentile
 from stratakv.benchmarks.harness.served import ServedModel, ServerFailed
+from stratakv.benchmarks.harness.workloads import documents, question
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload.report import PHASES, WARM_PHASES, Phase, Plan, prefill_flops
 from stratakv.engine.cli.main import main

@@ -15,16 +15,15 @@ from typing import Any, cast
 import pytest
 
 from stratakv.benchmarks.harness.peer import PeerFailed
-from stratakv.benchmarks.offload import child as offload_child
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload import scale as offload_scale
 from stratakv.benchmarks.offload import sections as sections
 from stratakv.benchmarks.offload import workbench as offload_bench
 from stratakv.benchmarks.offload.engines import MeasuredEngine, Prompts, Run, RunFailed, Step
 from stratakv.benchmarks.offload.engines import _Threads as Threads
-from stratakv.benchmarks.offload.pairs import OtherTokens, Pairs, count_ties, take_pairs
 from stratakv.benchmarks.offload.scale import COSTS, GATES, QUICK_COSTS, SECTIONS
 from stratakv.benchmarks.offload.sections import read_seconds
+from stratakv.benchmarks.offload.workbench import OtherTokens, Pairs, count_ties, take_pairs
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL
@@ -50,13 +49,13 @@ def bench(tmp_path: Path) -> offload_bench.Bench:
 def test_all_sections_of_a_tiny_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offload_scale, "QUICK_COSTS", TINY)
+    monkeypatch.setattr(sections, "QUICK_COSTS", TINY)
     monkeypatch.setattr(offload, "QUICK_COSTS", TINY)
     told: list[str] = []
 
     def here(*arguments: Any) -> dict[str, Any]:
         *others, hear = arguments
-        return offload_child.measure_here(*others, lambda what: (told.append(what), hear(what)))
+        return sections.measure_here(*others, lambda what: (told.append(what), hear(what)))
 
     monkeypatch.setattr(offload, "measure_in_child", here)
     words = ["bench", "offload", "--quick", "--sections", ",".join(COSTS), "--out", str(tmp_path)]
@@ -85,9 +84,7 @@ def test_all_sections_of_a_tiny_plan(
 @pytest.mark.slow
 def test_the_process_of_its_own(tmp_path: Path) -> None:
     told: list[str] = []
-    found = offload_child.measure_in_child(
-        ["streaming"], EMBEDDED_MODEL, tmp_path, True, told.append
-    )
+    found = sections.measure_in_child(["streaming"], EMBEDDED_MODEL, tmp_path, True, told.append)
     assert told == ["streaming"] * (QUICK_COSTS.pairs + QUICK_COSTS.warm_up)
     assert found["ratios"].keys() == {"step_time_while_streaming", "step_cpu_while_streaming"}
 
@@ -101,7 +98,7 @@ def test_a_process_that_fails_tells_why(
     monkeypatch.setattr("sys.executable", str(child))
     told: list[str] = []
     with pytest.raises(PeerFailed, match="no disk"):
-        offload_child.measure_in_child(["convoy"], EMBEDDED_MODEL, tmp_path, True, told.append)
+        sections.measure_in_child(["convoy"], EMBEDDED_MODEL, tmp_path, True, told.append)
     assert told == ["this"]
     child.write_text("#!/bin/sh\necho out of memory >&2\nexit 9\n")
     words = ["bench", "offload", "--quick", "--sections", "convoy", "--out", str(tmp_path)]

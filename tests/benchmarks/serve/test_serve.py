@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.harness.http_stream import StreamedAnswer
-from stratakv.benchmarks.harness.load_client import LoadRun
+from stratakv.benchmarks.harness.load_client import LoadRun, StreamedAnswer
 from stratakv.benchmarks.harness.peer import Peer, PeerFailed
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.harness.workloads import WORKLOADS

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
+from stratakv.benchmarks.harness.served import OPENSSL, find_redis
 from stratakv.benchmarks.service import command
 from stratakv.benchmarks.service.clients import Clients, cpu_seconds
-from stratakv.benchmarks.service.scale import (
+from stratakv.benchmarks.service.report import (
     CASES,
     GATES,
     LOOK_UP_KEYS,
@@ -22,7 +23,6 @@ from stratakv.benchmarks.service.scale import (
     look_up_name,
     row_name,
 )
-from stratakv.benchmarks.service.servers import OPENSSL, find_redis
 from stratakv.benchmarks.service.transports import Plan
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.engine.cli.main import main

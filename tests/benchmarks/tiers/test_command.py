@@ -11,8 +11,7 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers import command
-from stratakv.benchmarks.tiers.command import file_system_of, working_folder
-from stratakv.benchmarks.tiers.report import GATES
+from stratakv.benchmarks.tiers.command import GATES, file_system_of, working_folder
 from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError

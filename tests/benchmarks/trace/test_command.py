@@ -11,9 +11,8 @@ import pytest
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.trace import cells, command
 from stratakv.benchmarks.trace.cells import HEADS_FIRST, OPT, Answer, Cell, PairCell, Source
-from stratakv.benchmarks.trace.replay import Outcome
-from stratakv.benchmarks.trace.report import fill_report
-from stratakv.benchmarks.trace.two_tiers import Arrangement, TwoTierOutcome
+from stratakv.benchmarks.trace.command import fill_report
+from stratakv.benchmarks.trace.replay import Arrangement, Outcome, TwoTierOutcome
 from stratakv.engine.cli.main import main
 from stratakv.tiers.admission import FILTERS
 from stratakv.tiers.policies.choice import POLICIES
