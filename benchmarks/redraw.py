@@ -14,11 +14,10 @@ from pathlib import Path
 from .core.command import plot_core
 from .gpu.command import SECTIONS
 from .gpu.section import Results
-from .harness.plots import plot_phases
 from .harness.report import Report
-from .offload.report import plot_costs
+from .offload.report import plot_costs, plot_phases
 from .serve.report import plot_serve
-from .service.report import plot_service
+from .service.command import plot_service
 from .tiers.command import plot_tiers
 from .trace.command import plot_traces
 from .transfer.command import plot_transfer

@@ -129,22 +129,19 @@ def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -> Any:
     """Bandwidth of every case over the bytes it reads; those of `grid` in their own colour."""
     figure, [axes] = _panels(1)
-    kinds: dict[str, list[Row]] = {
-        "requests x context, bf16, group 4": [], "float8 pool": [], "another shape or type": [],
-    }  # fmt: skip
-    in_grid, float8, other = kinds.values()
+    in_grid, float8, other = kinds = (
+        "requests x context, bf16, group 4", "float8 pool", "another shape or type",
+    )  # fmt: skip
+    named = []
     for row in rows:
         kind = in_grid if row["case"] in grid else float8 if row["pool"] != "as q" else other
-        kind.append(row)
+        named.append(row | {"kind": kind})
         axes.annotate(
             row["case"], (row["read_bytes"], row["gb_per_second"]),
             xytext=(4, 4), textcoords="offset points", fontsize=6,
         )  # fmt: skip
-    series = {
-        label: [(row["read_bytes"], row["gb_per_second"]) for row in kind]
-        for label, kind in kinds.items()
-    }
-    draw_lines(axes, series, linestyle="none")
+    points = _points(named, "read_bytes", "gb_per_second", "kind")
+    draw_lines(axes, {kind: points.get(kind, []) for kind in kinds}, linestyle="none")
     ceiling = ceilings.get(DEVICE_COPY)
     _line(axes, ceiling, "device copy")
     _line(axes, ceiling and 0.88 * ceiling, "target of large cases", linestyle=":")

@@ -160,11 +160,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-CONTEST_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate")
+COMPARISON_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate")
 
 
-def contest_row(report: Report, name: str, gate: Gate | None) -> list[str]:
-    """A row of CONTEST_COLUMNS: what a person reads of a ratio."""
+def comparison_row(report: Report, name: str, gate: Gate | None) -> list[str]:
+    """A row of COMPARISON_COLUMNS: what a person reads of a ratio."""
     ratio, rates = report.ratios[name], ["", ""]
     comparison = report.figures["contests"].get(name)
     if comparison is not None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -117,6 +117,10 @@ class ServedModel(Server):
         rows = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in rows)
 
+    def warm_up(self) -> None:
+        """The first request of a process pays for lazy initialisation, which is not measured."""
+        self.ask([1, 2, 3], 2)
+
     def ask(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0
     ) -> StreamedAnswer:
@@ -133,15 +137,13 @@ class ServedModel(Server):
 
     def _exchange(self, method: str, path: str, timeout_seconds: float = 30.0) -> bytes:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_seconds)
-        try:
+        with closing(connection):
             connection.request(method, path)
             response = connection.getresponse()
             body = response.read()
             if response.status != 200:
                 raise ServerFailed(f"{method} {path}: HTTP {response.status} {body[:500]!r}")
             return body
-        finally:
-            connection.close()
 
 
 def free_ports(count: int) -> list[int]:

@@ -36,12 +36,11 @@ from ...engine.models.spec import load_model_spec
 from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.values import ConfigError, check_device
-from ..harness.command import measure_and_write, progress
 from ..harness.comparison import WrongWork
 from ..harness.load_client import StreamedAnswer
 from ..harness.peer import PeerFailed
-from ..harness.plots import draw_and_tell, plot_phases
-from ..harness.report import Report
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report, measure_and_write, progress
 from ..harness.served import ServedModel, ServerFailed, cache_server
 from ..harness.workloads import documents, question
 from .report import (
@@ -51,6 +50,7 @@ from .report import (
     Plan,
     fill_report,
     plot_costs,
+    plot_phases,
     print_costs,
     print_phases,
 )
@@ -78,16 +78,11 @@ class BenchmarkFailed(RuntimeError):
     """A phase gave other tokens, or was not answered from its tier."""
 
 
-def warm_up(server: ServedModel) -> None:
-    """The first request of a process pays for lazy initialisation; that is not what is measured."""
-    server.ask([1, 2, 3], 2)
-
-
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
     """Every question of every warm phase with empty caches; the tokens all must agree on."""
-    warm_up(server)
+    server.warm_up()
     expected = {}
     for document in range(count):
         for name in WARM_PHASES:
@@ -299,7 +294,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             ask_tier(server, asker(server), len(texts), "cpu", phases["cpu"])
         with serve() as server:
             bar.advance(steps)
-            warm_up(server)
+            server.warm_up()
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
         bar.update(steps, description="starting a cache server")
         with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as cache:
@@ -312,7 +307,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             # It has gone in an orderly way, so the cache server has everything.
             with ServedModel(words, server_log) as server:
                 bar.advance(steps)
-                warm_up(server)
+                server.warm_up()
                 ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
     check_phases(plan, phases, expected)
     fill_report(report, plan, load_model_spec(plan.model), phases)

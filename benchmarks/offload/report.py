@@ -25,6 +25,13 @@ from .scale import CONVOY, GATES, TOLD, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
+_COLOURS = {
+    "cold": "#8a8f98",
+    "pool": "#2f7d4f",
+    "cpu": "#2b6cb0",
+    "ssd": "#b7791f",
+    "remote": "#6b46c1",
+}
 # What a phase's loads are held against.
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
@@ -232,6 +239,36 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
         f"{1e3 * figures['cpu_seconds_per_token_without']:.4f}",
         " ".join(f"{tier} {tokens}" for tier, tokens in cached.items() if tokens) or "-",
     ]
+
+
+def plot_phases(report: Report, path: Path) -> Path:
+    """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
+    and none below, where nothing was measured."""
+    phases = report.figures["phases"]
+    figure, panels = new_figure(1, 1, 4.4)
+    axes = panels[0][0]
+    names = list(phases)
+    medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
+    highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
+    above = [high - middle for high, middle in zip(highs, medians, strict=True)]
+    colours = [_COLOURS.get(name, "#555555") for name in names]
+    axes.bar(names, medians, color=colours, width=0.6)
+    axes.errorbar(
+        names, medians, yerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
+    )
+    for place, (middle, high) in enumerate(zip(medians, highs, strict=True)):
+        label = f"{middle:.3g} ms\np99 {high:.3g}"
+        axes.annotate(
+            label, (place, high), (0, 4), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(top=2.5 * max(highs))
+    axes.set_ylabel("time to first token, ms (log)")
+    axes.set_title(
+        "Where the document's KV cache was found: median, whisker to the 99th percentile",
+        fontsize=9,
+    )
+    return save_figure(figure, report.environment, path)
 
 
 def plot_costs(report: Report, path: Path) -> Path:

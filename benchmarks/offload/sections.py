@@ -35,7 +35,6 @@ from ...tiers.fault_injection.store import FaultyStore
 from ...tiers.ssd.store import SsdStore
 from ..harness.peer import Child, answerer
 from ..harness.report import median
-from .engines import MeasuredEngine, Prompts, Run, RunFailed
 from .scale import (
     CONVOY,
     FULL_COSTS,
@@ -54,7 +53,19 @@ from .scale import (
     WORST_CASE_OUTPUT,
     pairs_of,
 )
-from .workbench import FILLERS, Bench, Figures, Pairs, blocks_of, greedy, prime
+from .workbench import (
+    FILLERS,
+    Bench,
+    Figures,
+    MeasuredEngine,
+    Pairs,
+    Prompts,
+    Run,
+    RunFailed,
+    blocks_of,
+    greedy,
+    prime,
+)
 
 _READS = 5
 _SECONDS = 60.0
@@ -375,13 +386,9 @@ def main() -> int:
     # That a close in no time writes nothing back is what is wanted here.
     logging.basicConfig(level=logging.ERROR)
     order = json.loads(sys.stdin.readline())
-    paths = Path(order["model"]), Path(order["scratch"])
+    given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]
     try:
-        tell(
-            measure_here(
-                order["sections"], *paths, order["quick"], lambda what: tell({"done": what})
-            )
-        )
+        tell(measure_here(*given, lambda what: tell({"done": what})))
     except Exception as error:
         logger.exception("a section failed")
         tell({"error": str(error) or type(error).__name__})

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine without a server around it: the core stepped in a plain loop, all prompts at once.
 
-What HTTP, the front's process and its messages cost is measured against this. Runs as a child of
-`peer.Peer`.
+What HTTP, the front's process and its messages cost is measured against this child of `peer.Peer`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from ..harness.peer import PeerRun, Work, serve
 from ..harness.workloads import CONTEXT_TOKENS
-from ..offload.engines import MeasuredEngine
-from ..offload.workbench import greedy
+from ..offload.workbench import MeasuredEngine, greedy
 
 
 def make_work(model_path: Path, threads: int) -> Work:

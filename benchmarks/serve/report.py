@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,6 @@ _COUNTS = {
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
-@dataclass(slots=True)
-class Comparison:
-    """Output tokens a second of the same prompts, one figure for each round."""
-
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    # Of the outputs over HTTP, how many are the very text that a peer made.
-    same_text: dict[str, float] = field(default_factory=dict)
-
-
 def load_figures(run: LoadRun) -> dict[str, Any]:
     """One column of the table. A run without any answer has no latencies."""
     answers = run.answers
@@ -76,13 +66,15 @@ def load_figures(run: LoadRun) -> dict[str, Any]:
     return figures
 
 
-def fill_comparison(report: Report, comparison: Comparison) -> None:
-    """Medians of the rounds, and what HTTP reaches of each peer: the median of the ratios within a
-    round, since what else the machine does changes from round to round."""
-    rates = comparison.rates
+def fill_comparison(
+    report: Report, rates: Mapping[str, list[float]], same_text: Mapping[str, float]
+) -> None:
+    """Medians of the rounds' rates, how many outputs over HTTP are the very text that a peer made,
+    and what HTTP reaches of each peer: the median of the ratios within a round, since what else the
+    machine does changes from round to round."""
     report.figures["comparison"] = {
         name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
-        | ({"same_text": comparison.same_text[name]} if name in comparison.same_text else {})
+        | ({"same_text": same_text[name]} if name in same_text else {})
         for name in rates
     }
     report.limits["engine_output_throughput"] = median(rates["engine"])

@@ -21,13 +21,15 @@ from unittest.mock import patch
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
 from ..harness.comparison import WrongWork
-from .raw_transport import MooncakeTransport, RawTransport, RedisTransport
 from .transports import (
     SECONDS,
     Blocks,
     ConnectionTransport,
     CopyTransport,
+    MooncakeTransport,
     Plan,
+    RawTransport,
+    RedisTransport,
     TierTransport,
     Transport,
 )
@@ -172,9 +174,7 @@ class Clients:
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call of the first client."""
-        seconds: list[float]
-        [seconds] = self._order("look_up", [(name, calls, keys)])
-        return seconds
+        return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
         """End the processes. Idempotent."""

@@ -24,8 +24,7 @@ from ...tiers.errors import TierError
 from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
-from ..harness.command import run_and_tell
-from ..harness.comparison import CONTEST_COLUMNS, Gate, WrongWork, contest_row, take_rounds
+from ..harness.comparison import COMPARISON_COLUMNS, Gate, WrongWork, comparison_row, take_rounds
 from ..harness.plots import (
     GATE,
     MET,
@@ -36,14 +35,13 @@ from ..harness.plots import (
     new_figure,
     save_figure,
 )
-from ..harness.report import Report, median, print_table
-from . import cost_cases
-from .cost_cases import NAMES as CHECKSUM_NAMES
-from .cost_cases import measure_codecs, print_codecs
+from ..harness.report import Report, median, print_table, run_and_tell
+from . import store_case
 from .index_case import IndexCase
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
-from .store_case import StoreCase
+from .store_case import NAMES as CHECKSUM_NAMES
+from .store_case import StoreCase, measure_codecs, print_codecs
 
 LOOK_UPS = "index_lookups_per_second"
 LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
@@ -79,13 +77,13 @@ GATES: Mapping[str, Gate] = _gates()
 
 def print_tiers(report: Report) -> None:
     """What a person reads: figure, limit, ratio, gate."""
-    rows = [contest_row(report, name, GATES[name]) for name in report.ratios]
+    rows = [comparison_row(report, name, GATES[name]) for name in report.ratios]
     rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
     title = (
         "Tiers against the limits of this machine, measured in turn. "
         "A/A: the limit against itself, quartiles"
     )
-    print_table(title, CONTEST_COLUMNS, rows)
+    print_table(title, COMPARISON_COLUMNS, rows)
     _print_disk_limits(report)
     print_codecs(report)
 
@@ -270,13 +268,10 @@ def measure_slab(report: Report, scale: Scale) -> None:
     slab_bytes = footprint_bytes(scale.slab_bytes)
     report.figures["plan"]["slab_bytes"] = slab_bytes
     for size, block_bytes in SIZES.items():
-        case = SlabCase(block_bytes, slab_bytes)
-        try:
+        with contextlib.closing(SlabCase(block_bytes, slab_bytes)) as case:
             for comparison in case.comparisons(size):
                 take_rounds(comparison, scale.slab_rounds).add_to(report)
-        finally:
-            case.close()
-            gc.collect()
+        gc.collect()
 
 
 def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
@@ -292,8 +287,8 @@ def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
             report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
-            for comparison in cost_cases.comparisons(case):
-                take_rounds(comparison, scale.rounds).add_to(report, cost_cases.cost)
+            for comparison in store_case.checksum_comparisons(case):
+                take_rounds(comparison, scale.rounds).add_to(report, store_case.cost)
             case.clear()
     finally:
         case.close()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk does at most with blocks of one size: random, O_DIRECT, eight requests at a time or
-more.
+"""What the disk does at most with blocks of one size: random, O_DIRECT, eight at a time or more.
 
 fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
 a file that was written once before. Neither's time has a sync in it, but one follows, or the first
@@ -17,8 +16,6 @@ is depends on nothing as much:
 - 400 requests at a time may be slower than a few. fio gives each of its buffers a request of its
   own and cannot do otherwise; the loop uses all buffers in turn, for any number of requests, so it
   is what tells how many a disk likes best.
-
-Knows no store.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB
 as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
 first round, as the file of the limit was; what that first write costs is told beside. The limit has
 its buffers in the same slab.
+
+What checksums cost: the same reads and writes, with and without hashing. No option of the product
+leaves a checksum out, so two functions are exchanged here for as long as a round takes. What codecs
+cost: bytes left and rates on one thread, for blocks of normal numbers; real keys and values may
+differ. No gate: a codec is an operator's choice for a slow disk.
 """
 
 from __future__ import annotations
@@ -17,13 +22,23 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest.mock import patch
 
+import torch
+
+from ...connector.fp8_codec import DTYPES, Fp8Codec
+from ...tiers import record
 from ...tiers.base import Stored
+from ...tiers.block import BlockLayout
+from ...tiers.codecs.base import Codec
+from ...tiers.codecs.choice import CODECS
+from ...tiers.contract import make_buffers
 from ...tiers.cpu import CpuSlab
-from ...tiers.ssd import SsdStore
-from ...tiers.tag import Proof
+from ...tiers.ssd import SsdStore, reader, record_writer
+from ...tiers.tag import NO_TAG, Proof
 from ..harness.comparison import Comparison, WrongWork
+from ..harness.report import Report, median, print_table
 from .disk_limit import QUEUE_DEPTH, READ_DEPTHS, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
@@ -234,3 +249,84 @@ class StoreCase:
         while flying:
             end_first()
         return len(keys) * self._size / (time.perf_counter() - began)
+
+
+NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
+
+
+def checksum_comparisons(case: StoreCase) -> list[Comparison]:
+    """Reads, then writes. Rates with hashing against rates without."""
+    return [
+        Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
+        for name, work in zip(NAMES, (case.read, case.write), strict=True)
+    ]
+
+
+def cost(ratio: float) -> float:
+    """The part of the time that hashing adds, of a ratio of rates; below zero by chance only."""
+    return 1 / ratio - 1
+
+
+def _plainly(work: Callable[[], float]) -> Callable[[], float]:
+    def plain() -> float:
+        with (
+            patch.multiple(record, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(record_writer, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(reader, verify_record=lambda *_record: Proof(NO_TAG, NO_TAG)),
+        ):
+            return work()
+
+    return plain
+
+
+_ROUNDS = 9
+_SEED = 5
+
+
+def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
+    """By codec and dtype: `ratio` of bytes, rates in bytes of the block a second."""
+    found = {}
+    for dtype in DTYPES:
+        layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)
+        for make in (*CODECS.values(), Fp8Codec):
+            codec = make(layout)
+            found[f"{codec.name}_{dtype}"] = _codec_figures(codec, rounds)
+    return found
+
+
+def print_codecs(report: Report) -> None:
+    """A row for each codec and dtype."""
+    rows = [
+        [name.replace("_", " ", 1), f"{each['ratio']:.2f}"]
+        + [f"{median(each[rates]) / 1e9:.2f}" for rates in ("encode", "decode")]
+        for name, each in report.figures["codecs"].items()
+    ]
+    columns = ["codec", "bytes left", "encode GB/s", "decode GB/s"]
+    print_table("Codecs, one thread, normal numbers, blocks of 2 MiB", columns, rows)
+
+
+def _codec_figures(codec: Codec, rounds: int) -> dict[str, Any]:
+    payload, out, back = make_buffers(3, codec.layout)
+    dtype = DTYPES[codec.layout.kv_dtype]
+    generator = torch.Generator().manual_seed(_SEED)
+    numbers = torch.randn(codec.layout.page_bytes // dtype.itemsize, generator=generator)
+    torch.frombuffer(payload, dtype=dtype).copy_(numbers)
+    used = codec.encode(payload, out)
+    if used is None:
+        raise WrongWork(f"the codec {codec.name} has no encoding for normal numbers")
+    encoded = out[:used]
+    codec.decode(encoded, back)
+    if codec.is_lossless and back != payload:
+        raise WrongWork(f"the codec {codec.name} gave other bytes back")
+    size = len(payload)
+    return {
+        "ratio": used / size,
+        "encode": [_codec_rate(lambda: codec.encode(payload, out), size) for _ in range(rounds)],
+        "decode": [_codec_rate(lambda: codec.decode(encoded, back), size) for _ in range(rounds)],
+    }
+
+
+def _codec_rate(work: Callable[[], object], num_bytes: int) -> float:
+    began = time.perf_counter()
+    work()
+    return num_bytes / (time.perf_counter() - began)

@@ -25,25 +25,25 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..harness.command import progress, run_and_tell
 from ..harness.plots import MET, add_legend, caption, new_figure, save_figure
-from ..harness.report import Report, print_table
-from .cells import (
+from ..harness.report import Report, print_table, progress, run_and_tell
+from .formats import AGENTS, CHAT, Trace, TraceError, trace_files, trace_name
+from .replay import (
     ADMIT_ALL,
     HEADS_FIRST,
     LRU,
     OPT,
     Answer,
     AnyCell,
+    Arrangement,
     Cell,
     CellFailed,
+    Outcome,
     PairCell,
     Source,
+    TwoTierOutcome,
     run_cells,
 )
-from .formats import Trace, TraceError, trace_files, trace_name
-from .replay import Arrangement, Outcome, TwoTierOutcome
-from .synthetic import AGENTS, CHAT
 
 _INFINITE_PERCENT = 100
 _BASELINES = (HEADS_FIRST, OPT)

@@ -15,7 +15,6 @@ import gc
 from functools import partial
 from pathlib import Path
 
-from ..harness.command import run_and_tell
 from ..harness.comparison import WrongWork, take_rounds
 from ..harness.plots import (
     COLOURS,
@@ -26,7 +25,7 @@ from ..harness.plots import (
     new_figure,
     save_figure,
 )
-from ..harness.report import Report, print_table
+from ..harness.report import Report, print_table, run_and_tell
 from ..tiers.slab_case import footprint_bytes
 from .copy_case import (
     FULL,

@@ -149,7 +149,8 @@ class Rig:
         """Every block once, in random order, `run` neighbours in the same order on both sides."""
         starts = self._random_places(run)
         moves = [(at + i, to + i) for at, to in starts for i in range(run)]
-        source, target = self._sides(stream)
+        sides = self.pool, self.slab
+        source, target = sides if stream is Stream.STORE else sides[::-1]
         self.stamp(source)
         began = time.perf_counter()
         self._wait(self._submit(stream, moves))
@@ -203,9 +204,6 @@ class Rig:
             error = event.error()
             if error is not None:
                 raise WrongWork(f"a copy failed: {error}")
-
-    def _sides(self, stream: Stream) -> tuple[Bytes, Bytes]:
-        return (self.pool, self.slab) if stream is Stream.STORE else (self.slab, self.pool)
 
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
         """Where runs begin, and where they go."""

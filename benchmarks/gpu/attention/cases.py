@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from ....kernels.attention.paged_decode import paged_decode
 from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
-from ..place import Launch, Place, Timing, check_close, time_launches
-from ..section import Row
+from ..section import Launch, Place, Row, Timing, check_close, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
 MAX_LAYERS = 64
@@ -177,9 +177,7 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
     num_blocks = sum(widths)
     layers = layers or num_layers(place, case.read_bytes)
     pool = _random_pool(place, case, (num_blocks, layers), generator)
-    starts = [0]
-    for new, _ in case.chunks:
-        starts.append(starts[-1] + new)
+    starts = [0, *accumulate(new for new, _ in case.chunks)]
     integers = partial(torch.tensor, dtype=torch.int32, device=place.device)
     return Batch(
         case=case,

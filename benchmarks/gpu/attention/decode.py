@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from ..place import Place
 from ..plots import draw_decode
-from ..section import Results, Row, Section, Target, run_cases
+from ..section import Place, Results, Row, Section, Target, run_cases
 from .cases import Case, decode_case, make_batch, time_checked
 
 NAME = "decode"
@@ -81,9 +80,7 @@ def _rehearsal_cases() -> list[Case]:
 def run(place: Place, results: Results) -> None:
     """Measure all cases; ratios are set from what was measured, however far it got."""
     try:
-        run_cases(
-            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
-        )
+        run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
         set_ratios(results)
 

@@ -19,9 +19,8 @@ import torch
 from ....kernels.attention import paged_decode_launch, paged_prefill_launch
 from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
 from ....kernels.choice import probe_hardware
-from ..place import Place
 from ..plots import draw_sweep
-from ..section import Results, Row, Section, one_line, run_cases
+from ..section import Place, Results, Row, Section, one_line, run_cases
 from .cases import Batch, Case, decode_case, make_batch, time_checked
 
 NAME = "launch-sweep"

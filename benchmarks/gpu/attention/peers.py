@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from statistics import geometric_mean
 from typing import Any, Protocol
 
@@ -23,9 +24,18 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..place import Place, SectionOver, time_launches
 from ..plots import draw_peers
-from ..section import Results, Row, Section, Target, one_line, run_cases
+from ..section import (
+    Place,
+    Results,
+    Row,
+    Section,
+    SectionOver,
+    Target,
+    one_line,
+    run_cases,
+    time_launches,
+)
 from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
@@ -278,9 +288,7 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Where each request's pages begin, all pages in a row, and how full each last page is."""
     size = batch.case.block_size
     widths = [-(-length // size) for length in batch.case.lengths]
-    starts = [0]
-    for width in widths:
-        starts.append(starts[-1] + width)
+    starts = [0, *accumulate(widths)]
     ids = [row[:width] for row, width in zip(batch.block_tables, widths, strict=True)]
     fill = [(length - 1) % size + 1 for length in batch.case.lengths]
     integers = partial(torch.tensor, dtype=torch.int32, device=batch.q.device)

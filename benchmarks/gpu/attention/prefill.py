@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import partial
 from statistics import geometric_mean
 
-from ..place import Place
 from ..plots import draw_prefill
-from ..section import Results, Section, Target, run_cases
+from ..section import Place, Results, Section, Target, run_cases
 from .cases import Case, make_batch, time_checked
 
 NAME = "prefill"
@@ -76,9 +75,7 @@ def _rehearsal_cases() -> list[Case]:
 def run(place: Place, results: Results) -> None:
     """Measure all cases; the figure of the target is set from what was measured."""
     try:
-        run_cases(
-            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
-        )
+        run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
         rates = [row["tflops"] for row in results.rows(NAME) if row["case"] in GRID]
         if rates:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ....kernels.write.write_kv import write_kv
 from ....kernels.write.write_kv_plain import write_kv_plain
-from ..place import Launch, Place, check_close, time_launches
 from ..plots import draw_writes
-from ..section import Results, Section, Target, run_cases
+from ..section import Launch, Place, Results, Section, Target, check_close, run_cases, time_launches
 from .cases import FP8, num_layers
 
 NAME = "writes"

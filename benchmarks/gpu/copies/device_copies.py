@@ -20,8 +20,7 @@ from ....connector.device.choice import make_device
 from ....tiers.block import BlockLayout
 from ....tiers.cpu import CpuSlab
 from ...harness.report import median
-from ..place import Place, WrongResult
-from ..section import Results, Row, Section, Target
+from ..section import Place, Results, Row, Section, Target, WrongResult
 from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 
 NAME = "copy device"

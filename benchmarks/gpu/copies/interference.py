@@ -16,11 +16,32 @@ import torch
 from ....kernels.choice import PLAIN, KernelRefused
 from ...harness.report import percentile
 from ..attention.cases import decode_case, make_batch
-from ..place import WARM_UPS, Launch, Place, SectionOver, check_close, record_event
 from ..plots import draw_interference
-from ..section import Results, Row, Section, Target
-from .methods import ALL, BATCHED, BLOCKS, FEW, Field, Method, check_jobs, prepare_checked
-from .streams import new_stream, on, page_locked
+from ..section import (
+    WARM_UPS,
+    Launch,
+    Place,
+    Results,
+    Row,
+    Section,
+    SectionOver,
+    Target,
+    check_close,
+    record_event,
+)
+from .methods import (
+    ALL,
+    BATCHED,
+    BLOCKS,
+    FEW,
+    Field,
+    Method,
+    check_jobs,
+    new_stream,
+    on,
+    page_locked,
+    prepare_checked,
+)
 
 NAME = "interference"
 METHODS = (BATCHED, FEW, ALL)
@@ -108,7 +129,10 @@ class Pump:
     def top_up(self) -> None:
         """Queue jobs until there are enough. Never waits for one, except in a rehearsal."""
         if self._stream is None:
-            self._run_one()
+            begin = time.perf_counter()
+            self._launches[0]()
+            self.seconds += time.perf_counter() - begin
+            self.moved_bytes += self._job_bytes
             return
         self._count_finished()
         while len(self._ends) - self._finished < JOBS_AHEAD:
@@ -133,12 +157,6 @@ class Pump:
             if not end.query():  # type: ignore[no-untyped-call]
                 break
             self._finished += 1
-
-    def _run_one(self) -> None:
-        begin = time.perf_counter()
-        self._launches[0]()
-        self.seconds += time.perf_counter() - begin
-        self.moved_bytes += self._job_bytes
 
 
 def run(place: Place, results: Results) -> None:

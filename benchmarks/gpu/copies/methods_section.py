@@ -15,9 +15,8 @@ import torch
 from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import merge_neighbours
 from ...harness.report import median
-from ..place import Launch, Place, SectionOver
 from ..plots import bytes_name, draw_copies
-from ..section import Results, Row, Section, Target
+from ..section import Launch, Place, Results, Row, Section, SectionOver, Target
 from .methods import (
     BLOCKS,
     DIRECTIONS,
@@ -28,9 +27,12 @@ from .methods import (
     Job,
     Method,
     job_addresses,
+    on,
+    page_locked,
     prepare_checked,
+    time_both_ways,
+    time_one_way,
 )
-from .streams import on, page_locked, time_both_ways, time_one_way
 
 NAME = "copies"
 SUBMISSIONS = 15  # that are timed, of each case

@@ -24,9 +24,8 @@ from ....engine.options import engine_config
 from ....engine.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ....engine.worker.model_runner import ModelRunner
-from ..place import Place, Timing, WrongResult
 from ..plots import draw_steps
-from ..section import Results, Row, Section, Target, run_cases
+from ..section import Place, Results, Row, Section, Target, Timing, WrongResult, run_cases
 from .model import engine_options, model_directory, read_weight_bytes
 
 NAME = "engine-step"

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.core import cases as core_cases
 from stratakv.benchmarks.core import command as core
-from stratakv.benchmarks.core.cases import (
+from stratakv.benchmarks.core.command import (
     BLOCK_SIZE,
     NUM_RUNNING,
+    RATIOS,
+    REFERENCE,
+    TITLES,
     Case,
     Decodes,
+    Rounds,
     WrongWork,
+    fill_report,
 )
-from stratakv.benchmarks.core.command import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
 from stratakv.benchmarks.harness.report import Report
 from stratakv.engine.cli.main import main
@@ -117,9 +120,9 @@ def test_decodes_that_come_to_their_end_are_noticed() -> None:
 
 
 def test_a_cycle_that_finds_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = core_cases.cycle_case(2)
+    case = core.cycle_case(2)
     case.work()
-    found = core_cases.run_through
-    monkeypatch.setattr(core_cases, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
+    found = core.run_through
+    monkeypatch.setattr(core, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
     with pytest.raises(WrongWork, match="2032 tokens were found, not 2048"):
         case.work()

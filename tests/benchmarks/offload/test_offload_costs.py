@@ -19,11 +19,20 @@ from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload import scale as offload_scale
 from stratakv.benchmarks.offload import sections as sections
 from stratakv.benchmarks.offload import workbench as offload_bench
-from stratakv.benchmarks.offload.engines import MeasuredEngine, Prompts, Run, RunFailed, Step
-from stratakv.benchmarks.offload.engines import _Threads as Threads
 from stratakv.benchmarks.offload.scale import COSTS, GATES, QUICK_COSTS, SECTIONS
 from stratakv.benchmarks.offload.sections import read_seconds
-from stratakv.benchmarks.offload.workbench import OtherTokens, Pairs, count_ties, take_pairs
+from stratakv.benchmarks.offload.workbench import (
+    MeasuredEngine,
+    OtherTokens,
+    Pairs,
+    Prompts,
+    Run,
+    RunFailed,
+    Step,
+    count_ties,
+    take_pairs,
+)
+from stratakv.benchmarks.offload.workbench import _Threads as Threads
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL
@@ -114,7 +123,9 @@ def test_sections_are_chosen_by_name() -> None:
     assert offload_scale.chosen_sections("convoy, no_hit", quick=True) == ["no_hit", "convoy"]
     with pytest.raises(ConfigError, match="did you mean convoy"):
         offload_scale.chosen_sections("convoi", quick=True)
-    with pytest.raises(ConfigError, match="names of sections, not ''; there are: phases"):
+    with pytest.raises(
+        ConfigError, match="--sections takes names by commas, not ''; there are: phases"
+    ):
         offload_scale.chosen_sections("", quick=True)
 
 
@@ -339,7 +350,7 @@ def test_the_disk_is_probed_with_real_blocks(bench: offload_bench.Bench, tmp_pat
 def test_an_engine_that_never_answers(
     bench: offload_bench.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratakv.benchmarks.offload.engines.RUN_SECONDS", 0.05)
+    monkeypatch.setattr("stratakv.benchmarks.offload.workbench.RUN_SECONDS", 0.05)
     with bench.plain({"num_blocks": 12, "max_model_len": 140}) as engine:
         monkeypatch.setattr(engine.core, "has_work", lambda: False)
         monkeypatch.setattr(engine.core, "idle_seconds", lambda: 0.01)

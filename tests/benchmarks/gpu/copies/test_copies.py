@@ -24,9 +24,8 @@ from stratakv.benchmarks.gpu.copies.methods import (
     job_addresses,
     scattered_ids,
 )
-from stratakv.benchmarks.gpu.place import Place, SectionOver, WrongResult
 from stratakv.benchmarks.gpu.plots import bytes_name
-from stratakv.benchmarks.gpu.section import Row
+from stratakv.benchmarks.gpu.section import Place, Row, SectionOver, WrongResult
 from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import merge_neighbours
 

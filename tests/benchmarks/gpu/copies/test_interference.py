@@ -20,7 +20,7 @@ from stratakv.benchmarks.gpu.copies.interference import (
     DecodeStep,
     Pump,
 )
-from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.gpu.section import WrongResult
 
 from ..copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
 
