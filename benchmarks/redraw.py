@@ -11,16 +11,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .core.report import plot_core
+from .core.command import plot_core
 from .gpu.command import SECTIONS
-from .gpu.results import Results
-from .harness.plots import plot_phases
+from .gpu.section import Results
 from .harness.report import Report
-from .offload.report import plot_costs
+from .offload.report import plot_costs, plot_phases
 from .serve.report import plot_serve
-from .service.report import plot_service
-from .tiers.report import plot_tiers
-from .trace.report import plot_traces
+from .service.command import plot_service
+from .tiers.command import plot_tiers
+from .trace.command import plot_traces
 from .transfer.command import plot_transfer
 
 _DRAW = {

@@ -11,23 +11,373 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
 
-from ...tiers.settings.values import ConfigError
-from ..harness.command import run_and_tell
-from ..harness.report import Report
-from .cases import (
-    NUM_WAITING,
-    Case,
-    WrongWork,
-    cycle_case,
-    evicting_case,
-    hash_cases,
-    look_up_cases,
-    step_case,
+import numpy as np
+
+from ...engine.cache.block_hash import make_block_hasher
+from ...engine.cache.kv_cache_manager import KVCacheManager
+from ...engine.config import SchedulerConfig
+from ...engine.request import BlockHasher, Request, TokenArray
+from ...engine.sampling_params import SamplingParams
+from ...engine.scheduler.output import ModelRunnerOutput
+from ...engine.scheduler.scheduler import Scheduler
+from ...tiers.block import DIGEST_BYTES, Identity
+from ...tiers.settings import readers
+from ..harness.plots import GATE, caption, draw_bars, mark_gates, new_figure, save_figure
+from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from .hash_peers import pickle_sha256_chain
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 4096
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+HALF = PROMPT_TOKENS // 2
+VOCABULARY = 128_000
+NUM_RUNNING = 256
+NUM_WAITING = 4096
+DECODE_PROMPT_TOKENS = 512
+# Requests of the cycles; enough that the pool has dropped what one left before it comes again.
+_REQUESTS = 24
+_POOL_REQUESTS = 8
+_SEED = 11
+_TOKEN = 7
+
+ROOT = Identity("benchmark", "", "bfloat16", BLOCK_SIZE).root()
+
+
+class WrongWork(RuntimeError):
+    """A piece of work did not do what its figure would claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure: `work` does `count` units."""
+
+    name: str
+    unit: str
+    count: int
+    work: Callable[[], object]
+
+
+def hash_cases(num_tokens: int) -> list[Case]:
+    """The same tokens hashed in each form, and SHA-256 alone as the limit."""
+    tokens = _tokens(np.random.default_rng(_SEED), num_tokens)
+    request = Request("hash", tokens, SamplingParams(max_tokens=1))
+    ids: list[int] = tokens.tolist()
+    count = num_tokens // BLOCK_SIZE
+    # As many bytes as the blocks and their parents have, in one piece; several times, or it would
+    # be over so soon that, unlike the others, it seldom has to share its processor.
+    times = 8
+    raw = times * (request.all_token_ids.tobytes() + bytes(count * DIGEST_BYTES))
+
+    def hashing(digests_of: Callable[[], list[bytes]]) -> Callable[[], None]:
+        def work() -> None:
+            named = len(digests_of())
+            if named != count:
+                raise WrongWork(f"{named} of {count} blocks were named")
+
+        return work
+
+    def ours(algorithm: str) -> Callable[[], list[bytes]]:
+        hasher = make_block_hasher(ROOT, BLOCK_SIZE, algorithm)
+        return lambda: hasher.digests(request)
+
+    return [
+        Case("hash", "tokens/s", num_tokens, hashing(ours("sha256"))),
+        Case("hash_pickle_sha256", "tokens/s", num_tokens,
+             hashing(lambda: pickle_sha256_chain(ROOT, ids, BLOCK_SIZE))),
+        Case("hash_sha256_cbor", "tokens/s", num_tokens, hashing(ours("sha256_cbor"))),
+        Case("sha256_alone", "tokens/s", times * num_tokens, lambda: hashlib.sha256(raw).digest()),
+    ]  # fmt: skip
+
+
+def cycle_case(count: int) -> Case:
+    """Look up, allocate and free a request whose first half is cached, over and over.
+
+    Each second half takes blocks that an older one left, so names are dropped and given all along.
+    """
+    rng = np.random.default_rng(_SEED)
+    prefix = _tokens(rng, HALF)
+    requests = cycle(
+        [_prompt(f"r{i}", np.concatenate((prefix, _tokens(rng, HALF)))) for i in range(_REQUESTS)]
+    )
+    manager = _manager(_POOL_REQUESTS * PROMPT_BLOCKS)
+    run_through(manager, next(requests))
+
+    def work() -> None:
+        for _ in range(count):
+            cached = run_through(manager, next(requests))
+            if cached != HALF:
+                raise WrongWork(f"{cached} tokens were found, not {HALF}")
+
+    return Case("cycles_half_cached", "cycles/s", count, work)
+
+
+def evicting_case(count: int) -> Case:
+    """The same with nothing cached and a full pool: every block that is taken drops a name."""
+    rng = np.random.default_rng(_SEED)
+    requests = cycle([_prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(_REQUESTS)])
+    manager = _manager(_POOL_REQUESTS * PROMPT_BLOCKS)
+    for _ in range(_POOL_REQUESTS):
+        run_through(manager, next(requests))
+
+    def work() -> None:
+        before = manager.pool.num_evicted
+        for _ in range(count):
+            run_through(manager, next(requests))
+        evicted = manager.pool.num_evicted - before
+        if evicted != count * PROMPT_BLOCKS:
+            raise WrongWork(f"{evicted} blocks were evicted, not {count * PROMPT_BLOCKS}")
+
+    return Case("cycles_evicting", "cycles/s", count, work)
+
+
+def look_up_cases(count: int) -> list[Case]:
+    """Finding a prefix of 4,096 tokens, and finding that there is none."""
+    rng = np.random.default_rng(_SEED)
+    manager = _manager(2 * PROMPT_BLOCKS)
+    known = _prompt("known", _tokens(rng, PROMPT_TOKENS))
+    unknown = _prompt("unknown", _tokens(rng, PROMPT_TOKENS))
+    run_through(manager, known)
+
+    def looking(request: Request, expected: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(count):
+                _, found = manager.get_computed_blocks(request)
+                if found != expected:
+                    raise WrongWork(f"{found} tokens were found, not {expected}")
+
+        return work
+
+    # The last block is never a hit: its last token must be computed to get its logits.
+    return [
+        Case("look_up_hit", "look-ups/s", count, looking(known, PROMPT_TOKENS - BLOCK_SIZE)),
+        Case("look_up_miss", "look-ups/s", count, looking(unknown, 0)),
+    ]
+
+
+def step_case(name: str, count: int, num_waiting: int, max_steps: int) -> Case:
+    """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
+    in all calls together, or the requests would come to their end."""
+    decodes = Decodes(num_waiting, max_steps)
+
+    def work() -> None:
+        for _ in range(count):
+            decodes.step()
+
+    return Case(name, "steps/s", count, work)
+
+
+class Decodes:
+    """A scheduler with as many running requests as may run, all of them past their prompts.
+
+    Their prompts differ in length, so that the same number of them begins a block in each step.
+    """
+
+    def __init__(self, num_waiting: int, max_steps: int) -> None:
+        lengths = [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
+        # The step of the prompts gives a token too, and nobody comes to the end.
+        max_tokens = max_steps + 2
+        longest = max(lengths) + max_tokens
+        manager = KVCacheManager(NUM_RUNNING * -(-longest // BLOCK_SIZE) * 2, BLOCK_SIZE, longest)
+        config = SchedulerConfig(
+            max_num_batched_tokens=sum(lengths),
+            max_num_seqs=NUM_RUNNING,
+            max_waiting_requests=NUM_RUNNING + num_waiting,
+        )
+        self.scheduler = Scheduler(
+            config, manager, max_model_len=longest, eos_token_ids=frozenset()
+        )
+        rng = np.random.default_rng(_SEED)
+        hasher = _hasher()
+        params = SamplingParams(max_tokens=max_tokens)
+        lengths += [DECODE_PROMPT_TOKENS] * num_waiting
+        for i, length in enumerate(lengths):
+            tokens = _tokens(rng, length)
+            self.scheduler.add_request(Request(f"r{i}", tokens, params, block_hasher=hasher))
+        self._sampled = ModelRunnerOutput({f"r{i}": [_TOKEN] for i in range(NUM_RUNNING)})
+        self.step(sum(lengths[:NUM_RUNNING]))
+
+    def step(self, num_tokens: int = NUM_RUNNING) -> None:
+        """One `schedule` and the update from what a worker would have answered."""
+        scheduled = self.scheduler.schedule()
+        outputs = self.scheduler.update_from_output(scheduled, self._sampled)
+        done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
+        if done != (num_tokens, NUM_RUNNING, NUM_RUNNING):
+            raise WrongWork(f"tokens, outputs and running requests were {done}")
+
+
+def run_through(manager: KVCacheManager, request: Request) -> int:
+    """One request from look-up to free, with what a step does in between; its cached tokens."""
+    hits, num_cached = manager.get_computed_blocks(request)
+    added = manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, hits)
+    if added is None:
+        raise WrongWork("the pool had no room")
+    manager.pool.take_evicted()
+    manager.pool.commit_step()
+    manager.free(request)
+    return num_cached
+
+
+def hashed_dtype() -> str:
+    """The number type in which a request keeps its ids."""
+    return str(_prompt("dtype", range(BLOCK_SIZE)).all_token_ids.dtype)
+
+
+def _prompt(name: str, tokens: Sequence[int] | TokenArray) -> Request:
+    return Request(name, tokens, SamplingParams(max_tokens=1), block_hasher=_hasher())
+
+
+def _hasher() -> BlockHasher:
+    return make_block_hasher(ROOT, BLOCK_SIZE)
+
+
+def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
+    return rng.integers(0, VOCABULARY, count, np.int32)
+
+
+def _manager(num_blocks: int) -> KVCacheManager:
+    return KVCacheManager(num_blocks + 1, BLOCK_SIZE, PROMPT_TOKENS + BLOCK_SIZE, watermark=0.0)
+
+
+TITLES: Mapping[str, str] = {
+    "hash": "name blocks: SHA-256, int32 ids (ours)",
+    "hash_pickle_sha256": "  SHA-256 of pickled tuples",
+    "hash_sha256_cbor": "  SHA-256 of CBOR (ours, for routers)",
+    "sha256_alone": "  limit: SHA-256 of all bytes at once",
+    "cycles_half_cached": f"{PROMPT_TOKENS:,} tokens in and out, half cached",
+    "cycles_evicting": "  nothing cached, a full pool",
+    "look_up_hit": f"look up {PROMPT_TOKENS:,} tokens, all cached",
+    "look_up_miss": "  nothing cached",
+    "steps": f"schedule and update, {NUM_RUNNING} decodes",
+    "steps_with_waiting": f"  {NUM_WAITING:,} more waiting",
+}
+# ratio → the case above the line, the case below it
+RATIOS: Mapping[str, tuple[str, str]] = {
+    "hash_vs_pickle_sha256": ("hash", "hash_pickle_sha256"),
+    "hash_vs_sha256_cbor": ("hash", "hash_sha256_cbor"),
+    "hash_over_sha256_alone": ("hash", "sha256_alone"),
+    "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
+}
+LIMIT = "sha256_alone"
+# What vLLM's own Python core was seen to do: lowest and highest. Never measured in the same run.
+REFERENCE_SOURCE = "vLLM 0.32, two cores, one thread, measured on another day"
+REFERENCE: Mapping[str, tuple[float, float]] = {
+    "hash": (9.1e6, 9.1e6),
+    "hash_pickle_sha256": (9.1e6, 9.1e6),  # its default, so it stands beside ours too
+    "hash_sha256_cbor": (3.5e6, 3.5e6),
+    "cycles_half_cached": (3060.0, 3390.0),
+    "steps": (312.0, 373.0),
+}
+_PANELS = (
+    ("tokens/s", "naming blocks"),
+    ("cycles/s", "requests"),
+    ("look-ups/s", "prefix look-ups"),
+    ("steps/s", "steps"),
 )
-from .report import Rounds, fill_report, plot_core, print_core
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What one case took, round by round."""
+
+    wall_seconds: list[float] = field(default_factory=list)
+    busy_seconds: list[float] = field(default_factory=list)  # of the thread, on a processor
+
+
+def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds]) -> None:
+    """Turn seconds into figures, limits and ratios."""
+    rates = {
+        case.name: [case.count / seconds for seconds in taken.wall_seconds]
+        for case, taken in zip(cases, rounds, strict=True)
+    }
+    report.figures["plan"] = {
+        "block_size": BLOCK_SIZE,
+        "token_dtype": hashed_dtype(),
+        "repeats": len(rounds[0].wall_seconds),
+    }
+    report.figures["rates"] = {
+        case.name: _figures(case, taken) for case, taken in zip(cases, rounds, strict=True)
+    }
+    report.figures["reference"] = {
+        "source": REFERENCE_SOURCE,
+        "rates": {name: {"low": low, "high": high} for name, (low, high) in REFERENCE.items()},
+    }
+    report.limits[f"{LIMIT}_tokens_per_second"] = median(rates[LIMIT])
+    for name, (above, below) in RATIOS.items():
+        report.ratios[name] = median(ratios(rates[above], rates[below]))
+
+
+def _figures(case: Case, taken: Rounds) -> dict[str, Any]:
+    busy = sum(taken.busy_seconds) / sum(taken.wall_seconds)
+    return {
+        "unit": case.unit,
+        "median": case.count / median(taken.wall_seconds),
+        "lowest": case.count / max(taken.wall_seconds),
+        "highest": case.count / min(taken.wall_seconds),
+        # Below 1, others had the processor meanwhile, and the rate is lower for it.
+        "processor_share": busy,
+    }
+
+
+def print_core(report: Report) -> None:
+    """The tables a person reads."""
+    rows = [
+        [
+            TITLES[name],
+            f"{figures['median']:,.0f}",
+            f"{figures['highest']:,.0f}",
+            figures["unit"],
+            f"{figures['processor_share']:.2f}",
+            _reference(name),
+        ]
+        for name, figures in report.figures["rates"].items()
+    ]
+    columns = ["what", "median", "highest", "unit", "CPU share", "vLLM 0.32 *"]
+    repeats = report.figures["plan"]["repeats"]
+    print_table(f"One thread, blocks of {BLOCK_SIZE} tokens, {repeats} rounds", columns, rows)
+    print(f"* {REFERENCE_SOURCE}: for orientation, no ratio of this run.")
+    print_table(
+        "Ratios of this run",
+        ["what", "ratio"],
+        [[name.replace("_", " "), f"{ratio:.2f}"] for name, ratio in report.ratios.items()],
+    )
+
+
+def _reference(name: str) -> str:
+    if name not in REFERENCE:
+        return ""
+    low, high = REFERENCE[name]
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+
+def plot_core(report: Report, path: Path) -> Path:
+    """Bars of the medians by unit, with a line where a reference is known."""
+    rates = report.figures["rates"]
+    figure, panels = new_figure(2, 2, 5.6)
+    for axes, (unit, title) in zip(panels.flat, _PANELS, strict=True):
+        names = [name for name in rates if rates[name]["unit"] == unit]
+        medians = [rates[name]["median"] for name in names]
+        labels = ["\n".join(textwrap.wrap(name.replace("_", " "), 14)) for name in names]
+        draw_bars(axes, labels, {"": medians}, fmt="{:,.0f}")
+        lines: dict[float, float | None] = {
+            place: sum(REFERENCE[name]) / 2 for place, name in enumerate(names) if name in REFERENCE
+        }
+        mark_gates(axes, lines, 0.9, GATE)
+        caption(axes, f"{title}, {unit}")
+        if max(medians) > 10 * min(medians):
+            axes.set_yscale("log")
+        axes.margins(y=0.2)
+    figure.suptitle(f"Lines: {REFERENCE_SOURCE}", fontsize=9, color=GATE)
+    return save_figure(figure, report.environment, path)
+
 
 HASHED_TOKENS = 2**18
 MAX_REPEATS = 1000
@@ -45,8 +395,7 @@ def run(arguments: argparse.Namespace) -> int:
     repeats = arguments.repeats
     if repeats is None:
         repeats = 5 if arguments.quick else 25
-    if not 1 <= repeats <= MAX_REPEATS:
-        raise ConfigError(f"--repeats takes a number from 1 to {MAX_REPEATS}, not {repeats}")
+    readers.integer_within(1, MAX_REPEATS)("--repeats", repeats)
     report = Report("core", "stratakv bench core")
     return run_and_tell(
         report, arguments.out, lambda: measure(report, repeats), print_core, plot_core, WrongWork

@@ -7,15 +7,21 @@ The other sections are held against these figures of the same run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from .copies.streams import Lanes, make_lanes, on, page_locked, time_both_ways, time_one_way
-from .place import Place, WrongResult, check_close
+from .copies.methods import (
+    Lanes,
+    copy_pairs,
+    make_lanes,
+    on,
+    page_locked,
+    time_both_ways,
+    time_one_way,
+)
 from .plots import draw_ceilings
-from .results import Results
-from .section import Section
-from .stopwatch import Launch, time_launches
+from .section import Launch, Place, Results, Section, WrongResult, check_close, time_launches
 
 NAME = "ceilings"
 SEED = 20260
@@ -78,18 +84,13 @@ def _time_pinned(
     ):
         with on(stream):
             _run_and_check(place, what, [launch], [pair])
+    to_host = time_one_way(place, lanes.to_host, [launch_out])
+    to_device = time_one_way(place, lanes.to_device, [launch_back])
+    both = time_both_ways(place, lanes, [launch_out], [launch_back])
     return [
-        ("pinned_to_host_gb_per_second", time_one_way(place, lanes.to_host, [launch_out]), size),
-        (
-            "pinned_to_device_gb_per_second",
-            time_one_way(place, lanes.to_device, [launch_back]),
-            size,
-        ),
-        (
-            "pinned_both_gb_per_second",
-            time_both_ways(place, lanes, [launch_out], [launch_back]),
-            2 * size,
-        ),
+        ("pinned_to_host_gb_per_second", to_host, size),
+        ("pinned_to_device_gb_per_second", to_device, size),
+        ("pinned_both_gb_per_second", both, 2 * size),
     ]
 
 
@@ -102,10 +103,7 @@ def measure_matmul(place: Place, results: Results) -> None:
         for _ in range(2)
     )
     c = torch.empty_like(a)
-
-    def launch() -> None:
-        torch.mm(a, b, out=c)
-
+    launch = partial(torch.mm, a, b, out=c)
     launch()
     expected = a[:CHECKED_ROWS].double() @ b.double()
     check_close(
@@ -131,13 +129,7 @@ def _random_bytes(place: Place, size: int, number: int) -> torch.Tensor:
 
 def _copy_pieces(pair: Pair, piece: int) -> Launch:
     target, source = pair
-    pieces = list(zip(torch.split(target, piece), torch.split(source, piece), strict=True))
-
-    def launch() -> None:
-        for to, from_ in pieces:
-            to.copy_(from_, non_blocking=True)
-
-    return launch
+    return copy_pairs(zip(torch.split(target, piece), torch.split(source, piece), strict=True))
 
 
 def _run_and_check(

@@ -15,23 +15,19 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from ...tiers.settings.values import ConfigError
-from ..harness.command import tell_failure
 from ..harness.plots import draw_and_tell
-from ..harness.report import Report, print_table
+from ..harness.report import Report, chosen, package_versions, print_table, tell_failure
 from . import ceilings
 from .attention import decode, launch_sweep, peers, prefill, writes
 from .copies import device_copies, interference, methods_section
 from .engine import phases as engine_phases
 from .engine import step as engine_step
-from .place import Place, SectionOver
-from .results import Results
-from .section import Section
+from .section import Place, Results, Section, SectionOver
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def choose_sections(wanted: str | None) -> tuple[Section, ...]:
     """The sections named, the ceilings always among them and in the order of the run."""
-    if wanted is None:
-        return SECTIONS
-    names = {name.strip() for name in wanted.split(",")}
-    known = [section.name for section in SECTIONS]
-    unknown = sorted(names - set(known))
-    if unknown:
-        raise ConfigError(f"--sections takes some of {', '.join(known)}, not {', '.join(unknown)}")
+    names = chosen("--sections", wanted, [section.name for section in SECTIONS])
     return tuple(s for s in SECTIONS if s.name in names or s is ceilings.SECTION)
 
 
@@ -165,9 +155,5 @@ def _new_report(place: Place, arguments: argparse.Namespace) -> Report:
         report.environment["capability"] = f"{properties.major}.{properties.minor}"
         report.environment["multiprocessors"] = properties.multi_processor_count
         report.environment["device_memory_gib"] = round(properties.total_memory / 2**30, 1)
-    for name in _PACKAGES:
-        try:
-            report.environment["packages"][name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    report.environment["packages"] |= package_versions(_PACKAGES)
     return report

@@ -17,7 +17,7 @@ from ..harness.plots import (
     draw_lines,
     new_figure,
 )
-from .results import Row
+from .section import Row
 
 Ceilings = Mapping[str, float]
 _DIRECTIONS = {"to_host": "to the host", "to_device": "to the device", "both": "both at once"}
@@ -48,11 +48,8 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     figure, panels = _panels(len(_DIRECTIONS))
     sizes = sorted({row["block_bytes"] for row in rows})
     for axes, (direction, title) in zip(panels, _DIRECTIONS.items(), strict=True):
-        series: dict[str, list[tuple[float, float]]] = {row["method"]: [] for row in rows}
-        for row in rows:
-            if row["direction"] == direction:
-                series[row["method"]].append((row["block_bytes"], row["gb_per_second"]))
-        draw_lines(axes, series)
+        of_direction = [row for row in rows if row["direction"] == direction]
+        draw_lines(axes, _points(of_direction, "block_bytes", "gb_per_second", "method"))
         ceiling = ceilings.get(f"pinned_{direction}_gb_per_second")
         if ceiling is not None:
             axes.axhline(ceiling, **_DASHED)
@@ -110,11 +107,8 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
         ("Seconds to the first token (log)", "Times as fast as computing (log)"),
         strict=True,
     ):
-        series: dict[str, list[tuple[float, float]]] = {row["phase"]: [] for row in rows}
-        for row in rows:
-            if key == "seconds" or row["phase"] != "cold":
-                series[row["phase"]].append((row["tokens"], row[key]))
-        draw_lines(axes, series)
+        there = [row for row in rows if key == "seconds" or row["phase"] != "cold"]
+        draw_lines(axes, {"cold": []} | _points(there, "tokens", key, "phase"))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         caption(axes, title, x="tokens cached, or computed where cold", legend=True)
@@ -124,11 +118,7 @@ def draw_phases(rows: Sequence[Row], _: Ceilings) -> Any:
 def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
     """Bandwidth over the number of tokens, a line for each pool and order."""
     figure, [axes] = _panels(1)
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points = series.setdefault(f"{row['pool']}, {row['order']}", [])
-        points.append((row["tokens"], row["gb_per_second"]))
-    draw_lines(axes, series)
+    draw_lines(axes, _points(rows, "tokens", "gb_per_second", "pool", "order"))
     _line(axes, ceilings.get(DEVICE_COPY), "device copy")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -139,22 +129,19 @@ def draw_writes(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 def draw_decode(rows: Sequence[Row], ceilings: Ceilings, grid: frozenset[str]) -> Any:
     """Bandwidth of every case over the bytes it reads; those of `grid` in their own colour."""
     figure, [axes] = _panels(1)
-    kinds: dict[str, list[Row]] = {
-        "requests x context, bf16, group 4": [], "float8 pool": [], "another shape or type": [],
-    }  # fmt: skip
-    in_grid, float8, other = kinds.values()
+    in_grid, float8, other = kinds = (
+        "requests x context, bf16, group 4", "float8 pool", "another shape or type",
+    )  # fmt: skip
+    named = []
     for row in rows:
         kind = in_grid if row["case"] in grid else float8 if row["pool"] != "as q" else other
-        kind.append(row)
+        named.append(row | {"kind": kind})
         axes.annotate(
             row["case"], (row["read_bytes"], row["gb_per_second"]),
             xytext=(4, 4), textcoords="offset points", fontsize=6,
         )  # fmt: skip
-    series = {
-        label: [(row["read_bytes"], row["gb_per_second"]) for row in kind]
-        for label, kind in kinds.items()
-    }
-    draw_lines(axes, series, linestyle="none")
+    points = _points(named, "read_bytes", "gb_per_second", "kind")
+    draw_lines(axes, {kind: points.get(kind, []) for kind in kinds}, linestyle="none")
     ceiling = ceilings.get(DEVICE_COPY)
     _line(axes, ceiling, "device copy")
     _line(axes, ceiling and 0.88 * ceiling, "target of large cases", linestyle=":")
@@ -227,6 +214,15 @@ def bytes_name(size: int) -> str:
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size} B"
+
+
+def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
+    """What lines are drawn through, one for all rows with the same names."""
+    series: dict[str, list[Any]] = {}
+    for row in rows:
+        label = ", ".join(row[name] for name in names)
+        series.setdefault(label, []).append((row[x], row[y]))
+    return series
 
 
 def _panels(count: int) -> tuple[Any, Any]:

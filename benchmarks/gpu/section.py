@@ -1,16 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One part of `stratakv bench gpu`: a name, the targets it answers, what it runs and draws."""
+"""What the sections of `stratakv bench gpu` are made of, where they run, and their clock.
+
+A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes: it
+shows that the benchmark works and says nothing of any GPU. The JSON is written after every section,
+so a run that is cut off keeps what it had.
+
+Work is captured in a CUDA graph, replayed, and timed by events. A graph leaves Python and launch
+overhead out, as a serving engine does. A caller gives one callable for each set of buffers, and
+together the sets are larger than the level-2 cache, so that a launch finds its data in memory. In a
+rehearsal the clock of the CPU takes the events' place.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from ..harness.comparison import Gate
 from ..harness.plots import save_figure
-from .place import Place
-from .results import Results, Row, Target
+from ..harness.report import Report, median, percentile
+
+SECTION_SECONDS = 90.0
+Choice = TypeVar("Choice")
+
+
+class WrongResult(Exception):
+    """Something that was to be timed gave a wrong answer; says which and how far off."""
+
+
+class SectionOver(Exception):
+    """A section's time is spent; what it has measured until here stands."""
+
+
+@dataclass(slots=True)
+class Place:
+    """The device, the sizes, and one section's deadline, which `start_section` sets anew."""
+
+    device: torch.device
+    is_quick: bool
+    is_rehearsal: bool
+    peers: Path | None = None
+    _deadline: float = field(default=float("inf"))
+
+    def choose(self, full: Choice, quick: Choice, rehearsal: Choice) -> Choice:
+        """The size, or the list of cases, for this run."""
+        if self.is_rehearsal:
+            return rehearsal
+        return quick if self.is_quick else full
+
+    def start_section(self, seconds: float = SECTION_SECONDS) -> None:
+        """Called before every section."""
+        self._deadline = time.monotonic() + seconds
+
+    def check_time(self) -> None:
+        """Called by sections before every case. Raises SectionOver."""
+        if time.monotonic() > self._deadline:
+            raise SectionOver
+
+    @property
+    def kernel(self) -> str:
+        """The kernel to name in calls: under test on a device, the plain one in a rehearsal."""
+        return "plain" if self.is_rehearsal else "triton"
+
+    def synchronise(self) -> None:
+        """Wait for everything given to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def release_memory(self) -> None:
+        """Give back what the last section's tensors held."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_close(
+    what: str, got: torch.Tensor, expected: torch.Tensor, *, absolute: float, relative: float = 0.0
+) -> None:
+    """Compare in float32, NaN as a difference. Raises WrongResult."""
+    if got.shape != expected.shape:
+        raise WrongResult(f"{what}: expected {list(expected.shape)}, got {list(got.shape)}")
+    wide, right = got.float(), expected.to(got.device).float()
+    off = (wide - right).abs() - relative * right.abs()
+    worst = off.max().item() if off.numel() else 0.0
+    if not worst <= absolute:
+        raise WrongResult(f"{what}: {worst:.3g} beyond what is allowed, which is {absolute:.3g}")
+
+
+Launch = Callable[[], object]
+WARM_UPS = 2
+MIN_SECONDS = 0.02  # of one timed replay: events have a resolution of half a microsecond
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one launch, over several timed rounds."""
+
+    median: float
+    p10: float
+    p90: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        return cls(median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
+
+    def figures(self) -> dict[str, float]:
+        """The entries of a row."""
+        return {"seconds": self.median, "seconds_p10": self.p10, "seconds_p90": self.p90}
+
+
+def time_launches(
+    place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True
+) -> Timing:
+    """Seconds of one launch. All `launches` run in turn, so that each finds its data cold.
+
+    `in_graph` false times them as they are called, for work a graph cannot hold; what the host
+    takes to submit them is then part of it, unless the device is kept busy long enough.
+    """
+
+    def launch_all() -> None:
+        for launch in launches:
+            launch()
+
+    for _ in range(WARM_UPS):
+        launch_all()
+    place.synchronise()
+    replay: Launch = launch_all
+    repeats = 1
+    if place.device.type == "cuda":
+        replay = _capture(launch_all) if in_graph else launch_all
+        once = _elapsed(place, replay, 1)
+        repeats = max(1, min(1000, round(MIN_SECONDS / max(once, 1e-7))))
+    count = repeats * len(launches)
+    return Timing.of([_elapsed(place, replay, repeats) / count for _ in range(rounds)])
+
+
+def record_event() -> torch.cuda.Event:
+    """A point of the current stream, with its time."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _capture(launch: Launch) -> Launch:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
+    if place.device.type != "cuda":
+        began = time.perf_counter()
+        replay()
+        return time.perf_counter() - began
+    place.synchronise()
+    begin = record_event()
+    for _ in range(repeats):
+        replay()
+    end = record_event()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+MAX_REASON = 300  # characters of an error in a note
+Row = dict[str, Any]  # one measured case: "case" names it, the other entries are plain values
+
+
+@dataclass(frozen=True, slots=True)
+class Target(Gate):
+    """A promise about one ratio or figure: its name in `ratios`, and what it is."""
+
+    name: str
+    what: str
+
+
+class Results:
+    """One run's results; sections add to it as they go."""
+
+    def __init__(self, report: Report, directory: Path) -> None:
+        self.report = report
+        self._directory = directory
+
+    @property
+    def ceilings(self) -> Mapping[str, float]:
+        """What the device can do at most, by name (`device_copy_gb_per_second`, …)."""
+        return self.report.limits
+
+    def set_ceiling(self, name: str, value: float) -> None:
+        """Set by the first section only."""
+        self.report.limits[name] = value
+
+    def add_row(self, section: str, row: Row) -> None:
+        """One measured case of a section."""
+        self.report.figures.setdefault(section, {"rows": []})["rows"].append(row)
+
+    def add_note(self, section: str, note: str) -> None:
+        """Something a reader of the section must know: a case left out, a peer not found."""
+        self.report.figures.setdefault(section, {"rows": []}).setdefault("notes", []).append(note)
+
+    def rows(self, section: str) -> list[Row]:
+        """What a section has measured."""
+        found: list[Row] = self.report.figures.get(section, {}).get("rows", [])
+        return found
+
+    def set_ratio(self, name: str, value: float) -> None:
+        """A figure that a target, or a reader of another run, compares."""
+        self.report.ratios[name] = value
+
+    def ratio_to_ceiling(self, value: float, ceiling: str) -> float | None:
+        """None where the ceiling was not measured, so that no number is made up."""
+        limit = self.report.limits.get(ceiling)
+        return value / limit if limit else None
+
+    def write(self) -> Path:
+        """Write what there is so far. Raises OSError."""
+        return self.report.write(self._directory)
+
 
 # Makes a figure of a section's rows and the ceilings by name; None where there is nothing to see.
 Draw = Callable[[Sequence[Row], Mapping[str, float]], Any]
@@ -33,3 +244,36 @@ class Section:
         if figure is None:
             return None
         return save_figure(figure, results.report.environment, directory / f"gpu-{self.name}.png")
+
+
+def run_cases(
+    place: Place,
+    results: Results,
+    section: str,
+    cases: Sequence[Any],
+    measure: Callable[[Any], None],
+) -> None:
+    """Each in turn, by its `name`. Too little memory is a note; another fault is one too, and
+    raises RuntimeError after all other cases. A wrong result stops everything. Raises SectionOver,
+    WrongResult."""
+    failed = []
+    for case in cases:
+        place.check_time()
+        try:
+            measure(case)
+        except (SectionOver, WrongResult):
+            raise
+        except torch.OutOfMemoryError:
+            results.add_note(section, f"{case.name}: left out, the device has too little memory")
+        except Exception as error:  # noqa: BLE001 - Triton's errors have no other base in common
+            results.add_note(section, f"{case.name}: failed: {one_line(error)}")
+            failed.append(case.name)
+        place.release_memory()
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed)}")
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, without the pages that a compiler may add."""
+    words = " ".join(str(error).split())[:MAX_REASON]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -13,13 +13,12 @@ several limits, the strictest decides: the one whose median ratio is least.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .report import median
+from .report import Report, median, ratios
 
 
 class WrongWork(RuntimeError):
@@ -87,7 +86,7 @@ class Outcome:
 
     def ratios_to(self, name: str) -> list[float]:
         """Ours over one limit, round by round."""
-        return [one / other for one, other in zip(self.ours, self.by_limit[name], strict=True)]
+        return ratios(self.ours, self.by_limit[name])
 
     @property
     def ratios(self) -> list[float]:
@@ -112,17 +111,17 @@ class Outcome:
 
     def figures(self) -> dict[str, Any]:
         """What the JSON holds of it."""
-        beside = {}
-        if self.besides:
-            pairs = zip(self.ours, self.besides, strict=True)
-            beside = {
-                "beside_rounds": self.besides,
-                "beside_median": median(self.besides),
-                "beside_ratio": median([one / other for one, other in pairs]),
-            }
-        limits = {}
+        strictest = self.by_limit[self.strictest]
+        figures = {
+            "unit": self.comparison.unit,
+            "limit": self.strictest,
+            "median": median(self.ours),
+            "limit_median": median(strictest),
+            "rounds": self.ours,
+            "limit_rounds": strictest,
+        }
         if self.rivals:
-            limits = {
+            figures["by_limit"] = {
                 name: {
                     "median": median(rates),
                     "ratio": median(self.ratios_to(name)),
@@ -130,17 +129,26 @@ class Outcome:
                 }
                 for name, rates in self.by_limit.items()
             }
-        strictest = self.by_limit[self.strictest]
-        return {
-            "unit": self.comparison.unit,
-            "limit": self.strictest,
-            "median": median(self.ours),
-            "limit_median": median(strictest),
-            "rounds": self.ours,
-            "limit_rounds": strictest,
-            **({"by_limit": limits} if limits else {}),
-            **beside,
-        }
+        if self.besides:
+            figures |= {
+                "beside_rounds": self.besides,
+                "beside_median": median(self.besides),
+                "beside_ratio": median(ratios(self.ours, self.besides)),
+            }
+        return figures
+
+    def add_to(
+        self, report: Report, figure: Callable[[float], float] = float, **more: float
+    ) -> None:
+        """Figures with `more`, ratio, limit; spreads where the report has them. `figure` makes what
+        is promised from the ratio of the rates, where that is another."""
+        name = self.comparison.name
+        figures = report.figures["contests"][name] = self.figures() | more
+        report.ratios[name] = figure(self.ratio)
+        report.limits[f"{name}_limit"] = figures["limit_median"]
+        if (spreads := report.figures.get("spreads")) is not None:
+            for spread, taken in ((name, self.ratios), (f"{name}_aa", self.limit_twice)):
+                spreads[spread] = quartiles([figure(ratio) for ratio in taken])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -152,11 +160,26 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def spread_of(spreads: Mapping[str, Sequence[float]], name: str) -> str:
-    """Quartiles in a cell of a table; empty where there are none."""
-    low, high = spreads.get(name, (None, None))
-    if low is None or high is None:
+COMPARISON_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/A", "gate")
+
+
+def comparison_row(report: Report, name: str, gate: Gate | None) -> list[str]:
+    """A row of COMPARISON_COLUMNS: what a person reads of a ratio."""
+    ratio, rates = report.ratios[name], ["", ""]
+    comparison = report.figures["contests"].get(name)
+    if comparison is not None:
+        ours, limit = comparison["median"] / 1e9, comparison["limit_median"] / 1e9
+        rates = [f"{ours:.2f} / {limit:.2f}", comparison["limit"]]
+    value = f"{ratio:.2f}" if ratio < 1000 else f"{ratio:,.0f}"
+    spreads = [_spread(report.figures["spreads"].get(each)) for each in (name, f"{name}_aa")]
+    verdict = "" if gate is None else f"{gate.wanted} {gate.verdict(ratio)}"
+    return [name, *rates, value, *spreads, verdict]
+
+
+def _spread(quarters: Sequence[float] | None) -> str:
+    if quarters is None:
         return ""
+    low, high = quarters
     return f"{low:.2f}..{high:.2f}" if high < 1000 else f"{low / 1e3:.0f}k..{high / 1e3:.0f}k"
 
 
@@ -174,16 +197,3 @@ def take_rounds(comparison: Comparison, rounds: int) -> Outcome:
         for take, rates in reversed(turns) if number % 2 else turns:
             rates.append(take())
     return outcome
-
-
-@contextlib.contextmanager
-def swapped(owner: object, **values: object) -> Iterator[None]:
-    """Attributes of a module or a class have other values meanwhile."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

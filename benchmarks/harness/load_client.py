@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a server: sessions run one beside the other, closed loop or open.
+"""Load on a server: sessions run one beside the other, closed loop or open, over HTTP.
 
     closed   a fixed number of users; each begins a session when the one before it has ended
     open     sessions begin at random times, however many still run; the gaps are exponential, so
              arrivals are a Poisson process of the rate asked for
 
-A session's own requests follow each other at once. Requests that fail are kept and counted.
+A session's own requests follow each other at once. Requests that fail are kept and counted. The
+socket's pieces are kept with their times while an answer comes, and are read only once it is whole:
+beside a server on the same machine, a client that parses between events would be measured as
+latency.
 """
 
 from __future__ import annotations
@@ -13,11 +16,215 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from .http_stream import RequestFailed, StreamedAnswer, ask
+import msgspec
+
 from .workloads import Session
+
+MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_QUOTED_BYTES = 300
+# In the body of every request: always as many tokens as asked for.
+GREEDY: dict[str, Any] = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+class RequestFailed(RuntimeError):
+    """The server refused the request, or its answer ended before the end."""
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    """One answer. Times are in seconds since before the connection was opened."""
+
+    text: str = ""
+    event_seconds: list[float] = field(default_factory=list)  # of events that hold a choice
+    total_seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # where they were asked for
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.event_seconds[0]
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        """Between one event and the next; an event may hold several tokens."""
+        return [later - earlier for earlier, later in pairwise(self.event_seconds)]
+
+
+async def ask(
+    host: str, port: int, path: str, body: Mapping[str, Any], timeout_seconds: float
+) -> StreamedAnswer:
+    """Send a request for a stream and wait for its end. Raises RequestFailed."""
+    started = time.perf_counter()
+    pieces = _Pieces()
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.create_connection(lambda: pieces, host, port)
+            try:
+                transport.write(_encode_request(host, port, path, body))
+                await pieces.end
+            finally:
+                transport.abort()
+    except TimeoutError:
+        raise RequestFailed(f"no whole answer within {timeout_seconds:g} s") from None
+    except OSError as error:
+        raise RequestFailed(f"the connection failed ({error})") from error
+    return read_answer(pieces.data, [(end, at - started) for end, at in pieces.marks])
+
+
+class _Pieces(asyncio.Protocol):
+    """What came until the server closed the connection."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.marks: list[tuple[int, float]] = []  # bytes so far, and when
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        self.marks.append((len(self.data), time.perf_counter()))
+        if len(self.data) > MAX_ANSWER_BYTES:
+            self._finish(RequestFailed(f"the answer has more than {MAX_ANSWER_BYTES} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(exc)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self.end.done():
+            return
+        if error is None:
+            self.end.set_result(None)
+        else:
+            self.end.set_exception(error)
+
+
+class _Delta(msgspec.Struct):
+    content: str = ""
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""  # of completions
+    token_ids: list[int] | None = None
+    delta: _Delta = msgspec.field(default_factory=_Delta)  # of chats
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details = msgspec.field(default_factory=_Details)
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+_PREFIX, _DONE = b"data: ", b"[DONE]"
+
+
+def read_answer(data: bytes | bytearray, marks: list[tuple[int, float]]) -> StreamedAnswer:
+    """The answer in the bytes of a whole HTTP response; `marks` are ascending byte counts with the
+    time at which so many had come. Raises RequestFailed."""
+    head, separator, rest = bytes(data).partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].split(b" ")
+    if not separator or len(status) < 2:
+        raise RequestFailed("the connection was closed before an answer")
+    if status[1] != b"200":
+        raise RequestFailed(f"HTTP {status[1].decode()}: {_shown(rest)}")
+    counts = [count for count, _ in marks]
+    answer = StreamedAnswer()
+    texts: list[str] = []
+    usage: _Usage | None = None
+    is_done = False
+    for end, line in _event_lines(rest, len(head) + len(separator)):
+        if line == _DONE:
+            is_done = True
+            answer.total_seconds = marks[bisect_left(counts, end)][1]
+            break
+        event = _decode(line)
+        if event.choices:
+            answer.event_seconds.append(marks[bisect_left(counts, end)][1])
+            for choice in event.choices:
+                texts.append(choice.text or choice.delta.content)
+                answer.token_ids += choice.token_ids or ()
+        usage = event.usage or usage
+    if not is_done or usage is None or not answer.event_seconds:
+        raise RequestFailed(f"the stream ended early after {len(answer.event_seconds)} events")
+    answer.text = "".join(texts)
+    answer.prompt_tokens, answer.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    details = usage.prompt_tokens_details
+    answer.cached_tokens, answer.cached_by_tier = (
+        details.cached_tokens,
+        details.cached_tokens_by_tier,
+    )
+    return answer
+
+
+def _decode(line: bytes) -> _Event:
+    try:
+        event = _decoder.decode(line)
+    except msgspec.MsgspecError as error:
+        raise RequestFailed(f"an event cannot be read ({error}): {_shown(line)}") from error
+    if event.error is not None:
+        raise RequestFailed(f"the stream ended with {_shown(line)}")
+    return event
+
+
+def _event_lines(body: bytes, offset: int) -> list[tuple[int, bytes]]:
+    """The events' data, each with the offset (in the response, from `offset` on) of its end.
+
+    The body is chunked; an event may be spread over chunks.
+    """
+    found: list[tuple[int, bytes]] = []
+    pending, place = b"", 0
+    while (line_end := body.find(b"\r\n", place)) >= 0:
+        try:
+            size = int(body[place:line_end].split(b";")[0], 16)
+        except ValueError as error:
+            raise RequestFailed(f"the body is not chunked: {_shown(body[place:])}") from error
+        if size == 0:
+            break
+        place = line_end + 2 + size
+        pending += body[line_end + 2 : place]
+        *lines, pending = pending.split(b"\n")
+        at = offset + min(place, len(body))
+        found += ((at, text[len(_PREFIX) :]) for text in lines if text.startswith(_PREFIX))
+        place += 2
+    return found
+
+
+def _encode_request(host: str, port: int, path: str, body: Mapping[str, Any]) -> bytes:
+    content = msgspec.json.encode(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def _shown(data: bytes) -> str:
+    return data[:_MAX_QUOTED_BYTES].decode(errors="replace").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +291,8 @@ async def _run_session(
     target: Target, session: Session, answers: list[StreamedAnswer], errors: list[str]
 ) -> None:
     while len(answers) < session.num_turns:
-        body = session.body([answer.text for answer in answers]) | {
-            "max_tokens": target.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        body = session.body([answer.text for answer in answers]) | GREEDY
+        body["max_tokens"] = target.max_tokens
         try:
             answer = await ask(target.host, target.port, session.path, body, target.timeout_seconds)
         except RequestFailed as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.extras import install_extra
-from .report import Report
 
 WIDTH_INCHES, DPI = 8.0, 100  # 800 pixels wide
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"
@@ -23,13 +22,6 @@ NO_MATPLOTLIB = (
 )
 REFERENCE = "#555555"  # lines that figures are held against
 COLOURS = ("#2b6cb0", "#2f7d4f", "#b7791f", "#97266d", "#8a8f98", "#63a4d8", "#7fbf98")
-_PHASES = {
-    "cold": "#8a8f98",
-    "pool": "#2f7d4f",
-    "cpu": "#2b6cb0",
-    "ssd": "#b7791f",
-    "remote": "#6b46c1",
-}
 
 
 def new_figure(rows: int, columns: int, height: float, **options: Any) -> Any:
@@ -151,33 +143,3 @@ def draw_and_tell(draw: Callable[[], Path | None]) -> None:
         return
     if path is not None:
         print(f"written: {path}")
-
-
-def plot_phases(report: Report, path: Path) -> Path:
-    """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
-    and none below, where nothing was measured."""
-    phases = report.figures["phases"]
-    figure, panels = new_figure(1, 1, 4.4)
-    axes = panels[0][0]
-    names = list(phases)
-    medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
-    highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
-    above = [high - median for high, median in zip(highs, medians, strict=True)]
-    colours = [_PHASES.get(name, "#555555") for name in names]
-    axes.bar(names, medians, color=colours, width=0.6)
-    axes.errorbar(
-        names, medians, yerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
-    )
-    for place, (median, high) in enumerate(zip(medians, highs, strict=True)):
-        label = f"{median:.3g} ms\np99 {high:.3g}"
-        axes.annotate(
-            label, (place, high), (0, 4), textcoords="offset points", ha="center", fontsize=8
-        )
-    axes.set_yscale("log")
-    axes.set_ylim(top=2.5 * max(highs))
-    axes.set_ylabel("time to first token, ms (log)")
-    axes.set_title(
-        "Where the document's KV cache was found: median, whisker to the 99th percentile",
-        fontsize=9,
-    )
-    return save_figure(figure, report.environment, path)

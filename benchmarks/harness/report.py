@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
+"""What every benchmark does and leaves behind: `DIR/NAME.json`, a table on the terminal, a plot.
 
 The JSON always has `environment`, `limits`, `figures` and `ratios`; ratios map a name to a number,
 the others may nest.
@@ -11,17 +11,24 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from statistics import median as median  # re-exported
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from ...tiers.settings.format import format_value
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
+from .plots import draw_and_tell
 
 _PACKAGES = ("torch", "numpy", "lmdb", "msgspec", "pyzmq", "fastapi", "uvicorn")
 
@@ -35,7 +42,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        "packages": _package_versions(),
+        "packages": package_versions(_PACKAGES),
         "version": metadata.version("stratakv"),
         "commit": _commit(),
     }
@@ -82,9 +89,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[rank - 1]
 
 
-def median(values: Sequence[float]) -> float:
-    """The median of `values`, which must not be empty."""
-    return statistics.median(values)
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of what was taken in the same round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -109,13 +116,12 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
     versions = {}
-    for name in _PACKAGES:
-        try:
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -128,3 +134,60 @@ def _commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return run.stdout.strip()
+
+
+def run_and_tell(
+    report: Report,
+    out: Path,
+    measure: Callable[[], object],
+    show: Callable[[Report], object],
+    plot: Callable[[Report, Path], Path],
+    *failures: type[Exception],
+) -> int:
+    """Measure, write the JSON, print tables, draw; 0, or 1 with the reason of a failure on the
+    terminal. Raises ConfigError."""
+    path = measure_and_write(report, out, measure, *failures)
+    if path is None:
+        return 1
+    show(report)
+    print(f"written: {path}")
+    draw_and_tell(lambda: plot(report, path.with_suffix(".png")))
+    return 0
+
+
+def measure_and_write(
+    report: Report, out: Path, measure: Callable[[], object], *failures: type[Exception]
+) -> Path | None:
+    """Where the JSON is; None with the reason of a failure on the terminal. Raises ConfigError."""
+    expected: tuple[type[Exception], ...] = (*failures, OSError)
+    try:
+        measure()
+        return report.write(out)
+    except ConfigError:
+        raise
+    except expected as error:
+        tell_failure(report.name, error)
+        return None
+
+
+def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
+    """Names by commas, in the order in which they are known; all unless some are given. Raises
+    ConfigError."""
+    names = known if given is None else [name.strip() for name in given.split(",")]
+    for name in names:
+        if name not in known:
+            near = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
+            raise ConfigError(f"{flag} takes names by commas, not {format_value(name)}{near}")
+    return [name for name in known if name in names]
+
+
+def tell_failure(name: str, error: object) -> None:
+    """In red on standard error. No markup: errors name extras, as in '.[test]'."""
+    console = Console(stderr=True)
+    console.print(f"bench {name}: {error}", style="red", markup=False, soft_wrap=True)
+
+
+def progress(console: Console) -> Progress:
+    """A bar with what is done at present, and how many are done."""
+    columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)

@@ -1,59 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `stratakv serve` process and a client that times its first token, as a user would see it.
+"""The servers of a run, in processes of their own: `stratakv serve`, `cache-server` and Redis.
 
-One request at a time over plain HTTP, so that the client's own work is in no figure.
+A client times the first token of a served model, as a user would see it: one request at a time over
+plain HTTP, so that the client's own work is in no figure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Self
+
+from .comparison import WrongWork
+from .load_client import GREEDY, RequestFailed, StreamedAnswer, ask
 
 HOST = "127.0.0.1"
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.02
 _TAIL_BYTES = 4000
+_START_SECONDS = 60.0
+REDIS = "redis-server"
+OPENSSL = "openssl"
 
 
 class ServerFailed(RuntimeError):
     """The server did not start, or answered with an error; carries its last lines."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """One completion."""
+class Server:
+    """A process that listens at a port of this host, once it does; a context manager."""
 
-    token_ids: list[int]
-    first_token_seconds: float
-    total_seconds: float
-    prompt_tokens: int
-    cached_tokens: int
-    cached_by_tier: dict[str, int] = field(default_factory=dict)
-
-
-class ServedModel:
-    """Starts the server, asks it, stops it in an orderly way; a context manager."""
-
-    def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path, start_seconds: float = 120.0
+    ) -> None:
+        self.port = port
         self._log = log
-        [self._port] = free_ports(1)
-        command = [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *arguments]
-        command += ["--host", HOST, "--port", str(self._port), "--enable-dev-routes"]
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT
             )
+        self.pid = self._process.pid
         try:
             self._wait_until_ready(start_seconds)
         except BaseException:
@@ -61,19 +58,14 @@ class ServedModel:
             self._process.wait(timeout=10)
             raise
 
-    def __enter__(self) -> ServedModel:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self, timeout_seconds: float = 60.0) -> None:
-        """SIGTERM: the tiers are written back. Raises ServerFailed where that takes too long."""
+        """SIGTERM: tiers are written back. Raises ServerFailed where that takes too long."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -82,6 +74,38 @@ class ServedModel:
             self._process.kill()
             self._process.wait(timeout=10)
             raise ServerFailed(f"did not stop in {timeout_seconds:.0f} s\n{self._tail()}") from None
+
+    def _check_ready(self) -> None:
+        """Raises OSError while it does not listen."""
+        socket.create_connection((HOST, self.port), 2.0).close()
+
+    def _wait_until_ready(self, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                code = self._process.returncode
+                raise ServerFailed(f"the server ended with code {code}\n{self._tail()}")
+            try:
+                self._check_ready()
+                return
+            except (OSError, http.client.HTTPException, ServerFailed):
+                time.sleep(_POLL_SECONDS)
+        raise ServerFailed(f"not ready after {timeout_seconds:.0f} s\n{self._tail()}")
+
+    def _tail(self) -> str:
+        with self._log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+
+class ServedModel(Server):
+    """Starts the server, asks it, stops it in an orderly way."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
+        [port] = free_ports(1)
+        command = [sys.executable, "-m", "stratakv.engine.cli.main", "serve", *arguments]
+        command += ["--host", HOST, "--port", str(port), "--enable-dev-routes"]
+        super().__init__(command, port, log, start_seconds)
 
     def reset(self, tiers: str = "all") -> None:
         """Forget cached blocks: `pool`, or `all` the tiers."""
@@ -93,92 +117,33 @@ class ServedModel:
         rows = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in rows)
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0) -> Answer:
+    def warm_up(self) -> None:
+        """The first request of a process pays for lazy initialisation, which is not measured."""
+        self.ask([1, 2, 3], 2)
+
+    def ask(
+        self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0
+    ) -> StreamedAnswer:
         """One greedy completion of token ids, streamed; the clock runs from before the request."""
-        body = json.dumps(
-            {
-                "prompt": list(prompt),
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_token_ids": True,
-            }
-        )
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout_seconds)
+        body = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
+        path = "/v1/completions"
         try:
-            started = time.perf_counter()
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", body, headers)
-            return self._read_stream(connection.getresponse(), started)
-        finally:
-            connection.close()
+            return asyncio.run(ask(HOST, self.port, path, body | GREEDY, timeout_seconds))
+        except RequestFailed as error:
+            raise ServerFailed(f"{error}\n{self._tail()}") from error
 
-    def _read_stream(self, response: http.client.HTTPResponse, started: float) -> Answer:
-        if response.status != 200:
-            raise ServerFailed(f"HTTP {response.status}: {response.read(_TAIL_BYTES)!r}")
-        token_ids: list[int] = []
-        usage: dict[str, object] | None = None
-        first = 0.0
-        for line in response:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise ServerFailed(f"the stream ended with {event['error']}")
-            new = [i for choice in event.get("choices", ()) for i in choice.get("token_ids") or ()]
-            if new and not token_ids:
-                first = time.perf_counter() - started
-            token_ids += new
-            usage = event.get("usage") or usage
-        if usage is None or not token_ids:
-            raise ServerFailed(f"the stream ended early\n{self._tail()}")
-        return _answer(token_ids, first, time.perf_counter() - started, usage)
-
-    def _wait_until_ready(self, timeout_seconds: float) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                code = self._process.returncode
-                raise ServerFailed(f"the server ended with code {code}\n{self._tail()}")
-            try:
-                self._exchange("GET", "/health", timeout_seconds=2.0)
-                return
-            except (OSError, http.client.HTTPException, ServerFailed):
-                time.sleep(_POLL_SECONDS)
-        raise ServerFailed(f"not ready after {timeout_seconds:.0f} s\n{self._tail()}")
+    def _check_ready(self) -> None:
+        self._exchange("GET", "/health", timeout_seconds=2.0)
 
     def _exchange(self, method: str, path: str, timeout_seconds: float = 30.0) -> bytes:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout_seconds)
-        try:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_seconds)
+        with closing(connection):
             connection.request(method, path)
             response = connection.getresponse()
             body = response.read()
             if response.status != 200:
                 raise ServerFailed(f"{method} {path}: HTTP {response.status} {body[:500]!r}")
             return body
-        finally:
-            connection.close()
-
-    def _tail(self) -> str:
-        with self._log.open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-            return log.read().decode(errors="replace")
-
-
-def _answer(token_ids: list[int], first: float, total: float, usage: dict[str, object]) -> Answer:
-    details = usage.get("prompt_tokens_details") or {}
-    if not isinstance(details, dict):
-        raise ServerFailed(f"usage has no prompt_tokens_details: {usage}")
-    return Answer(
-        token_ids=token_ids,
-        first_token_seconds=first,
-        total_seconds=total,
-        prompt_tokens=int(str(usage["prompt_tokens"])),
-        cached_tokens=int(details["cached_tokens"]),
-        cached_by_tier=dict(details.get("cached_tokens_by_tier") or {}),
-    )
 
 
 def free_ports(count: int) -> list[int]:
@@ -188,3 +153,51 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind((HOST, 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def cache_server(cpu_bytes: int, *flags: str) -> Iterator[Server]:
+    """A cache server with so much memory. Raises ServerFailed where it does not start."""
+    port, data_port = free_ports(2)
+    command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", "cache-server"]
+    command += ["--port", str(port), "--data-port", str(data_port), "--drain-seconds", "1"]
+    command += ["--cpu-bytes", str(cpu_bytes), *flags]
+    with (
+        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder,
+        Server(command, port, Path(folder) / "log", _START_SECONDS) as server,
+    ):
+        yield server
+
+
+@contextmanager
+def redis_server(binary: str) -> Iterator[Server]:
+    """Redis without a disk. Raises ServerFailed where it does not start."""
+    [port] = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
+        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+        command += ["--save", "", "--appendonly", "no"]
+        with Server(command, port, Path(folder) / "log", _START_SECONDS) as server:
+            yield server
+
+
+def find_redis(given: str | None) -> tuple[str, str]:
+    """The binary, or why there is none."""
+    binary = shutil.which(given or REDIS)
+    return (binary, "") if binary else ("", f"{given or REDIS} is not installed")
+
+
+@contextmanager
+def certificate() -> Iterator[tuple[Path, Path]]:
+    """A certificate of this host and its key, for a day. Raises WrongWork."""
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
+        cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"
+        command = [OPENSSL, *words.split(), "-subj", "/CN=localhost"]
+        command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        command += ["-keyout", str(key), "-out", str(cert)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_START_SECONDS, check=False
+        )
+        if done.returncode:
+            raise WrongWork(f"openssl made no certificate: {done.stderr[-_TAIL_BYTES:]}")
+        yield cert, key

@@ -7,19 +7,89 @@
     few-shot-code       functions to continue, each after one of a few sets of examples
     unique              prompts that share nothing: what serving costs without any cache
 
-Everything follows from a seed. The text is the standard library's own documentation, so tokens are
-as long, and outputs as likely, as in real use.
+Everything follows from a seed. The text is the help of Python's standard library: every machine
+that runs the benchmark has it, it is real prose and code, so tokens are as long, and outputs as
+likely, as in real use, and nothing has to be downloaded.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from .documents import QUESTIONS, Encoder, documents
+_MODULES = (
+    "argparse", "collections", "configparser", "csv", "datetime", "decimal", "difflib", "doctest",
+    "email.message", "fractions", "functools", "heapq", "http.client", "inspect", "ipaddress",
+    "json", "logging", "mailbox", "optparse", "pathlib", "pdb", "pickletools", "random", "shutil",
+    "smtplib", "socket", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading",
+    "unittest.mock", "urllib.request", "uuid", "zipfile",
+)  # fmt: skip
+
+QUESTIONS = (
+    "\nThis part of the library is used to",
+    "\nNote that the default value of",
+    "\nFor example, the following code",
+    "\nChanged in version 3.8: The",
+)
+
+Encoder = Callable[[str], list[int]]
+
+
+def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]]:
+    """`count` different documents of exactly `prefix_tokens` token ids each.
+
+    Each starts with its own number, so no two share a first block. Raises ValueError where the
+    standard library has too little text.
+    """
+    tokens: list[int] = []
+    texts = _help_texts()
+    made: list[list[int]] = []
+    for number in range(count):
+        head = encode(f"Document {number + 1}.\n\n")
+        while len(tokens) < prefix_tokens:
+            try:
+                tokens.extend(encode(next(texts)))
+            except StopIteration:
+                raise ValueError(
+                    f"the standard library has text for {len(made)} documents of {prefix_tokens} "
+                    f"tokens, not for {count}; ask for fewer or shorter ones"
+                ) from None
+        body = prefix_tokens - len(head)
+        made.append(head + tokens[:body])
+        del tokens[:body]
+    return made
+
+
+def question(encode: Encoder, index: int, max_tokens: int) -> list[int]:
+    """The token ids of one question, at most `max_tokens` of them."""
+    return encode(QUESTIONS[index % len(QUESTIONS)])[:max_tokens]
+
+
+def _help_texts() -> Iterator[str]:
+    for name in _MODULES:
+        module = importlib.import_module(name)
+        parts = [f"{name}\n{inspect.getdoc(module) or ''}"]
+        for member_name, member in sorted(vars(module).items()):
+            if inspect.isclass(member) and member.__module__ == name:
+                parts.extend(_class_texts(member_name, member))
+            elif inspect.isfunction(member) and member.__doc__:
+                parts.append(f"{member_name}: {inspect.getdoc(member)}")
+        yield "\n\n".join(parts) + "\n\n"
+
+
+def _class_texts(name: str, cls: type) -> Iterator[str]:
+    # A class may keep something else than text under __doc__.
+    if isinstance(cls.__doc__, str):
+        yield f"class {name}: {inspect.cleandoc(cls.__doc__)}"
+    for method_name, method in sorted(vars(cls).items()):
+        if inspect.isfunction(method) and method.__doc__:
+            yield f"{name}.{method_name}: {inspect.getdoc(method)}"
+
 
 Decoder = Callable[[Sequence[int]], str]
 
@@ -45,29 +115,16 @@ EXAMPLE_SETS = 4
 CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS = 16, 8192
 
 
-class Session(Protocol):
-    """Requests of one user, one after another."""
-
-    @property
-    def path(self) -> str:
-        """The route they go to."""
-
-    @property
-    def num_turns(self) -> int: ...
-
-    def body(self, answers: Sequence[str]) -> dict[str, Any]:
-        """The prompt of the request that follows these answers, as fields of its JSON."""
-
-
 @dataclass(frozen=True, slots=True)
 class PromptSession:
-    """One prompt of token ids."""
+    """One prompt of token ids, by the route that takes them."""
 
     token_ids: list[int]
     path: str = COMPLETIONS
     num_turns: int = 1
 
     def body(self, answers: Sequence[str]) -> dict[str, Any]:
+        """The prompt of the request that follows these answers, as fields of its JSON."""
         return {"prompt": self.token_ids}
 
 
@@ -90,6 +147,9 @@ class ChatSession:
             messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": self.questions[len(answers)]})
         return {"messages": messages}
+
+
+Session = PromptSession | ChatSession  # requests of one user, one after another
 
 
 class Text:

@@ -36,14 +36,13 @@ from ...engine.models.spec import load_model_spec
 from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.values import ConfigError, check_device
-from ..harness.command import progress, tell_failure
 from ..harness.comparison import WrongWork
-from ..harness.documents import documents, question
-from ..harness.plots import draw_and_tell, plot_phases
-from ..harness.report import Report
-from ..harness.served import Answer, ServedModel, ServerFailed
-from ..service.servers import cache_server
-from .child import ChildFailed, measure_in_child
+from ..harness.load_client import StreamedAnswer
+from ..harness.peer import PeerFailed
+from ..harness.plots import draw_and_tell
+from ..harness.report import Report, measure_and_write, progress
+from ..harness.served import ServedModel, ServerFailed, cache_server
+from ..harness.workloads import documents, question
 from .report import (
     PHASES,
     WARM_PHASES,
@@ -51,6 +50,7 @@ from .report import (
     Plan,
     fill_report,
     plot_costs,
+    plot_phases,
     print_costs,
     print_phases,
 )
@@ -64,43 +64,25 @@ from .scale import (
     num_pairs,
 )
 from .scale import PHASES as PHASES_SECTION
+from .sections import measure_in_child
 
 SERVER_TO_SPARE = 1.5
-Work = Callable[[ServedModel], None]
-
-
-def measure_remote(plan: Plan, log: Path, write: Work, read: Work) -> None:
-    """Start all three. `write` asks the first engine for every document, `read` the second."""
-    with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as server:
-        words = plan.remote_arguments(f"grpc://127.0.0.1:{server.port}")
-        with ServedModel(words, log) as first:
-            write(first)
-        # It has gone in an orderly way, so the server has everything.
-        with ServedModel(words, log) as second:
-            read(second)
-
-
 # What a warm phase must find of the document in its tier; the rest is block rounding.
 _EXPECTED_HIT = 0.95
 _PAID_METRIC = "stratakv:load_seconds_paid_total"
 
-Ask = Callable[[str, int, str], Answer]
+Ask = Callable[[str, int, str], StreamedAnswer]
 
 
 class BenchmarkFailed(RuntimeError):
     """A phase gave other tokens, or was not answered from its tier."""
 
 
-def warm_up(server: ServedModel) -> None:
-    """The first request of a process pays for lazy initialisation; that is not what is measured."""
-    server.ask([1, 2, 3], 2)
-
-
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
     """Every question of every warm phase with empty caches; the tokens all must agree on."""
-    warm_up(server)
+    server.warm_up()
     expected = {}
     for document in range(count):
         for name in WARM_PHASES:
@@ -149,26 +131,6 @@ def check_phases(
                 )
 
 
-def memory_copy_gb_per_second() -> float:
-    """One thread copying memory, in 10⁹ bytes of payload a second."""
-    return probes.memory_copy_bytes_per_second() / 1e9
-
-
-def disk_read_gb_per_second(directory: Path) -> float:
-    """One thread reading a fresh file past the page cache, in 10⁹ bytes a second."""
-    return probes.disk_read_bytes_per_second(directory) / 1e9
-
-
-def matmul_gflops(threads: int) -> float:
-    """A float32 matrix product on `threads` threads, in 10⁹ operations a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return probes.multiply_operations_per_second() / 1e9
-    finally:
-        torch.set_num_threads(before)
-
-
 # With fewer, the pool's room beyond one request would keep part of each document.
 MIN_DOCUMENTS = 3
 # The tiers hold all documents and the questions asked about them.
@@ -204,15 +166,15 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     report = Report("offload", "stratakv bench offload")
     report.figures["sections"] = sections
-    try:
+
+    def take() -> None:
         if PHASES_SECTION in sections:
             measure(report, plan, console)
         measure_costs(report, sections, plan.model, arguments.quick, console)
-        path = report.write(arguments.out)
-    except ConfigError:
-        raise
-    except (BenchmarkFailed, ChildFailed, ServerFailed, WrongWork, ValueError, OSError) as error:
-        tell_failure("offload", error)
+
+    failures = (BenchmarkFailed, PeerFailed, ServerFailed, WrongWork, ValueError)
+    path = measure_and_write(report, arguments.out, take, *failures)
+    if path is None:
         return 1
     show(report, path)
     return 0
@@ -317,19 +279,8 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             bar.update(steps, description="starting the server")
             return ServedModel(plan.serve_arguments(ssd_path), server_log)
 
-        def write_remote(server: ServedModel) -> None:
-            bar.advance(steps)
-            ask = asker(server)
-            for document in range(len(texts)):
-                ask("remote: first engine", document, "prime")
-
-        def read_remote(server: ServedModel) -> None:
-            bar.advance(steps)
-            warm_up(server)
-            ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
-
         def asker(server: ServedModel) -> Ask:
-            def ask(phase: str, document: int, name: str) -> Answer:
+            def ask(phase: str, document: int, name: str) -> StreamedAnswer:
                 bar.update(steps, description=phase, advance=1)
                 return server.ask(texts[document] + questions[name], plan.output_tokens)
 
@@ -343,10 +294,21 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             ask_tier(server, asker(server), len(texts), "cpu", phases["cpu"])
         with serve() as server:
             bar.advance(steps)
-            warm_up(server)
+            server.warm_up()
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
         bar.update(steps, description="starting a cache server")
-        measure_remote(plan, server_log, write_remote, read_remote)
+        with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as cache:
+            words = plan.remote_arguments(f"grpc://127.0.0.1:{cache.port}")
+            with ServedModel(words, server_log) as server:
+                bar.advance(steps)
+                ask = asker(server)
+                for document in range(len(texts)):
+                    ask("remote: first engine", document, "prime")
+            # It has gone in an orderly way, so the cache server has everything.
+            with ServedModel(words, server_log) as server:
+                bar.advance(steps)
+                server.warm_up()
+                ask_tier(server, asker(server), len(texts), "remote", phases["remote"])
     check_phases(plan, phases, expected)
     fill_report(report, plan, load_model_spec(plan.model), phases)
 
@@ -381,9 +343,17 @@ def measure_costs(
 
 
 def measure_limits(directory: Path) -> dict[str, float]:
-    """Ceilings of this machine, before anything else runs on it."""
+    """Ceilings of this machine, before anything else runs on it, in 10⁹ a second: operations of a
+    float32 matrix product on all cores, bytes that one thread copies in memory, and bytes that one
+    thread reads of a fresh file past the page cache."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        operations = probes.multiply_operations_per_second()
+    finally:
+        torch.set_num_threads(before)
     return {
-        "matmul_gflops_per_second": matmul_gflops(len(os.sched_getaffinity(0))),
-        "memory_copy_gb_per_second": memory_copy_gb_per_second(),
-        "disk_read_gb_per_second": disk_read_gb_per_second(directory),
+        "matmul_gflops_per_second": operations / 1e9,
+        "memory_copy_gb_per_second": probes.memory_copy_bytes_per_second() / 1e9,
+        "disk_read_gb_per_second": probes.disk_read_bytes_per_second(directory) / 1e9,
     }

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...engine.models.spec import ModelSpec
+from ..harness.load_client import StreamedAnswer
 from ..harness.plots import (
     COLOURS,
     GATE,
@@ -19,11 +21,17 @@ from ..harness.plots import (
     save_figure,
 )
 from ..harness.report import Report, median, percentile, print_table
-from ..harness.served import Answer
 from .scale import CONVOY, GATES, TOLD, WORST_CASE
 
 PHASES = ("cold", "pool", "cpu", "ssd", "remote")
 WARM_PHASES = PHASES[1:]
+_COLOURS = {
+    "cold": "#8a8f98",
+    "pool": "#2f7d4f",
+    "cpu": "#2b6cb0",
+    "ssd": "#b7791f",
+    "remote": "#6b46c1",
+}
 # What a phase's loads are held against.
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
@@ -79,7 +87,7 @@ class Plan:
 class Phase:
     """The answers of one phase and what it cost to load them."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[StreamedAnswer] = field(default_factory=list)
     seconds_loading: float = 0.0
 
     @property
@@ -87,10 +95,9 @@ class Phase:
         return [answer.first_token_seconds for answer in self.answers]
 
     def cached_by_tier(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for answer in self.answers:
-            for tier, tokens in answer.cached_by_tier.items():
-                totals[tier] = totals.get(tier, 0) + tokens
+            totals.update(answer.cached_by_tier)
         return totals
 
 
@@ -210,25 +217,16 @@ def print_costs(report: Report) -> None:
     rows += [[name.replace("_", " "), f"{report.ratios[name]:.3f}", "", ""] for name in told]
     columns = ["with tiers, against without", "ratio", "gate", ""]
     print_table("Medians over alternating pairs, processor seconds unless named", columns, rows)
-    cells = report.figures.get(WORST_CASE, {})
-    if cells:
-        print_table(
-            "Worst case: one request at a time, without tiers over with",
-            ["cell", "cpu", "wall", "ms/token with", "without", "cached tokens"],
-            [_row(name, cell) for name, cell in cells.items()],
-        )
-    print_convoys(report)
-
-
-def print_convoys(report: Report) -> None:
-    """What requests together behind one prefix gain, by tier."""
-    convoys = report.figures.get(CONVOY, {})
-    if convoys:
-        print_table(
-            "Convoy: requests at once behind one prefix, without tiers over with",
-            ["prefix from", "cpu", "wall", "ms/token with", "without", "cached tokens"],
-            [_row(tier, figures) for tier, figures in convoys.items()],
-        )
+    for section, what, column in (
+        (WORST_CASE, "Worst case: one request at a time", "cell"),
+        (CONVOY, "Convoy: requests at once behind one prefix", "prefix from"),
+    ):
+        if cells := report.figures.get(section, {}):
+            print_table(
+                f"{what}, without tiers over with",
+                [column, "cpu", "wall", "ms/token with", "without", "cached tokens"],
+                [_row(name, cell) for name, cell in cells.items()],
+            )
 
 
 def _row(name: str, figures: dict[str, Any]) -> list[str]:
@@ -241,6 +239,36 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
         f"{1e3 * figures['cpu_seconds_per_token_without']:.4f}",
         " ".join(f"{tier} {tokens}" for tier, tokens in cached.items() if tokens) or "-",
     ]
+
+
+def plot_phases(report: Report, path: Path) -> Path:
+    """Bars of the median time to first token by phase; whiskers from it up to the 99th percentile,
+    and none below, where nothing was measured."""
+    phases = report.figures["phases"]
+    figure, panels = new_figure(1, 1, 4.4)
+    axes = panels[0][0]
+    names = list(phases)
+    medians = [1e3 * phases[name]["ttft_p50_seconds"] for name in names]
+    highs = [1e3 * phases[name]["ttft_p99_seconds"] for name in names]
+    above = [high - middle for high, middle in zip(highs, medians, strict=True)]
+    colours = [_COLOURS.get(name, "#555555") for name in names]
+    axes.bar(names, medians, color=colours, width=0.6)
+    axes.errorbar(
+        names, medians, yerr=[[0.0] * len(names), above], fmt="none", ecolor="#333333", capsize=3
+    )
+    for place, (middle, high) in enumerate(zip(medians, highs, strict=True)):
+        label = f"{middle:.3g} ms\np99 {high:.3g}"
+        axes.annotate(
+            label, (place, high), (0, 4), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(top=2.5 * max(highs))
+    axes.set_ylabel("time to first token, ms (log)")
+    axes.set_title(
+        "Where the document's KV cache was found: median, whisker to the 99th percentile",
+        fontsize=9,
+    )
+    return save_figure(figure, report.environment, path)
 
 
 def plot_costs(report: Report, path: Path) -> Path:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...engine.models.spec import load_model_spec
-from ...tiers.settings.format import format_value
-from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Gate
+from ..harness.report import chosen
 
 PHASES = "phases"  # time to first token, by HTTP
 NO_HIT, WORST_CASE, CONVOY, STREAMING = "no_hit", "worst_case", "convoy", "streaming"
@@ -114,14 +113,7 @@ def context_of(sections: Sequence[str], scale: CostScale) -> int:
 
 def chosen_sections(text: str | None, quick: bool) -> list[str]:
     """In the order in which they are measured; raises ConfigError for unknown names."""
-    if text is None:
-        return [PHASES] if quick else list(SECTIONS)
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in SECTIONS:
-            near = did_you_mean(name, SECTIONS) or f"; there are: {', '.join(SECTIONS)}"
-            raise ConfigError(f"--sections takes names of sections, not {format_value(name)}{near}")
-    return [name for name in SECTIONS if name in names]
+    return chosen("--sections", PHASES if text is None and quick else text, SECTIONS)
 
 
 def check_context(model: Path, sections: Sequence[str], scale: CostScale) -> None:

@@ -10,32 +10,39 @@
     convoy      requests at once behind one long prefix that the tiers have, and that is nowhere
     streaming   the time of steps while blocks leave the pool ahead of need
 
-Every section holds an engine with tiers against the same one without, in pairs.
+Every section holds an engine with tiers against the same one without, in pairs, in a process of its
+own that computes like a core. The parent sends one order and reads what was done, again and again,
+and at last the figures.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
+import json
+import logging
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...tiers.admission import DEFAULT_FILTER
 from ...tiers.base import Stored, StoreTier
 from ...tiers.block import BlockLayout, pack_key
+from ...tiers.contract import make_buffers
 from ...tiers.fault_injection.plan import FaultPlan, Rule
 from ...tiers.fault_injection.store import FaultyStore
 from ...tiers.ssd.store import SsdStore
+from ..harness.peer import Child, answerer
 from ..harness.report import median
-from .engines import MeasuredEngine, Prompts, Run, RunFailed
-from .pairs import Pairs
 from .scale import (
     CONVOY,
+    FULL_COSTS,
     MIXES,
     NEAR_WORST_CASE,
     NO_HIT,
     NORMAL,
+    QUICK_COSTS,
     SLOW,
     SPEEDS,
     STREAMING,
@@ -46,7 +53,19 @@ from .scale import (
     WORST_CASE_OUTPUT,
     pairs_of,
 )
-from .workbench import FILLERS, Bench, Figures, blocks_of, greedy, prime
+from .workbench import (
+    FILLERS,
+    Bench,
+    Figures,
+    MeasuredEngine,
+    Pairs,
+    Prompts,
+    Run,
+    RunFailed,
+    blocks_of,
+    greedy,
+    prime,
+)
 
 _READS = 5
 _SECONDS = 60.0
@@ -55,33 +74,22 @@ _LEAST_BYTES = 64 * 2**20
 
 def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
     """The median of reading `count` blocks in one batch. Raises RunFailed."""
-    capacity = max(_LEAST_BYTES, 2 * count * layout.slot_bytes)
-    store = SsdStore(folder, layout, capacity)
-    size = layout.slot_bytes
+    store = SsdStore(folder, layout, max(_LEAST_BYTES, 2 * count * layout.slot_bytes))
+    keys = [pack_key(number.to_bytes(32, "little")) for number in range(count)]
+    buffers = make_buffers(count, layout)
+    taken = []
     try:
-        with mmap.mmap(-1, count * size) as memory, memoryview(memory) as view:
-            buffers = [view[i * size : (i + 1) * size] for i in range(count)]
-            try:
-                return _read(store, buffers)
-            finally:
-                for buffer in buffers:
-                    buffer.release()
+        outcomes = store.store(keys, buffers).result(_SECONDS)
+        if outcomes.count(Stored.KEPT) != count:
+            raise RunFailed("the SSD store did not keep the blocks of the probe")
+        for _ in range(_READS):
+            began = time.perf_counter()
+            proofs = store.load(keys, buffers).result(_SECONDS)
+            taken.append(time.perf_counter() - began)
+            if None in proofs:
+                raise RunFailed("the SSD store did not give back the blocks of the probe")
     finally:
         store.close(_SECONDS)
-
-
-def _read(store: SsdStore, buffers: list[memoryview]) -> float:
-    keys = [pack_key(number.to_bytes(32, "little")) for number in range(len(buffers))]
-    outcomes = store.store(keys, buffers).result(_SECONDS)
-    if outcomes.count(Stored.KEPT) != len(keys):
-        raise RunFailed("the SSD store did not keep the blocks of the probe")
-    taken = []
-    for _ in range(_READS):
-        began = time.perf_counter()
-        proofs = store.load(keys, buffers).result(_SECONDS)
-        taken.append(time.perf_counter() - began)
-        if None in proofs:
-            raise RunFailed("the SSD store did not give back the blocks of the probe")
     return median(taken)
 
 
@@ -342,3 +350,51 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
     CONVOY: convoy,
     STREAMING: streaming,
 }
+
+
+logger = logging.getLogger(__name__)
+
+
+def measure_in_child(
+    sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
+) -> dict[str, Any]:
+    """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` hears after every pair what
+    it was a part of. Raises PeerFailed."""
+    order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
+    with Child(__name__, [], scratch / "child.log", "the measuring process") as child:
+        child.send(order | {"quick": quick})
+        while "done" in (answer := child.read()):
+            told(answer["done"])
+    return answer
+
+
+def measure_here(
+    sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
+) -> dict[str, Any]:
+    """The same in this process. Raises RunFailed and OtherTokens."""
+    figures, ratios = {}, {}
+    for name in sections:
+        bench = Bench(model, scratch, QUICK_COSTS if quick else FULL_COSTS, told)
+        figures[name], found = MEASURE[name](bench)
+        ratios.update(found)
+    return {"figures": figures, "ratios": ratios}
+
+
+def main() -> int:
+    """The child's side."""
+    tell = answerer()
+    # That a close in no time writes nothing back is what is wanted here.
+    logging.basicConfig(level=logging.ERROR)
+    order = json.loads(sys.stdin.readline())
+    given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]
+    try:
+        tell(measure_here(*given, lambda what: tell({"done": what})))
+    except Exception as error:
+        logger.exception("a section failed")
+        tell({"error": str(error) or type(error).__name__})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

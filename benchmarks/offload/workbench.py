@@ -1,22 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sections of `stratakv bench offload` share: engines, texts, prefixes in the tiers."""
+"""What the sections of `stratakv bench offload` share: engines, texts, tiers with prefixes, pairs.
+
+A pair is a run of an engine with tiers and one of the same engine without, in turn and with equal
+prompts. Both must give the same tokens. Engines compute in other batches when they find other
+things cached, so rounding differs, and where the two likeliest tokens are as good as equal either
+may come: such a tie is counted, anything else stops the benchmark.
+
+Engines are stepped in this process without a server. A run of one with tiers is charged for the
+threads behind it too, also for what they do after the last token, up to the engine's next run; one
+without tiers has no such threads. Only one engine runs at a time.
+"""
 
 from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from ...engine.core import offload
+from ...engine.core.engine_core import EngineCore
 from ...engine.models.spec import load_model_spec
+from ...engine.options import engine_config
 from ...engine.sampling_params import SamplingParams
-from .engines import MeasuredEngine, Prompts, Run, WrapStore
-from .pairs import Pairs, take_pairs
+from ...engine.wire import AddRequest, TokenOutput
+from ...tiers.base import StoreTier
+from ..harness.report import median
 from .scale import SUFFIX_TOKENS, CostScale
+
+Prompts = Sequence[Sequence[int]]
+WrapStore = Callable[[StoreTier], StoreTier]
+
+# Far above what any run takes.
+RUN_SECONDS = 300.0
+# After a run: completions are taken in until there are none for so long, at most this long in all.
+_QUIET_SECONDS = 0.01
+_SETTLE_SECONDS = 0.5
+_REST_SECONDS = 60.0
+
+
+class RunFailed(RuntimeError):
+    """An engine did not answer, or not as it should."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One step that computed tokens."""
+
+    tokens: int
+    wall_seconds: float
+    thread_seconds: float  # of processors, by the thread that steps
+    stored_blocks: int  # that left the pool for the slab
+
+
+@dataclass(slots=True)
+class Run:
+    """The answers to some prompts, in their order, and what they cost."""
+
+    token_ids: list[list[int]]
+    cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, of all prompts
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    steps: list[Step] = field(default_factory=list)  # if they were asked for
+
+
+class _Threads:
+    """Processor time of all threads of this process but the one that steps engines."""
+
+    def __init__(self) -> None:
+        self._charged = self._now()
+
+    def take(self) -> float:
+        """What they have used since the last call."""
+        before, self._charged = self._charged, self._now()
+        return self._charged - before
+
+    def _now(self) -> float:
+        return time.process_time() - time.thread_time()
+
+
+class MeasuredEngine:
+    """One engine core. `wrap_store` is put around the stores below its slab."""
+
+    def __init__(
+        self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
+    ) -> None:
+        real = vars(offload)["build_offload"]
+
+        def build(*args: Any, **given: Any) -> Any:
+            return real(*args, **given | ({"wrap_store": wrap_store} if wrap_store else {}))
+
+        with patch.multiple(offload, build_offload=build):
+            self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
+        self.has_tiers = "kv_offload" in options
+        self._threads = _Threads()
+        self._wake = threading.Event()
+        self.core.set_wakeup(self._wake.set)
+        self._num_requests = 0
+
+    def run(
+        self,
+        prompts: Prompts,
+        params: SamplingParams,
+        *,
+        one_by_one: bool = False,
+        watch_steps: bool = False,
+    ) -> Run:
+        """Answer all prompts, together or one after the other. Raises RunFailed."""
+        run = Run([[] for _ in prompts])
+        groups = [[index] for index in range(len(prompts))] if one_by_one else [range(len(prompts))]
+        busy, began = time.thread_time(), time.perf_counter()
+        for group in groups:
+            self._answer({index: prompts[index] for index in group}, params, run, watch_steps)
+        run.wall_seconds = time.perf_counter() - began
+        if self.has_tiers:
+            self._settle()
+        run.cpu_seconds = time.thread_time() - busy
+        if self.has_tiers:
+            run.cpu_seconds += self._threads.take()
+        return run
+
+    def likeliest(self, context: Sequence[int], count: int) -> dict[int, float]:
+        """Log-probabilities of the likeliest next tokens."""
+        packed = np.asarray(context, "<i4").tobytes()
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=count)
+        request = AddRequest("likeliest", packed, params, skip_reading_prefix_cache=True)
+        self._take(self.core.add(request), {}, Run([]))
+        found: dict[int, float] = {}
+        while self.core.has_work():
+            for output in self.core.step():
+                for each in output.logprobs or ():
+                    # The chosen token comes first, and again in its rank.
+                    found = dict(zip(each.token_ids[1:], each.logprobs[1:], strict=True))
+        self.forget("pool")  # whoever asks next is to find what was there: nothing
+        return found
+
+    def rest(self) -> None:
+        """Wait until nothing is on its way to or from a store. Raises RunFailed."""
+        deadline = time.monotonic() + _REST_SECONDS
+        while True:
+            self._settle()
+            traffic = self.stats()["traffic"].values()
+            if not any(each["active_promotions"] or each["active_cascades"] for each in traffic):
+                return
+            if time.monotonic() > deadline:
+                raise RunFailed(f"a tier was still at work after {_REST_SECONDS:g} s")
+
+    def forget(self, scope: str) -> None:
+        """Reset the prefix cache: "pool", or "all" for the tiers too."""
+        self.core.call("reset_prefix_cache", scope)
+
+    def stats(self) -> dict[str, Any]:
+        """The connector's counters."""
+        found: dict[str, Any] = self.core.call("stats", "")["connector"]
+        return found
+
+    def close(self) -> None:
+        """Without writing back what nobody will ask for."""
+        self.core.shutdown(0.0)
+
+    def _answer(
+        self, prompts: dict[int, Sequence[int]], params: SamplingParams, run: Run, watch_steps: bool
+    ) -> None:
+        core, deadline = self.core, time.monotonic() + RUN_SECONDS
+        names = {}
+        for index, prompt in prompts.items():
+            self._num_requests += 1
+            names[str(self._num_requests)] = index
+            packed = np.asarray(prompt, "<i4").tobytes()
+            self._take(core.add(AddRequest(str(self._num_requests), packed, params)), names, run)
+        while names:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{len(names)} requests had no answer after {RUN_SECONDS:g} s")
+            if not core.has_work():
+                self._wake.wait(core.idle_seconds())
+                self._wake.clear()
+            elif watch_steps:
+                self._take(self._watch_step(run.steps), names, run)
+            else:
+                self._take(core.step(), names, run)
+
+    def _watch_step(self, steps: list[Step]) -> list[TokenOutput]:
+        counts = self.core.scheduler.counts
+        tokens = counts["scheduled_tokens"]
+        stored = self._num_stored()
+        busy, began = time.thread_time(), time.perf_counter()
+        outputs = self.core.step()
+        wall, busy = time.perf_counter() - began, time.thread_time() - busy
+        tokens = counts["scheduled_tokens"] - tokens
+        if tokens:
+            steps.append(Step(tokens, wall, busy, self._num_stored() - stored))
+        return outputs
+
+    def _num_stored(self) -> int:
+        return int(self.stats()["stored_blocks"]) if self.has_tiers else 0
+
+    def _take(self, outputs: list[TokenOutput], names: dict[str, int], run: Run) -> None:
+        for output in outputs:
+            if output.error is not None:
+                raise RunFailed(f"a request failed: {output.error}")
+            run.token_ids[names[output.request_id]] += output.new_token_ids
+            run.cached_tokens.update(output.cached_tokens_by_tier or {})
+            if output.finish_reason is not None:
+                del names[output.request_id]
+
+    def _settle(self) -> None:
+        """Take in what copies and disks have ended, so that a run begins with nothing waiting."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            while self.core.has_work() and time.monotonic() < deadline:
+                self.core.step()
+            if not self._wake.wait(_QUIET_SECONDS):
+                return
+            self._wake.clear()
+
 
 BLOCK_SIZE = 16
 _SEED = 7
@@ -27,6 +233,131 @@ FILLERS = 3
 _MIN_SSD_BYTES = 64 * 2**20
 
 Figures = dict[str, Any]
+
+
+# Between log-probabilities; in float32 the last bits of this model's are a hundred times smaller.
+TIE = 1e-3
+
+Ask = Callable[[MeasuredEngine, Prompts], Run]
+
+
+class OtherTokens(RuntimeError):
+    """With tiers an engine said something else than without."""
+
+
+@dataclass(slots=True)
+class Pairs:
+    """The runs of all pairs. `window`: so many neighbours together hold what is to be compared."""
+
+    with_tiers: list[Run] = field(default_factory=list)
+    without: list[Run] = field(default_factory=list)
+    ties: int = 0
+    window: int = 1
+
+    def ratio(self, cost: Callable[[Run], float]) -> float:
+        """The median over all windows of what it costs without tiers over what it costs with."""
+        sides = [[cost(run) for run in runs] for runs in (self.without, self.with_tiers)]
+        windows = range(len(self.without) - self.window + 1)
+        return median(
+            [
+                sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
+                for i in windows
+            ]
+        )
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Of processor seconds. Both sides did the same tokens, so it is the one for each token."""
+        return self.ratio(lambda run: run.cpu_seconds)
+
+    @property
+    def wall_ratio(self) -> float:
+        return self.ratio(lambda run: run.wall_seconds)
+
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """What the JSON holds of them; `tokens` are those of one run, prompts and outputs."""
+        found: Counter[str] = Counter()
+        for run in self.with_tiers:
+            found.update(run.cached_tokens)
+        sides = {"with_tiers": self.with_tiers, "without": self.without}
+        return {
+            "pairs": len(self.without),
+            "window": self.window,
+            "ties": self.ties,
+            "tokens": tokens,
+            "cached_tokens": found,
+            "cpu_ratio": self.cpu_ratio,
+            "wall_ratio": self.wall_ratio,
+            **{
+                f"cpu_seconds_per_token_{side}": median([run.cpu_seconds for run in runs]) / tokens
+                for side, runs in sides.items()
+            },
+            **{
+                f"wall_seconds_{side}": median([run.wall_seconds for run in runs])
+                for side, runs in sides.items()
+            },
+        }
+
+
+def take_pairs(
+    engine: MeasuredEngine,
+    plain: MeasuredEngine,
+    prompts_of: Callable[[int], Prompts],
+    ask: Ask,
+    *,
+    pairs: int,
+    warm_up: int,
+    told: Callable[[], None],
+    window: int = 1,
+    more: int = 0,
+    needs_more: Callable[[Pairs], bool] = lambda _: False,
+) -> Pairs:
+    """Who comes first changes from pair to pair. Where those taken leave something open, `more` of
+    them are. Raises OtherTokens and RunFailed."""
+    taken = Pairs(window=window)
+    number, total = -1, warm_up + pairs
+    while (number := number + 1) < total:
+        prompts = prompts_of(number)
+        if number % 2:
+            run, without = ask(engine, prompts), ask(plain, prompts)
+        else:
+            without, run = ask(plain, prompts), ask(engine, prompts)
+        taken.ties += count_ties(plain, prompts, run.token_ids, without.token_ids)
+        if number >= warm_up:
+            taken.with_tiers.append(run)
+            taken.without.append(without)
+            if len(taken.without) == pairs and needs_more(taken):
+                total += more
+        told()
+    return taken
+
+
+def count_ties(
+    plain: MeasuredEngine, prompts: Prompts, got: list[list[int]], expected: list[list[int]]
+) -> int:
+    """How many answers differ by a tie. Raises OtherTokens where one differs otherwise."""
+    ties = 0
+    for prompt, tokens, others in zip(prompts, got, expected, strict=True):
+        if tokens == others:
+            continue
+        same = next(
+            (i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None
+        )
+        if same is None or not _is_tie(
+            plain, [*prompt, *others[:same]], tokens[same], others[same]
+        ):
+            raise OtherTokens(
+                f"to a prompt of {len(prompt)} tokens an engine with tiers answered {tokens}, "
+                f"without them {others}"
+            )
+        ties += 1
+    return ties
+
+
+def _is_tie(plain: MeasuredEngine, context: Sequence[int], token: int, other: int) -> bool:
+    """Whether these two are the likeliest tokens after `context`, one as likely as the other."""
+    likeliest = plain.likeliest(context, 2)
+    return likeliest.keys() == {token, other} and abs(likeliest[token] - likeliest[other]) < TIE
 
 
 class Bench:
@@ -81,11 +412,8 @@ class Bench:
     @contextmanager
     def plain(self, options: Figures) -> Iterator[MeasuredEngine]:
         """An engine without tiers."""
-        engine = MeasuredEngine(self._model, {"num_threads": 1, **options})
-        try:
+        with closing(MeasuredEngine(self._model, {"num_threads": 1, **options})) as engine:
             yield engine
-        finally:
-            engine.close()
 
     @contextmanager
     def tiered(

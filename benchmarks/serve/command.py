@@ -31,23 +31,21 @@ from ...engine.options import EMBEDDED_MODEL
 from ...engine.text.tokenizer import Tokenizer
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import ConfigError
-from ..harness.documents import Encoder
 from ..harness.load_client import LoadRun, Target, run_closed, run_open
 from ..harness.peer import Peer, PeerFailed
-from ..harness.plots import draw_and_tell
-from ..harness.report import Report
+from ..harness.report import Report, run_and_tell, tell_failure
 from ..harness.served import HOST, ServedModel, ServerFailed
 from ..harness.workloads import (
     CONTEXT_TOKENS,
     LONGEST_ANSWER_TOKENS,
     WORKLOADS,
     Decoder,
+    Encoder,
     PromptSession,
     Session,
     make_sessions,
 )
 from .report import (
-    Comparison,
     fill_comparison,
     load_figures,
     plot_serve,
@@ -168,16 +166,6 @@ class Coding:
         return cls(partial(tokenizer.encode, add_special_tokens=False), tokenizer.decode)
 
 
-class LoadedServer(ServedModel):
-    """A server that many clients ask at once."""
-
-    def __enter__(self) -> LoadedServer:
-        return self
-
-    def target(self, max_tokens: int) -> Target:
-        return Target(HOST, self._port, max_tokens)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run everything; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     plan = make_plan(arguments)
@@ -185,25 +173,22 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     report = Report("serve", "stratakv bench serve")
     report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
-    try:
+
+    def measure() -> None:
         coding = Coding.of(plan.model)
         with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch:
             measure_workloads(plan, coding, Path(scratch), report, console)
             if plan.rounds:
                 measure_comparison(plan, coding, Path(scratch), report, console)
-        path = report.write(arguments.out)
-    except ConfigError:
-        raise
-    except (BenchmarkFailed, ServerFailed, PeerFailed, ValueError, OSError) as error:
-        console.print(f"bench serve: {error}", style="red")
+
+    failures = (BenchmarkFailed, ServerFailed, PeerFailed, ValueError)
+    if run_and_tell(report, arguments.out, measure, partial(show, plan), plot_serve, *failures):
         return 1
-    show(plan, report)
-    print(f"written: {path}")
-    draw_and_tell(lambda: plot_serve(report, arguments.out / "serve.png"))
     failed = sum(figures["failed"] for figures in report.figures["workloads"].values())
     if failed:
-        console.print(f"bench serve: {failed} requests failed; see errors in {path}", style="red")
-    return 1 if failed else 0
+        words = f"{failed} requests failed; see errors in {arguments.out / 'serve.json'}"
+        tell_failure("serve", words)
+    return int(failed > 0)
 
 
 def measure_workloads(
@@ -218,13 +203,14 @@ def measure_workloads(
         "--kv-offload", "cpu,ssd", "--kv-offload-cpu-bytes", CPU_TIER,
         "--kv-offload-ssd-path", str(scratch / "ssd"), "--kv-offload-ssd-bytes", SSD_TIER,
     ]  # fmt: skip
-    with LoadedServer(arguments, scratch / "workloads.log") as server:
-        warm_up(server)
+    with ServedModel(arguments, scratch / "workloads.log") as server:
+        server.warm_up()
         for name in plan.workloads:
             console.print(f"workload {name}")
             sessions = make_sessions(name, coding.encode, coding.decode, plan.requests, plan.seed)
             server.reset("all")
-            load = asyncio.run(_run(plan, server.target(plan.output_tokens), sessions))
+            target = Target(HOST, server.port, plan.output_tokens)
+            load = asyncio.run(_run(plan, target, sessions))
             figures[name] = load_figures(load)
             figures[name]["usual_hit_rate"] = WORKLOADS[name].usual_hit_rate
 
@@ -235,28 +221,30 @@ def measure_comparison(
     """The same prompts in every way, in turn, so that what else the machine does hits all alike."""
     prompts = unique_prompts(plan, coding)
     texts: dict[str, list[str]] = {}
-    comparison = Comparison()
+    rates: dict[str, list[float]] = {}
+    same_text = {}
     with ExitStack() as stack:
         console.print("starting the server and the peers of the comparison")
         peers = start_peers(plan, scratch, stack, console)
         log = scratch / "comparison.log"
-        server = stack.enter_context(LoadedServer(common_arguments(plan), log))
-        warm_up(server)
-        for name, peer in peers.items():
+        server = stack.enter_context(ServedModel(common_arguments(plan), log))
+        server.warm_up()
+        for peer in set(peers.values()):
             peer.wait_ready()
+        for name, peer in peers.items():
             peer.run(MODES[name], prompts[:2], 2, PEER_SECONDS)
         for turn in range(plan.rounds):
             console.print(f"round {turn + 1} of {plan.rounds}")
             rate, texts["http"] = ask_http(server, prompts, plan.output_tokens)
-            comparison.rates.setdefault("http", []).append(rate)
+            rates.setdefault("http", []).append(rate)
             for name, peer in peers.items():
                 made = peer.run(MODES[name], prompts, plan.output_tokens, PEER_SECONDS)
-                comparison.rates.setdefault(name, []).append(made.tokens_per_second)
+                rates.setdefault(name, []).append(made.tokens_per_second)
                 texts[name] = [coding.decode(ids) for ids in made.token_ids]
     for name in peers:
         same = sum(a == b for a, b in zip(texts["http"], texts[name], strict=True))
-        comparison.same_text[name] = same / len(prompts)
-    fill_comparison(report, comparison)
+        same_text[name] = same / len(prompts)
+    fill_comparison(report, rates, same_text)
 
 
 def common_arguments(plan: Plan) -> list[str]:
@@ -289,21 +277,17 @@ def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
 
 
 def ask_http(
-    server: LoadedServer, prompts: Sequence[list[int]], max_tokens: int
+    server: ServedModel, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[float, list[str]]:
     """All prompts at once: output tokens a second, and the texts in the order of the prompts."""
     server.reset("all")
     sessions = [PromptSession(prompt) for prompt in prompts]
-    load = asyncio.run(run_closed(server.target(max_tokens), sessions, len(sessions)))
+    target = Target(HOST, server.port, max_tokens)
+    load = asyncio.run(run_closed(target, sessions, len(sessions)))
     if load.errors:
         raise BenchmarkFailed(f"{len(load.errors)} requests failed: {load.errors[0]}")
     rate = sum(answer.output_tokens for answer in load.answers) / load.seconds
     return rate, [answer.text for answer in load.answers]
-
-
-def warm_up(server: LoadedServer) -> None:
-    """The first request of a process pays for lazy initialisation; that is not what is measured."""
-    server.ask([1, 2, 3], 2)
 
 
 def show(plan: Plan, report: Report) -> None:

@@ -15,14 +15,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..harness.http_stream import StreamedAnswer
-from ..harness.load_client import LoadRun
+from ..harness.load_client import LoadRun, StreamedAnswer
 from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_figure, save_figure
-from ..harness.report import Report, median, percentile, print_table
+from ..harness.report import Report, median, percentile, print_table, ratios
 
 TIERS = ("pool", "cpu", "ssd")
 # What HTTP is held against → the name of the ratio.
@@ -44,15 +42,6 @@ _COUNTS = {
     "total_token_throughput": "Total token throughput (tok/s)",
 }
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
-
-
-@dataclass(slots=True)
-class Comparison:
-    """Output tokens a second of the same prompts, one figure for each round."""
-
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    # Of the outputs over HTTP, how many are the very text that a peer made.
-    same_text: dict[str, float] = field(default_factory=dict)
 
 
 def load_figures(run: LoadRun) -> dict[str, Any]:
@@ -77,21 +66,21 @@ def load_figures(run: LoadRun) -> dict[str, Any]:
     return figures
 
 
-def fill_comparison(report: Report, comparison: Comparison) -> None:
-    """Medians of the rounds, and what HTTP reaches of each peer: the median of the ratios within a
-    round, since what else the machine does changes from round to round."""
-    rates = comparison.rates
+def fill_comparison(
+    report: Report, rates: Mapping[str, list[float]], same_text: Mapping[str, float]
+) -> None:
+    """Medians of the rounds' rates, how many outputs over HTTP are the very text that a peer made,
+    and what HTTP reaches of each peer: the median of the ratios within a round, since what else the
+    machine does changes from round to round."""
     report.figures["comparison"] = {
         name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
-        | ({"same_text": comparison.same_text[name]} if name in comparison.same_text else {})
+        | ({"same_text": same_text[name]} if name in same_text else {})
         for name in rates
     }
     report.limits["engine_output_throughput"] = median(rates["engine"])
     for name, ratio in _RATIOS.items():
         if name in rates:
-            report.ratios[ratio] = median(
-                [ours / theirs for ours, theirs in zip(rates["http"], rates[name], strict=True)]
-            )
+            report.ratios[ratio] = median(ratios(rates["http"], rates[name]))
 
 
 def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a run: clients that move blocks together, and far ends that they need.
 
-All are started before anything is measured. Every wait has a deadline, and whatever goes wrong in a
-process ends the run.
+All are started before anything is measured. A client opens transports, and moves all its blocks
+through one when told to; orders and answers go through a pipe, and moves begin together, at a
+barrier. Every wait has a deadline, and whatever goes wrong in a process ends the run.
 """
 
 from __future__ import annotations
@@ -10,20 +11,123 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from ...engine.client.launcher import CORE_ENVIRONMENT
 from ..harness.comparison import WrongWork
-from . import client
-from .client import Failed, Moved
-from .transports import SECONDS, Plan
+from .transports import (
+    SECONDS,
+    Blocks,
+    ConnectionTransport,
+    CopyTransport,
+    MooncakeTransport,
+    Plan,
+    RawTransport,
+    RedisTransport,
+    TierTransport,
+    Transport,
+)
 
 _EXIT_SECONDS = 10.0
 _CPU_OF_ALL_THREADS = 2  # see clock_getcpuclockid(3)
+TRANSPORTS: dict[str, Any] = {
+    "copy": CopyTransport,
+    "connection": ConnectionTransport,
+    "tier": TierTransport,
+    "raw": RawTransport,
+    "redis": RedisTransport,
+    "mooncake": MooncakeTransport,
+}
+
+
+class Moved(NamedTuple):
+    """When a client moved its blocks (monotonic), and what that took of the processor."""
+
+    began: float
+    ended: float
+    cpu_seconds: float
+
+
+def serve(pipe: Pipe, barrier: Any, number: int, block_bytes: int, count: int) -> None:
+    """Do what comes through the pipe until it is closed."""
+    try:
+        client = _Client(barrier, number, block_bytes, count)
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        pipe.send(_failed(error))
+        return
+    while True:
+        try:
+            order, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(client, order)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the same
+            barrier.abort()
+            answer = _failed(error)
+        pipe.send(answer)
+
+
+def _failed(error: Exception) -> WrongWork:
+    return WrongWork(f"{type(error).__name__}: {error}")
+
+
+class _Client:
+    """The orders that a parent may give."""
+
+    def __init__(self, barrier: Any, number: int, block_bytes: int, count: int) -> None:
+        self._barrier = barrier
+        self._random = random.Random(number)
+        self._blocks = Blocks(block_bytes, count)
+        self._transports: dict[str, Transport] = {}
+        self._stamps: dict[str, list[bytes]] = {}
+
+    def ready(self) -> None:
+        """Said when the memory is there."""
+
+    def open(self, name: str, plan: Plan) -> None:
+        """Open a transport, and store every block once; where that fails it is closed again."""
+        self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
+        try:
+            self.move(name, "store", 1)
+        except BaseException:
+            self.shut(name)
+            raise
+
+    def shut(self, name: str) -> None:
+        """Close a transport."""
+        self._transports.pop(name).close()
+
+    def move(self, name: str, verb: str, passes: int) -> Moved:
+        """Store or load all blocks so many times, each time in another order."""
+        transport, blocks = self._transports[name], self._blocks
+        orders = [self._random.sample(range(len(blocks)), len(blocks)) for _ in range(passes)]
+        if verb == "store":
+            self._stamps[name] = blocks.stamp()
+        else:
+            blocks.scrub()
+        act = getattr(transport, verb)
+        self._barrier.wait(SECONDS)
+        cpu = time.process_time()
+        began = time.monotonic()
+        for order in orders:
+            act(order)
+        moved = Moved(began, time.monotonic(), time.process_time() - cpu)
+        if verb == "load":
+            blocks.check(self._stamps[name])
+        return moved
+
+    def look_up(self, name: str, calls: int, keys: int) -> list[float]:
+        """Seconds of each call."""
+        transport = self._transports[name]
+        assert isinstance(transport, ConnectionTransport)
+        return transport.look_up(calls, keys)
 
 
 class Round(NamedTuple):
@@ -43,7 +147,7 @@ class Clients:
         # Kept, for its semaphores go with it, and clients open them when they start.
         self._barrier = barrier = multiprocessing.get_context("spawn").Barrier(clients)
         self._clients = [
-            start(client.serve, barrier, number, block_bytes, count) for number in range(clients)
+            start(serve, barrier, number, block_bytes, count) for number in range(clients)
         ]
         try:
             self._order("ready", [()] * clients)
@@ -70,9 +174,7 @@ class Clients:
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
         """Seconds of each call of the first client."""
-        seconds: list[float]
-        [seconds] = self._order("look_up", [(name, calls, keys)])
-        return seconds
+        return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -85,8 +187,8 @@ class Clients:
         answers = [each.take() for each in self._clients[: len(arguments)]]
         for answer in answers:
             # Others had to give up because this one did.
-            if isinstance(answer, Failed) and not answer.words.startswith("BrokenBarrierError"):
-                raise WrongWork(answer.words)
+            if isinstance(answer, WrongWork) and not str(answer).startswith("BrokenBarrierError"):
+                raise answer
         return answers
 
 
@@ -121,7 +223,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Child:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    with _environment(CORE_ENVIRONMENT):
+    with patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
         process.start()
     theirs.close()
     return Child(process, ours)
@@ -141,14 +243,3 @@ def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iter
 def cpu_seconds(pid: int) -> float:
     """What a process has taken of the processor, in all its threads."""
     return time.clock_gettime(~pid << 3 | _CPU_OF_ALL_THREADS)
-
-
-@contextlib.contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update({**more, **before})
-    try:
-        yield
-    finally:
-        for name in more.keys() - before.keys():
-            del os.environ[name]

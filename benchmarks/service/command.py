@@ -14,36 +14,201 @@ import argparse
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...tiers.errors import TierError
 from ...tiers.remote.address import ServerAddress
 from ...tiers.settings.values import ConfigError
-from ..harness.command import run_and_tell
-from ..harness.comparison import Comparison, WrongWork, quartiles, take_rounds
-from ..harness.report import Report, median
-from ..tiers.scale import layout_of
-from ..tiers.slab_case import footprint_bytes
-from . import mooncake_transport, raw_transport
-from .clients import Clients, Round, cpu_seconds, far_ends
-from .report import plot_service, print_service
-from .scale import (
-    CASES,
-    FULL,
-    LIMITS,
-    LOOK_UP_KEYS,
-    QUICK,
-    SIZES,
-    Case,
-    Scale,
-    look_up_name,
-    row_name,
+from ..harness.comparison import (
+    COMPARISON_COLUMNS,
+    Comparison,
+    Gate,
+    WrongWork,
+    comparison_row,
+    quartiles,
+    take_rounds,
 )
-from .servers import OPENSSL, cache_server, certificate, find_redis, redis_server
+from ..harness.plots import (
+    GATE,
+    MISSED,
+    caption,
+    draw_bars,
+    mark_gates,
+    new_figure,
+    save_figure,
+)
+from ..harness.report import Report, chosen, median, print_table, run_and_tell
+from ..harness.served import (
+    OPENSSL,
+    ServerFailed,
+    cache_server,
+    certificate,
+    find_redis,
+    redis_server,
+)
+from ..tiers.scale import MIB, layout_of
+from ..tiers.slab_case import footprint_bytes
+from . import transports
+from .clients import Clients, Round, cpu_seconds, far_ends
 from .transports import Plan
+
+SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB}
+LOOK_UP_KEYS = (1024, 4096)  # of one call
+
+
+class Case(NamedTuple):
+    """One row: `transport` moves blocks as `verb` says, `limit` the same without a service."""
+
+    name: str
+    transport: str
+    verb: str
+    limit: str
+    least: float | None = None  # of the ratio with one client; more are reported only
+
+
+CASES = (
+    Case("shm_batch", "shm", "load", "copy", 0.7),
+    Case("shm_store", "shm", "store", "copy"),
+    Case("tier_load", "tier", "load", "copy"),
+    Case("tier_store", "tier", "store", "copy"),
+    Case("data_load", "data", "load", "raw", 0.8),
+    Case("data_store", "data", "store", "raw", 0.7),
+    Case("grpc_stream", "grpc", "load", "raw", 0.25),
+    Case("grpc_stream_store", "grpc", "store", "raw"),
+    Case("data_load_tls", "tls", "load", "raw_tls", 0.5),
+    Case("redis_get", "redis", "load", "raw"),
+    Case("redis_set", "redis", "store", "raw"),
+    Case("mooncake_read", "mooncake", "load", "raw"),
+    Case("mooncake_write", "mooncake", "store", "raw"),
+)
+LIMITS: Mapping[str, str] = {"copy": "memcpy", "raw": "TCP", "raw_tls": "TLS"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes in bytes, of all clients together, and numbers of rounds."""
+
+    footprint_bytes: int  # of each client, and again at the other end; at least this
+    copied_bytes: int  # in one round of a memory copy
+    sent_bytes: int  # in one round of anything else
+    rounds: int  # even, so that either side is the first one as often
+    clients: Sequence[int]
+    look_ups: int  # calls
+
+
+FULL = Scale(
+    footprint_bytes=64 * MIB,
+    copied_bytes=1024 * MIB,
+    sent_bytes=384 * MIB,
+    rounds=12,
+    clients=(1, 4),
+    look_ups=200,
+)
+QUICK = Scale(
+    footprint_bytes=32 * MIB,
+    copied_bytes=64 * MIB,
+    sent_bytes=32 * MIB,
+    rounds=2,
+    clients=(1,),
+    look_ups=20,
+)
+
+
+def row_name(case: str, size: str, clients: int) -> str:
+    """The name of a ratio."""
+    return f"{case}_{size}" + (f"_{clients}" if clients > 1 else "")
+
+
+def look_up_name(keys: int) -> str:
+    """The name of a rate of look-ups."""
+    return f"lookup_{keys}_keys_per_second"
+
+
+def _gates() -> dict[str, Gate]:
+    gates = {look_up_name(LOOK_UP_KEYS[0]): Gate(least=500_000)}
+    for case in CASES:
+        if case.least is not None:
+            gates |= {row_name(case.name, size, 1): Gate(least=case.least) for size in SIZES}
+    return gates
+
+
+GATES: Mapping[str, Gate] = _gates()
+
+
+# With one client, and with more.
+_OURS, _THEIRS = ("#2b6cb0", "#90bce4"), ("#6b7078", "#c3c7cd")
+_OTHERS = ("redis", "mooncake")
+_COSTS = ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb")
+_COST_COLUMN = COMPARISON_COLUMNS.index("A/A")
+
+
+def print_service(report: Report) -> None:
+    """What a person reads: figure, limit, ratio, gate."""
+    rows = []
+    for name in report.ratios:
+        row = comparison_row(report, name, GATES.get(name))
+        taken = report.figures["contests"].get(name, {})
+        costs = [taken[key] for key in _COSTS if key in taken]
+        row.insert(_COST_COLUMN, " / ".join(f"{cost:.2f}" for cost in costs))
+        rows.append(row)
+    columns = list(COMPARISON_COLUMNS)
+    columns.insert(_COST_COLUMN, "cpu s/GB")
+    title = (
+        "The cache service against this machine's loopback and memory, measured in turn. cpu s/GB: "
+        "of both ends, ours / limit. A/A: the limit against itself, quartiles"
+    )
+    print_table(title, columns, rows)
+    for what, why in report.figures["skipped"].items():
+        print(f"skipped: {what}: {why}")
+
+
+def plot_service(report: Report, path: Path) -> Path:
+    """For each size of block a panel: the cases, a bar for each number of clients, and gates."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure, panels = new_figure(len(SIZES), 1, 3.1 * len(SIZES), sharex=True)
+    ratios, counts = report.ratios, report.figures["plan"]["clients"]
+    cases = [
+        case
+        for case in CASES
+        if any(row_name(case.name, s, n) in ratios for s in SIZES for n in counts)
+    ]
+    words = [f"{count} client{'s' * (count > 1)}" for count in counts]
+    shades = [min(number, 1) for number in range(len(counts))]
+    colours = [[(_THEIRS if c.transport in _OTHERS else _OURS)[s] for c in cases] for s in shades]
+    labels = [
+        f"{case.name.replace('_', ' ', 1).replace('_', chr(10))}\nof {LIMITS[case.limit]}"
+        for case in cases
+    ]
+    width = 0.84 / len(counts)
+    for (axes,), size in zip(panels, SIZES, strict=True):
+        series = {
+            word: [ratios.get(row_name(case.name, size, count)) for case in cases]
+            for word, count in zip(words, counts, strict=True)
+        }
+        draw_bars(axes, labels, series, colours, fmt="%.2f", size=6.5)
+        for number, count in enumerate(counts):
+            for place, name in enumerate(row_name(case.name, size, count) for case in cases):
+                if name in GATES and name in ratios:
+                    at = place - 0.42 + width * (number + 0.5)
+                    colour = GATE if GATES[name].is_met(ratios[name]) else MISSED
+                    mark_gates(axes, {at: GATES[name].least}, width, colour)
+        axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
+        caption(axes, f"Blocks of {size}", y="share of the limit")
+    handles: list[Any] = [
+        Patch(color=colour[shade], label=f"{whose}, {word}")
+        for whose, colour in (("StrataKV", _OURS), ("another server", _THEIRS))
+        for shade, word in zip(shades, words, strict=True)
+    ]
+    handles.append(Line2D([], [], color=GATE, lw=2, label="promised (red: missed)"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    return save_figure(figure, report.environment, path)
+
 
 _LOOK_UP_BLOCK_BYTES = 4096
 _SPARE = 1.25  # of the server's memory: what is being stored has a place beside what is there
@@ -68,13 +233,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
     scale = QUICK if arguments.quick else FULL
     clients = _clients(arguments.clients) or scale.clients
-    cases = _cases(arguments.cases)
+    wanted = chosen("--cases", arguments.cases or None, [case.name for case in CASES])
+    cases = [case for case in CASES if case.name in wanted]
     report = Report("service", "stratakv bench service" + " --quick" * arguments.quick)
     measurement = Measurement(report, scale, cases, arguments.redis_server)
     work = partial(measurement.take, clients)
-    return run_and_tell(
-        report, arguments.out, work, print_service, plot_service, WrongWork, TierError
-    )
+    failures = (WrongWork, TierError, ServerFailed)
+    return run_and_tell(report, arguments.out, work, print_service, plot_service, *failures)
 
 
 def _clients(given: str | None) -> list[int]:
@@ -85,15 +250,6 @@ def _clients(given: str | None) -> list[int]:
     if any(not 0 < number <= 64 for number in numbers):
         raise ConfigError(f"--clients takes numbers from 1 to 64 by commas, not {given}")
     return numbers
-
-
-def _cases(given: str | None) -> list[Case]:
-    names = [case.name for case in CASES]
-    wanted = given.split(",") if given else names
-    for name in wanted:
-        if name not in names:
-            raise ConfigError(f"--cases takes names by commas, of {', '.join(names)}; not {name}")
-    return [case for case in CASES if case.name in wanted]
 
 
 class Measurement:
@@ -110,8 +266,8 @@ class Measurement:
         self._skipped: dict[str, str] = {}
         if no_redis:
             self._skipped["redis"] = no_redis
-        if mooncake_transport.why_not():
-            self._skipped["mooncake"] = mooncake_transport.why_not()
+        if no_mooncake := transports.why_no_mooncake():
+            self._skipped["mooncake"] = no_mooncake
         figures = report.figures
         figures["plan"] = {
             "footprint_bytes": self._footprint,
@@ -126,42 +282,48 @@ class Measurement:
         self._report.figures["plan"]["clients"] = list(counts)
         for number in counts:
             for size, block_bytes in SIZES.items():
-                clients = Clients(number, block_bytes, self._footprint // block_bytes)
-                try:
+                count = self._footprint // block_bytes
+                with contextlib.closing(Clients(number, block_bytes, count)) as clients:
                     self._take_cases(clients, size)
-                finally:
-                    clients.close()
         self._take_look_ups()
         self._report.figures["plan"]["load_average_after"] = os.getloadavg()
 
     def _take_cases(self, clients: Clients, size: str) -> None:
-        with self._limits(clients, "copy", "raw") as limits:
-            if self._is_wanted("shm", "tier", "data"):
-                self._take_server(clients, size, limits)
-            if self._is_wanted("grpc"):
-                with (
-                    self._server(clients, *_STREAMS_ONLY) as (pid, address),
-                    clients.transport("grpc", [_plan(address, "streams")] * len(clients)),
-                ):
-                    self._comparisons(clients, size, "grpc", [pid], limits)
-            for transport, peer in (("redis", self._with_redis), ("mooncake", self._with_mooncake)):
-                if transport not in self._skipped and self._is_wanted(transport):
-                    with peer(clients) as pids:
-                        self._comparisons(clients, size, transport, pids, limits)
+        with (
+            self._limits(clients, "copy", "raw") as limits,
+            contextlib.closing(self._transports(clients)) as opened,
+        ):
+            for transport, plans, pids in opened:
+                self._comparisons(clients, size, transport, plans, pids, limits)
         if self._is_wanted("tls"):
             self._take_tls(clients, size)
 
-    def _take_server(self, clients: Clients, size: str, limits: dict[str, list[int]]) -> None:
-        with self._server(clients) as (pid, address):
-            plans = {
-                "shm": _plan(address, "memory"),
-                "tier": Plan("tier", {"address": address}),
-                "data": _plan(address, "socket"),
-            }
-            for transport, plan in plans.items():
-                if self._is_wanted(transport):
-                    with clients.transport(transport, [plan] * len(clients)):
-                        self._comparisons(clients, size, transport, [pid], limits)
+    def _transports(
+        self, clients: Clients
+    ) -> Generator[tuple[str, list[Plan], list[int]], None, None]:
+        """One after the other: its name, a plan for each client, and the processes beside them."""
+        every = len(clients)
+        if self._is_wanted("shm", "tier", "data"):
+            with self._server(clients) as (pid, address):
+                yield "shm", [_plan(address, "memory")] * every, [pid]
+                yield "tier", [Plan("tier", {"address": address})] * every, [pid]
+                yield "data", [_plan(address, "socket")] * every, [pid]
+        if self._is_wanted("grpc"):
+            with self._server(clients, *_STREAMS_ONLY) as (pid, address):
+                yield "grpc", [_plan(address, "streams")] * every, [pid]
+        if self._is_wanted("redis"):
+            with redis_server(self._redis) as server:
+                keys = [{"port": server.port, "prefix": f"client{n}"} for n in range(every)]
+                yield "redis", [Plan("redis", each) for each in keys], [server.pid]
+        if self._is_wanted("mooncake"):
+            # One process holds the memory of all clients, as a server would.
+            count, serve = every * clients.count, transports.serve_mooncake
+            with far_ends(serve, clients.block_bytes, count, clients=1) as [(child, told)]:
+                target, addresses = told
+                starts = range(0, count, clients.count)
+                parts = [addresses[start : start + clients.count] for start in starts]
+                plans = [Plan("mooncake", {"target": target, "addresses": part}) for part in parts]
+                yield "mooncake", plans, [child.process.pid]
 
     def _take_tls(self, clients: Clients, size: str) -> None:
         if shutil.which(OPENSSL) is None:
@@ -172,9 +334,9 @@ class Measurement:
             with (
                 self._limits(clients, "raw_tls", files=files) as limits,
                 self._server(clients, *flags) as (pid, address),
-                clients.transport("tls", [_plan(address, "socket", files[0])] * len(clients)),
             ):
-                self._comparisons(clients, size, "tls", [pid], limits)
+                plans = [_plan(address, "socket", files[0])] * len(clients)
+                self._comparisons(clients, size, "tls", plans, [pid], limits)
 
     @contextlib.contextmanager
     def _limits(
@@ -189,15 +351,9 @@ class Measurement:
                 stack.enter_context(clients.transport("copy", [Plan("copy")] * len(clients)))
                 pids["copy"] = []
             for name in wanted - {"copy"}:
-                ends = stack.enter_context(
-                    far_ends(
-                        raw_transport.serve,
-                        clients.block_bytes,
-                        clients.count,
-                        files,
-                        clients=len(clients),
-                    )
-                )
+                sizes = clients.block_bytes, clients.count
+                far = far_ends(transports.serve_raw, *sizes, files, clients=len(clients))
+                ends = stack.enter_context(far)
                 plans = [Plan("raw", {"port": port, "ca_file": ca_file}) for _, port in ends]
                 stack.enter_context(clients.transport(name, plans))
                 pids[name] = [child.process.pid for child, _ in ends]
@@ -210,99 +366,49 @@ class Measurement:
         with cache_server(cpu_bytes, *flags) as server:
             yield server.pid, ServerAddress("127.0.0.1", server.port)
 
-    @contextlib.contextmanager
-    def _with_redis(self, clients: Clients) -> Iterator[list[int]]:
-        with redis_server(self._redis) as server:
-            plans = [
-                Plan("redis", {"port": server.port, "prefix": f"client{number}"})
-                for number in range(len(clients))
-            ]
-            with clients.transport("redis", plans):
-                yield [server.pid]
-
-    @contextlib.contextmanager
-    def _with_mooncake(self, clients: Clients) -> Iterator[list[int]]:
-        """One process holds the memory of all clients, as a server would."""
-        count = len(clients) * clients.count
-        with far_ends(mooncake_transport.serve, clients.block_bytes, count, clients=1) as [
-            (child, told)
-        ]:
-            target, addresses = told
-            plans = [
-                Plan(
-                    "mooncake",
-                    {
-                        "target": target,
-                        "addresses": addresses[
-                            number * clients.count : (number + 1) * clients.count
-                        ],
-                    },
-                )
-                for number in range(len(clients))
-            ]
-            with clients.transport("mooncake", plans):
-                yield [child.process.pid]
-
     def _is_wanted(self, *transports: str) -> bool:
-        return any(case.transport in transports for case in self._cases)
+        there = set(transports) - self._skipped.keys()
+        return any(case.transport in there for case in self._cases)
 
     def _comparisons(
         self,
         clients: Clients,
         size: str,
         transport: str,
+        plans: Sequence[Plan],
         pids: Sequence[int],
         limits: dict[str, list[int]],
     ) -> None:
-        for case in self._cases:
-            if case.transport == transport:
-                self._comparison(
-                    clients, row_name(case.name, size, len(clients)), case, pids, limits
+        if not self._is_wanted(transport):
+            return
+        with clients.transport(transport, plans):
+            for case in (case for case in self._cases if case.transport == transport):
+                passes = self._passes(clients, case)
+                ours = _Meter(clients, transport, case.verb, pids, passes)
+                limit = _Meter(clients, case.limit, case.verb, limits[case.limit], passes)
+                name = row_name(case.name, size, len(clients))
+                comparison = Comparison(name, "B/s", LIMITS[case.limit], ours, limit)
+                outcome = take_rounds(comparison, self._scale.rounds)
+                outcome.add_to(
+                    self._report, cpu_seconds_per_gb=ours.cost, limit_cpu_seconds_per_gb=limit.cost
                 )
-
-    def _comparison(
-        self,
-        clients: Clients,
-        name: str,
-        case: Case,
-        pids: Sequence[int],
-        limits: dict[str, list[int]],
-    ) -> None:
-        ours = _Meter(clients, case.transport, case.verb, pids, self._passes(clients, case))
-        limit = _Meter(
-            clients, case.limit, case.verb, limits[case.limit], self._passes(clients, case)
-        )
-        outcome = take_rounds(
-            Comparison(name, "B/s", LIMITS[case.limit], ours, limit), self._scale.rounds
-        )
-        figures = self._report.figures
-        costs = {"cpu_seconds_per_gb": ours.cost, "limit_cpu_seconds_per_gb": limit.cost}
-        figures["contests"][name] = outcome.figures() | costs
-        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
-            figures["spreads"][spread] = quartiles(ratios)
-        self._report.ratios[name] = outcome.ratio
-        self._report.limits[f"{name}_limit"] = figures["contests"][name]["limit_median"]
 
     def _passes(self, clients: Clients, case: Case) -> int:
         wanted = self._scale.copied_bytes if case.limit == "copy" else self._scale.sent_bytes
         return max(1, round(wanted / (len(clients) * self._footprint)))
 
     def _take_look_ups(self) -> None:
-        most = max(LOOK_UP_KEYS)
-        clients = Clients(1, _LOOK_UP_BLOCK_BYTES, most)
-        try:
-            with (
-                self._server(clients) as (_, address),
-                clients.transport("shm", [_plan(address, "memory")]),
-            ):
-                for keys in LOOK_UP_KEYS:
-                    clients.look_up("shm", self._scale.look_ups, keys)  # to warm up
-                    seconds = clients.look_up("shm", self._scale.look_ups, keys)
-                    rates = [keys / each for each in seconds]
-                    self._report.ratios[look_up_name(keys)] = median(rates)
-                    self._report.figures["spreads"][look_up_name(keys)] = quartiles(rates)
-        finally:
-            clients.close()
+        with (
+            contextlib.closing(Clients(1, _LOOK_UP_BLOCK_BYTES, max(LOOK_UP_KEYS))) as clients,
+            self._server(clients) as (_, address),
+            clients.transport("shm", [_plan(address, "memory")]),
+        ):
+            for keys in LOOK_UP_KEYS:
+                clients.look_up("shm", self._scale.look_ups, keys)  # to warm up
+                seconds = clients.look_up("shm", self._scale.look_ups, keys)
+                rates = [keys / each for each in seconds]
+                self._report.ratios[look_up_name(keys)] = median(rates)
+                self._report.figures["spreads"][look_up_name(keys)] = quartiles(rates)
 
 
 def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:

@@ -16,7 +16,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,24 +24,126 @@ from ...tiers.errors import TierError
 from ...tiers.settings import readers
 from ...tiers.settings.values import ConfigError
 from ...tiers.shared_memory import HUGE_PAGE_BYTES
-from ..harness.command import run_and_tell
-from ..harness.comparison import Outcome, WrongWork, quartiles, take_rounds
-from ..harness.report import Report, median
-from . import cost_cases
-from .cost_cases import measure_codecs
-from .index_case import IndexCase
-from .report import (
-    BYTES_PER_ENTRY,
-    GATES,
-    LOOK_UPS,
-    LOOK_UPS_WHILE_CHURNING,
-    REOPEN,
-    plot_tiers,
-    print_tiers,
+from ..harness.comparison import COMPARISON_COLUMNS, Gate, WrongWork, comparison_row, take_rounds
+from ..harness.plots import (
+    GATE,
+    MET,
+    MISSED,
+    caption,
+    draw_bars,
+    mark_gates,
+    new_figure,
+    save_figure,
 )
+from ..harness.report import Report, median, print_table, run_and_tell
+from . import store_case
+from .index_case import IndexCase
 from .scale import FULL, MIB, QUICK, SIZES, Scale
 from .slab_case import SlabCase, footprint_bytes
-from .store_case import StoreCase
+from .store_case import NAMES as CHECKSUM_NAMES
+from .store_case import StoreCase, measure_codecs, print_codecs
+
+LOOK_UPS = "index_lookups_per_second"
+LOOK_UPS_WHILE_CHURNING = "index_lookups_per_second_while_churning"
+BYTES_PER_ENTRY = "index_bytes_per_entry"
+REOPEN = "reopen_over_sequential_read"
+# What a picture calls them.
+_FAMILIES = {
+    "slab_put": "slab, put",
+    "slab_get": "slab, get",
+    "ssd_write": "ssd, durable write",
+    "ssd_read_cold": "ssd, cold read",
+    "ssd_churn": "ssd, turned over",
+}
+
+
+def _gates() -> dict[str, Gate]:
+    gates = {}
+    for size in SIZES:
+        small = size == "256KiB"
+        gates[f"slab_put_{size}"] = gates[f"slab_get_{size}"] = Gate(least=0.8)
+        gates[f"ssd_write_{size}"] = Gate(least=0.7 if small else 0.85)
+        gates[f"ssd_read_cold_{size}"] = Gate(least=0.9)
+        gates[f"ssd_churn_{size}"] = Gate(least=0.5 if small else 0.85)
+    gates |= dict(zip(CHECKSUM_NAMES, (Gate(most=0.08), Gate(most=0.15)), strict=True))
+    gates[LOOK_UPS] = gates[LOOK_UPS_WHILE_CHURNING] = Gate(least=500_000)
+    gates[BYTES_PER_ENTRY] = Gate(most=256)
+    gates[REOPEN] = Gate(most=1.5)
+    return gates
+
+
+GATES: Mapping[str, Gate] = _gates()
+
+
+def print_tiers(report: Report) -> None:
+    """What a person reads: figure, limit, ratio, gate."""
+    rows = [comparison_row(report, name, GATES[name]) for name in report.ratios]
+    rows = [[name.replace("_", " "), *cells] for name, *cells in rows]
+    title = (
+        "Tiers against the limits of this machine, measured in turn. "
+        "A/A: the limit against itself, quartiles"
+    )
+    print_table(title, COMPARISON_COLUMNS, rows)
+    _print_disk_limits(report)
+    print_codecs(report)
+
+
+def _print_disk_limits(report: Report) -> None:
+    """Every limit of the disk in one table; the one that decides has a mark."""
+    rows = []
+    for name, comparison in report.figures["contests"].items():
+        if "beside_ratio" not in comparison:
+            continue
+        only = {"median": comparison["limit_median"], "ratio": report.ratios[name]}
+        cells = [
+            (limit, cell["median"], cell["ratio"], "decides" * (limit == comparison["limit"]))
+            for limit, cell in comparison.get("by_limit", {comparison["limit"]: only}).items()
+        ]
+        beside = comparison["beside_median"], comparison["beside_ratio"]
+        in_cache = f"{report.figures['plan']['disk_limit']}, eight buffers"
+        cells.append((in_cache, *beside, "in a cache: promises nothing"))
+        for limit, theirs, ratio, mark in cells:
+            rates = f"{comparison['median'] / 1e9:.2f} / {theirs / 1e9:.2f}"
+            rows.append([name.replace("_", " "), limit, rates, f"{ratio:.2f}", mark])
+    title = (
+        "Every limit of the disk; x8: eight requests at a time. But for eight buffers, which stay "
+        "in a cache, all have as much memory as the store, and the strictest of them decides"
+    )
+    print_table(title, ["what", "limit", "GB/s / limit", "ratio", ""], rows)
+
+
+def plot_tiers(report: Report, path: Path) -> Path:
+    """Bars of the ratios, a group for each family and a bar for each size, with their gates."""
+    figure, [[axes]] = new_figure(1, 1, 4.6)
+    names = [[f"{family}_{size}" for family in _FAMILIES] for size in SIZES]
+    ratios = [[report.ratios[name] for name in row] for row in names]
+    colours = [
+        [MET if GATES[name].is_met(report.ratios[name]) else MISSED for name in row]
+        for row in names
+    ]
+    series = dict(zip(SIZES, ratios, strict=True))
+    draw_bars(axes, list(_FAMILIES.values()), series, colours, fmt="%.2f")
+    width = 0.84 / len(SIZES)
+    for number, (size, row) in enumerate(zip(SIZES, names, strict=True)):
+        places = [place - 0.42 + width * (number + 0.5) for place in range(len(row))]
+        gates = [GATES[name].least for name in row]
+        mark_gates(axes, dict(zip(places, gates, strict=True)), width, GATE)
+        for place in places:
+            axes.annotate(size, (place, 0), (0, 4), textcoords="offset points", rotation=90,
+                          ha="center", fontsize=8, color="white")  # fmt: skip
+    axes.axhline(1.0, color="#bbbbbb", linewidth=0.8, zorder=0)
+    plan = report.figures["plan"]
+    pages = "huge" if plan["huge_pages"] else "plain"
+    several = any("by_limit" in comparison for comparison in report.figures["contests"].values())
+    disk = f"{plan['disk_limit']} or a stricter one" if several else plan["disk_limit"]
+    title = (
+        "Slab and SSD store, as a share of what memory and disk can do\n"
+        f"1.0: memcpy (slab); {disk}, O_DIRECT, random places, {pages} pages (ssd). "
+        "Orange: promised"
+    )
+    caption(axes, title, y="share of the limit")
+    return save_figure(figure, report.environment, path)
+
 
 MOUNTS = Path("/proc/self/mountinfo")
 MEMINFO = Path("/proc/meminfo")
@@ -103,7 +205,6 @@ def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
 
 # What is on its way to the disk: four batches of seven blocks of 5 MiB. The limit's buffers, too.
 HUGE_BYTES = 140 * MIB
-_LIMITS = ("fio", "loop")
 _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
 
@@ -135,8 +236,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Take all figures; 0, or 1 with the reason on the terminal. Raises ConfigError."""
-    if arguments.limit not in (None, *_LIMITS):
-        raise ConfigError(f"--limit takes {' or '.join(_LIMITS)}, not {arguments.limit}")
+    if arguments.limit is not None:
+        readers.one_of("fio", "loop")("--limit", arguments.limit)
     if arguments.huge_pages:
         check_huge_pages(HUGE_BYTES)
     path = readers.path("--path", arguments.path)
@@ -154,78 +255,54 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
     """Fill the report. Raises WrongWork where something did not do what it should."""
-    results = Results(report)
-    measure_slab(results, scale)
+    report.figures |= {"plan": {}, "contests": {}, "first_writes": {}, "spreads": {}}
+    measure_slab(report, scale)
     for size in SIZES:
-        measure_store(results, size, disk, scale)
-    measure_index(results, disk.folder / "index", scale)
+        measure_store(report, size, disk, scale)
+    measure_index(report, disk.folder / "index", scale)
     report.figures["codecs"] = measure_codecs()
     report.ratios = {name: report.ratios[name] for name in GATES}
 
 
-class Results:
-    """Outcomes on their way into the report."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.plan = report.figures.setdefault("plan", {})
-        self.comparisons = report.figures.setdefault("contests", {})
-        self.first_writes = report.figures.setdefault("first_writes", {})
-        self.spreads = report.figures.setdefault("spreads", {})
-
-    def add(self, outcome: Outcome, figure: Callable[[float], float] = float) -> None:
-        """`figure` makes what is promised from the ratio of the rates, where that is another."""
-        name = outcome.comparison.name
-        self.comparisons[name] = outcome.figures()
-        self.report.ratios[name] = figure(outcome.ratio)
-        self.report.limits[f"{name}_limit"] = self.comparisons[name]["limit_median"]
-        for spread, ratios in ((name, outcome.ratios), (f"{name}_aa", outcome.limit_twice)):
-            self.spreads[spread] = quartiles([figure(ratio) for ratio in ratios])
-
-
-def measure_slab(results: Results, scale: Scale) -> None:
+def measure_slab(report: Report, scale: Scale) -> None:
     slab_bytes = footprint_bytes(scale.slab_bytes)
-    results.plan["slab_bytes"] = slab_bytes
+    report.figures["plan"]["slab_bytes"] = slab_bytes
     for size, block_bytes in SIZES.items():
-        case = SlabCase(block_bytes, slab_bytes)
-        try:
+        with contextlib.closing(SlabCase(block_bytes, slab_bytes)) as case:
             for comparison in case.comparisons(size):
-                results.add(take_rounds(comparison, scale.slab_rounds))
-        finally:
-            case.close()
-            gc.collect()
+                take_rounds(comparison, scale.slab_rounds).add_to(report)
+        gc.collect()
 
 
-def measure_store(results: Results, size: str, disk: Disk, scale: Scale) -> None:
+def measure_store(report: Report, size: str, disk: Disk, scale: Scale) -> None:
     folder = disk.folder / size
     case = StoreCase(folder, SIZES[size], scale, disk.limit, huge_pages=disk.huge_pages)
-    results.plan |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
-    results.first_writes[size] = case.first_write_rate
+    report.figures["plan"] |= {"disk_limit": case.limit.name, "huge_pages": disk.huge_pages}
+    report.figures["first_writes"][size] = case.first_write_rate
     try:
         for comparison in case.comparisons(size):
-            results.add(take_rounds(comparison, scale.rounds))
-        results.add(take_rounds(case.churn_comparison(size), scale.turnovers))
+            take_rounds(comparison, scale.rounds).add_to(report)
+        take_rounds(case.churn_comparison(size), scale.turnovers).add_to(report)
         if size == _SMALLEST:
             rates = [case.look_ups_while_churning() for _ in range(scale.index_rounds)]
-            results.report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
+            report.ratios[LOOK_UPS_WHILE_CHURNING] = median(rates)
         if size == _MIDDLE:
-            for comparison in cost_cases.comparisons(case):
-                results.add(take_rounds(comparison, scale.rounds), cost_cases.cost)
+            for comparison in store_case.checksum_comparisons(case):
+                take_rounds(comparison, scale.rounds).add_to(report, store_case.cost)
             case.clear()
     finally:
         case.close()
         shutil.rmtree(folder)
 
 
-def measure_index(results: Results, folder: Path, scale: Scale) -> None:
+def measure_index(report: Report, folder: Path, scale: Scale) -> None:
     case = IndexCase(folder, scale.index_entries)
     outcome = take_rounds(case.comparison(), scale.index_rounds)
-    ratios = results.report.ratios
-    ratios[REOPEN] = 1 / outcome.ratio
-    results.report.figures["reopen"] = {
+    report.ratios[REOPEN] = 1 / outcome.ratio
+    report.figures["reopen"] = {
         **outcome.figures(),
         "entries": case.entries,
         "against": "a pass over all rows by LMDB cursor; both with a warm page cache",
     }
-    ratios[BYTES_PER_ENTRY] = case.bytes_per_entry()
-    ratios[LOOK_UPS] = median(case.look_ups(scale.index_rounds))
+    report.ratios[BYTES_PER_ENTRY] = case.bytes_per_entry()
+    report.ratios[LOOK_UPS] = median(case.look_ups(scale.index_rounds))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk does at most with blocks of one size: random, O_DIRECT, eight requests at a time or
-more.
+"""What the disk does at most with blocks of one size: random, O_DIRECT, eight at a time or more.
 
 fio where it is installed; a plain loop of eight threads where it is not. Both overwrite and read
 a file that was written once before. Neither's time has a sync in it, but one follows, or the first
@@ -17,8 +16,6 @@ is depends on nothing as much:
 - 400 requests at a time may be slower than a few. fio gives each of its buffers a request of its
   own and cannot do otherwise; the loop uses all buffers in turn, for any number of requests, so it
   is what tells how many a disk likes best.
-
-Knows no store.
 """
 
 from __future__ import annotations
@@ -29,12 +26,11 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
-from typing import Protocol
 
 from ...tiers.block import ALIGNMENT
 from ...tiers.cpu import CpuSlab
@@ -46,30 +42,9 @@ _LAY_OUT_BYTES = 4 * 1024**2
 _TIMEOUT_SECONDS = 300.0
 
 
-class DiskLimit(Protocol):
-    """Rates in bytes a second. `buffers` is how many blocks of the slab are used, QUEUE_DEPTH at
-    least and `most_buffers` at most."""
-
-    name: str
-    most_buffers: int
-
-    def write(self, num_bytes: int, buffers: int) -> float:
-        """Overwrite about so many bytes, at random places."""
-
-    def read(self, num_bytes: int, buffers: int) -> float:
-        """Read about so many bytes, at random places."""
-
-    def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """The same into as many buffers as there are, one after the other, with so many requests at
-        a time."""
-
-    def close(self) -> None:
-        """Remove the file."""
-
-
 def make_limit(
     choice: str | None, path: Path, block_bytes: int, file_bytes: int, slab: CpuSlab
-) -> DiskLimit:
+) -> LoopLimit:
     """`choice` is "fio", "loop" or None for fio where there is one. Buffers are taken from `slab`,
     so nothing in it may be in use while a limit is measured. Raises OSError, and ValueError where
     it is too small."""
@@ -78,45 +53,94 @@ def make_limit(
             f"the buffers of the limit take {QUEUE_DEPTH * block_bytes} bytes and the slab has "
             f"{len(slab.memory())}"
         )
-    blocks = file_bytes // block_bytes
-    if choice == "fio" or (choice is None and shutil.which("fio")):
-        return FioLimit(path, block_bytes, blocks, slab)
-    return LoopLimit(path, block_bytes, blocks, slab)
+    has_fio = choice == "fio" or (choice is None and shutil.which("fio"))
+    return (FioLimit if has_fio else LoopLimit)(path, block_bytes, file_bytes // block_bytes, slab)
 
 
-class FioLimit:
-    """fio with libaio, its queue as deep as it has buffers."""
+class LoopLimit:
+    """Threads, eight unless told otherwise, each with one request after the other and its share of
+    the buffers. Rates are in bytes a second. `buffers` is how many blocks of the slab are used,
+    QUEUE_DEPTH at least and `most_buffers` at most."""
 
-    name = "fio"
+    name = "loop"
 
     def __init__(self, path: Path, block_bytes: int, num_blocks: int, slab: CpuSlab) -> None:
         self._path = path
         self._slab = slab
         self._block_bytes = block_bytes
         self.most_buffers = len(slab.memory()) // block_bytes
-        self._file_bytes = num_blocks * block_bytes
-        self._loop = LoopLimit(path, block_bytes, num_blocks, slab)
+        self._num_blocks = num_blocks
+        _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int, buffers: int) -> float:
-        return self._run("write", num_bytes, buffers)
+        """Overwrite about so many bytes, at random places."""
+        return self._loop(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
 
     def read(self, num_bytes: int, buffers: int) -> float:
-        return self._run("read", num_bytes, buffers)
+        """Read about so many bytes, at random places."""
+        return self._loop(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        return self._loop.read_in_turn(num_bytes, requests)
+        """The same into as many buffers as there are, one after the other, with so many requests at
+        a time."""
+        requests = min(requests, self.most_buffers)
+        return self._loop(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
 
     def close(self) -> None:
+        """Remove the file."""
         self._path.unlink()
 
-    def _run(self, direction: str, num_bytes: int, buffers: int) -> float:
+    def _loop(
+        self,
+        flags: int,
+        call: Callable[[int, list[memoryview], int], int],
+        num_bytes: int,
+        buffers: int,
+        requests: int,
+    ) -> float:
+        count = max(requests, num_bytes // self._block_bytes)
+        places = [random.randrange(self._num_blocks) * self._block_bytes for _ in range(count)]
+        size = self._block_bytes
+        start = _place_in(self._slab, size, buffers)
+        memory = self._slab.memory()[start : start + buffers * size]
+        descriptor = os.open(self._path, flags | os.O_DIRECT)
+        moved = [0] * requests
+
+        def work(number: int) -> None:
+            own = [memory[i * size : (i + 1) * size] for i in range(number, buffers, requests)]
+            for place, buffer in zip(places[number::requests], cycle(own), strict=False):
+                moved[number] += call(descriptor, [buffer], place)
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(requests) as threads:
+            list(threads.map(work, range(requests)))
+        seconds = time.perf_counter() - began
+        os.close(descriptor)
+        _sync(self._path)
+        if sum(moved) != count * self._block_bytes:
+            raise WrongWork(f"{sum(moved)} of {count * self._block_bytes} bytes were moved")
+        return sum(moved) / seconds
+
+
+class FioLimit(LoopLimit):
+    """fio with libaio, its queue as deep as it has buffers."""
+
+    name = "fio"
+
+    def write(self, num_bytes: int, buffers: int) -> float:
+        return self._fio("write", num_bytes, buffers)
+
+    def read(self, num_bytes: int, buffers: int) -> float:
+        return self._fio("read", num_bytes, buffers)
+
+    def _fio(self, direction: str, num_bytes: int, buffers: int) -> float:
         command = [
             "fio",
             "--name=limit",
             f"--filename={self._path}",
             f"--rw=rand{direction}",
             f"--bs={self._block_bytes}",
-            f"--size={self._file_bytes}",
+            f"--size={self._num_blocks * self._block_bytes}",
             f"--io_size={num_bytes // self._block_bytes * self._block_bytes}",
             f"--iodepth={buffers}",
             "--ioengine=libaio",
@@ -147,68 +171,6 @@ class FioLimit:
         # fio maps twice as much before a place as it needs, and a pool of huge pages has no more
         # than the slab; but those are alike wherever they are.
         return 0 if self._slab.has_huge_pages else _place_in(self._slab, self._block_bytes, buffers)
-
-
-class LoopLimit:
-    """Threads, eight unless told otherwise, each with one request after the other and its share of
-    the buffers."""
-
-    name = "loop"
-
-    def __init__(self, path: Path, block_bytes: int, num_blocks: int, slab: CpuSlab) -> None:
-        self._path = path
-        self._slab = slab
-        self._block_bytes = block_bytes
-        self.most_buffers = len(slab.memory()) // block_bytes
-        self._num_blocks = num_blocks
-        _lay_out(path, num_blocks * block_bytes)
-
-    def write(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_WRONLY, os.pwritev, num_bytes, buffers, QUEUE_DEPTH)
-
-    def read(self, num_bytes: int, buffers: int) -> float:
-        return self._run(os.O_RDONLY, os.preadv, num_bytes, buffers, QUEUE_DEPTH)
-
-    def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        requests = min(requests, self.most_buffers)
-        return self._run(os.O_RDONLY, os.preadv, num_bytes, self.most_buffers, requests)
-
-    def close(self) -> None:
-        self._path.unlink()
-
-    def _run(
-        self,
-        flags: int,
-        call: Callable[[int, list[memoryview], int], int],
-        num_bytes: int,
-        buffers: int,
-        requests: int,
-    ) -> float:
-        count = max(requests, num_bytes // self._block_bytes)
-        places = [random.randrange(self._num_blocks) * self._block_bytes for _ in range(count)]
-        size = self._block_bytes
-        start = _place_in(self._slab, size, buffers)
-        memory = self._slab.memory()[start : start + buffers * size]
-        descriptor = os.open(self._path, flags | os.O_DIRECT)
-        moved = [0] * requests
-
-        def work(number: int) -> None:
-            own = [memory[i * size : (i + 1) * size] for i in range(number, buffers, requests)]
-            for place, buffer in zip(places[number::requests], cycle(own), strict=False):
-                moved[number] += call(descriptor, [buffer], place)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(requests)]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.perf_counter() - began
-        os.close(descriptor)
-        _sync(self._path)
-        if sum(moved) != count * self._block_bytes:
-            raise WrongWork(f"{sum(moved)} of {count * self._block_bytes} bytes were moved")
-        return sum(moved) / seconds
 
 
 def _place_in(slab: CpuSlab, block_bytes: int, buffers: int) -> int:

@@ -15,8 +15,10 @@ import os
 import random
 import time
 import tracemalloc
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 from ...tiers.base import Answer
 from ...tiers.ssd import SsdStore
@@ -24,7 +26,7 @@ from ...tiers.ssd.disk.space import plan_space
 from ...tiers.ssd.folder.directory import StoreDirectory
 from ...tiers.ssd.folder.opening import open_store
 from ...tiers.ssd.index.index_file import IndexFile, Row
-from ..harness.comparison import Comparison, WrongWork, swapped
+from ..harness.comparison import Comparison, WrongWork
 from .scale import key_of, layout_of
 from .store_case import LOOK_UP_KEYS
 
@@ -43,7 +45,7 @@ class IndexCase:
         self._capacity = _capacity_for(entries)
         with _sparse_slots():
             opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
-        try:
+        with contextlib.closing(opened):
             # In the order of slots, as a store that was filled up has them; uses in another.
             uses = list(range(1, entries + 1))
             random.Random(entries).shuffle(uses)
@@ -52,8 +54,6 @@ class IndexCase:
                 opened.index_file.put(
                     [Row(slot, key_of(slot), slot + 1, uses[slot]) for slot in slots]
                 )
-        finally:
-            opened.close()
 
     def comparison(self) -> Comparison:
         """Rates of rows; the ratio is one of speeds, so its inverse is one of times."""
@@ -64,7 +64,7 @@ class IndexCase:
         began = time.perf_counter()
         store = self._open()
         seconds = time.perf_counter() - began
-        self._close(store)
+        store.close(_CLOSE_SECONDS)
         return self.entries / seconds
 
     def pass_over(self) -> float:
@@ -72,11 +72,8 @@ class IndexCase:
         byte strings: counting those is not yet reading an index, and takes a third of the time in
         which a dict is filled with as many keys."""
         began = time.perf_counter()
-        index_file = IndexFile(self._folder / "index", 0)
-        try:
+        with contextlib.closing(IndexFile(self._folder / "index", 0)) as index_file:
             count = sum(1 for _ in index_file.rows())
-        finally:
-            index_file.close()
         if count != self.entries:
             raise WrongWork(f"the index has {count} rows, not {self.entries}")
         return count / (time.perf_counter() - began)
@@ -92,7 +89,7 @@ class IndexCase:
             held = tracemalloc.get_traced_memory()[0] - before
         finally:
             tracemalloc.stop()
-        self._close(store)
+        store.close(_CLOSE_SECONDS)
         return held / self.entries
 
     def look_ups(self, rounds: int) -> list[float]:
@@ -106,7 +103,7 @@ class IndexCase:
         try:
             return [self._look_up(store, batches) for _ in range(rounds)]
         finally:
-            self._close(store)
+            store.close(_CLOSE_SECONDS)
 
     def _look_up(self, store: SsdStore, batches: list[list[bytes]]) -> float:
         began = time.perf_counter()
@@ -123,25 +120,18 @@ class IndexCase:
             raise WrongWork(f"the store opened with {store.stats().blocks} blocks")
         return store
 
-    def _close(self, store: SsdStore) -> None:
-        store.close(_CLOSE_SECONDS)
-
 
 def _capacity_for(entries: int) -> int:
     """The smallest capacity that has so many slots."""
-    low, high = 0, 2**50
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = middle > 2**21 and plan_space(_LAYOUT, middle).num_slots >= entries
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    sizes = range(2**21 + 1, 2**50)
+    return sizes[bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)]
 
 
 @contextlib.contextmanager
 def _sparse_slots() -> Iterator[None]:
     """Slot files get their size and no blocks of the disk, so these need not be free."""
     with (
-        swapped(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
-        swapped(StoreDirectory, check_free_space=lambda _self, _plan: None),
+        patch.multiple(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
+        patch.multiple(StoreDirectory, check_free_space=lambda _self, _plan: None),
     ):
         yield

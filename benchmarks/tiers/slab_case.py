@@ -80,8 +80,9 @@ class SlabCase:
 
     def get(self) -> float:
         """Every block once, in random order."""
-        self._shuffle()
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
+        self._rng.shuffle(keys)
+        self._places = self._random_places()
         began = time.perf_counter()
         for start in range(0, self.num_blocks, self._batch):
             batch = keys[start : start + self._batch]
@@ -115,12 +116,6 @@ class SlabCase:
         self.slab.forget(known)
         half = self.num_blocks
         self._keys = self._keys[half:] + self._keys[:half]
-        self._places = self._random_places()
-
-    def _shuffle(self) -> None:
-        head = self._keys[: self.num_blocks]
-        self._rng.shuffle(head)
-        self._keys[: self.num_blocks] = head
         self._places = self._random_places()
 
     def _random_places(self) -> Sequence[int]:

@@ -5,26 +5,40 @@ The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB
 as a whole, and as many bytes in flight as write-back has. Every slot was written once before the
 first round, as the file of the limit was; what that first write costs is told beside. The limit has
 its buffers in the same slab.
+
+What checksums cost: the same reads and writes, with and without hashing. No option of the product
+leaves a checksum out, so two functions are exchanged here for as long as a round takes. What codecs
+cost: bytes left and rates on one thread, for blocks of normal numbers; real keys and values may
+differ. No gate: a codec is an operator's choice for a slow disk.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest.mock import patch
 
+import torch
+
+from ...connector.fp8_codec import DTYPES, Fp8Codec
+from ...tiers import record
 from ...tiers.base import Stored
+from ...tiers.block import BlockLayout
+from ...tiers.codecs.base import Codec
+from ...tiers.codecs.choice import CODECS
+from ...tiers.contract import make_buffers
 from ...tiers.cpu import CpuSlab
-from ...tiers.ssd import SsdStore
-from ...tiers.tag import Proof
+from ...tiers.ssd import SsdStore, reader, record_writer
+from ...tiers.tag import NO_TAG, Proof
 from ..harness.comparison import Comparison, WrongWork
+from ..harness.report import Report, median, print_table
 from .disk_limit import QUEUE_DEPTH, READ_DEPTHS, make_limit
 from .scale import MIB, Scale, key_of, layout_of
 
@@ -108,15 +122,12 @@ class StoreCase:
         """Blocks at random, each once; the page cache has none of them."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
-        flying: deque[tuple[Future[list[Proof | None]], list[memoryview]]] = deque()
-        began = time.perf_counter()
-        for start in range(0, len(keys), self._batch):
-            batch = keys[start : start + self._batch]
-            buffers = self._take_buffers(flying, self._check_read)
-            flying.append((self.store.load(batch, buffers[: len(batch)]), buffers))
-        while flying:
-            self._end_first(flying, self._check_read)
-        return len(keys) * self._size / (time.perf_counter() - began)
+
+        def check(_: list[bytes], proofs: list[Proof | None]) -> None:
+            if None in proofs:
+                raise WrongWork("the store did not have a block that it kept")
+
+        return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
         """As many new blocks as there are, each batch in place of blocks chosen at random."""
@@ -148,26 +159,20 @@ class StoreCase:
             [key_of(self._rng.randrange(2 * self._num_keys)) for _ in range(LOOK_UP_KEYS)]
             for _ in range(64)
         ]
-        failed: list[Exception] = []
         end = time.perf_counter() + _LOOK_UP_SECONDS
 
         def turn() -> None:
-            try:
-                while time.perf_counter() < end:
-                    self._timed_store(self._batch * BATCHES_IN_FLIGHT, evicting=True)
-            except Exception as error:  # noqa: BLE001 - told to the caller below
-                failed.append(error)
+            while time.perf_counter() < end:
+                self._timed_store(self._batch * BATCHES_IN_FLIGHT, evicting=True)
 
-        thread = threading.Thread(target=turn)
-        thread.start()
-        count, began = 0, time.perf_counter()
-        while time.perf_counter() < end:
-            self.store.lookup(batches[count % len(batches)])
-            count += 1
-        rate = count * LOOK_UP_KEYS / (time.perf_counter() - began)
-        thread.join()
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(1) as thread:
+            turning = thread.submit(turn)
+            count, began = 0, time.perf_counter()
+            while time.perf_counter() < end:
+                self.store.lookup(batches[count % len(batches)])
+                count += 1
+            rate = count * LOOK_UP_KEYS / (time.perf_counter() - began)
+            turning.result(_SECONDS)
         return rate
 
     def close(self) -> None:
@@ -200,54 +205,128 @@ class StoreCase:
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
         """Store new blocks until the last one is acknowledged; bytes a second."""
-        flying: deque[tuple[Future[list[Stored]], list[memoryview]]] = deque()
-        coming: deque[list[bytes]] = deque()
 
-        def check(outcomes: list[Stored]) -> None:
-            if outcomes.count(Stored.KEPT) != len(outcomes):
-                raise WrongWork("the store did not keep a new block")
-            self._live += coming.popleft()
-
-        batches = [
-            [key_of(self._num_keys + i) for i in range(start, min(start + self._batch, count))]
-            for start in range(0, count, self._batch)
-        ]
-        self._num_keys += count
-        began = time.perf_counter()
-        for batch in batches:
-            buffers = self._take_buffers(flying, check)
+        def store(batch: list[bytes], buffers: list[memoryview]) -> Future[list[Stored]]:
             if evicting:
                 self.store.drop([self._take_victim() for _ in batch])
-            coming.append(batch)
-            flying.append((self.store.store(batch, buffers[: len(batch)]), buffers))
-        while flying:
-            self._end_first(flying, check)
-        return count * self._size / (time.perf_counter() - began)
+            return self.store.store(batch, buffers)
+
+        def check(batch: list[bytes], outcomes: list[Stored]) -> None:
+            if outcomes.count(Stored.KEPT) != len(outcomes):
+                raise WrongWork("the store did not keep a new block")
+            self._live += batch
+
+        keys = [key_of(self._num_keys + i) for i in range(count)]
+        self._num_keys += count
+        return self._move(keys, store, check)
 
     def _take_victim(self) -> bytes:
         place = self._rng.randrange(len(self._live))
         self._live[place], self._live[-1] = self._live[-1], self._live[place]
         return self._live.pop()
 
-    def _take_buffers(
+    def _move(
         self,
-        flying: deque[tuple[Future[_T], list[memoryview]]],
-        check: Callable[[_T], None],
-    ) -> list[memoryview]:
-        """A batch's buffers; where all are in use, those of the first call to end."""
-        if not self._buffers:
-            self._end_first(flying, check)
-        return self._buffers.popleft()
+        keys: list[bytes],
+        begin: Callable[[list[bytes], list[memoryview]], Future[_T]],
+        check: Callable[[list[bytes], _T], None],
+    ) -> float:
+        """Batch after batch, each begun as soon as there are buffers; bytes a second."""
+        flying: deque[tuple[list[bytes], Future[_T], list[memoryview]]] = deque()
 
-    def _end_first(
-        self,
-        flying: deque[tuple[Future[_T], list[memoryview]]],
-        check: Callable[[_T], None],
-    ) -> None:
-        future, buffers = flying.popleft()
-        check(future.result(_SECONDS))
-        self._buffers.append(buffers)
+        def end_first() -> None:
+            batch, future, buffers = flying.popleft()
+            check(batch, future.result(_SECONDS))
+            self._buffers.append(buffers)
 
-    def _check_read(self, proofs: list[Proof | None]) -> None:
-        if None in proofs:
-            raise WrongWork("the store did not have a block that it kept")
+        began = time.perf_counter()
+        for start in range(0, len(keys), self._batch):
+            batch = keys[start : start + self._batch]
+            if not self._buffers:
+                end_first()
+            buffers = self._buffers.popleft()
+            flying.append((batch, begin(batch, buffers[: len(batch)]), buffers))
+        while flying:
+            end_first()
+        return len(keys) * self._size / (time.perf_counter() - began)
+
+
+NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
+
+
+def checksum_comparisons(case: StoreCase) -> list[Comparison]:
+    """Reads, then writes. Rates with hashing against rates without."""
+    return [
+        Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
+        for name, work in zip(NAMES, (case.read, case.write), strict=True)
+    ]
+
+
+def cost(ratio: float) -> float:
+    """The part of the time that hashing adds, of a ratio of rates; below zero by chance only."""
+    return 1 / ratio - 1
+
+
+def _plainly(work: Callable[[], float]) -> Callable[[], float]:
+    def plain() -> float:
+        with (
+            patch.multiple(record, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(record_writer, payload_digest=lambda _payload: NO_TAG),
+            patch.multiple(reader, verify_record=lambda *_record: Proof(NO_TAG, NO_TAG)),
+        ):
+            return work()
+
+    return plain
+
+
+_ROUNDS = 9
+_SEED = 5
+
+
+def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
+    """By codec and dtype: `ratio` of bytes, rates in bytes of the block a second."""
+    found = {}
+    for dtype in DTYPES:
+        layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)
+        for make in (*CODECS.values(), Fp8Codec):
+            codec = make(layout)
+            found[f"{codec.name}_{dtype}"] = _codec_figures(codec, rounds)
+    return found
+
+
+def print_codecs(report: Report) -> None:
+    """A row for each codec and dtype."""
+    rows = [
+        [name.replace("_", " ", 1), f"{each['ratio']:.2f}"]
+        + [f"{median(each[rates]) / 1e9:.2f}" for rates in ("encode", "decode")]
+        for name, each in report.figures["codecs"].items()
+    ]
+    columns = ["codec", "bytes left", "encode GB/s", "decode GB/s"]
+    print_table("Codecs, one thread, normal numbers, blocks of 2 MiB", columns, rows)
+
+
+def _codec_figures(codec: Codec, rounds: int) -> dict[str, Any]:
+    payload, out, back = make_buffers(3, codec.layout)
+    dtype = DTYPES[codec.layout.kv_dtype]
+    generator = torch.Generator().manual_seed(_SEED)
+    numbers = torch.randn(codec.layout.page_bytes // dtype.itemsize, generator=generator)
+    torch.frombuffer(payload, dtype=dtype).copy_(numbers)
+    used = codec.encode(payload, out)
+    if used is None:
+        raise WrongWork(f"the codec {codec.name} has no encoding for normal numbers")
+    encoded = out[:used]
+    codec.decode(encoded, back)
+    if codec.is_lossless and back != payload:
+        raise WrongWork(f"the codec {codec.name} gave other bytes back")
+    size = len(payload)
+    return {
+        "ratio": used / size,
+        "encode": [_codec_rate(lambda: codec.encode(payload, out), size) for _ in range(rounds)],
+        "decode": [_codec_rate(lambda: codec.decode(encoded, back), size) for _ in range(rounds)],
+    }
+
+
+def _codec_rate(work: Callable[[], object], num_bytes: int) -> float:
+    began = time.perf_counter()
+    work()
+    return num_bytes / (time.perf_counter() - began)

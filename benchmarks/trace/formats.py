@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads traces: JSON Lines, plain or gzip, with the fields of Mooncake's FAST'25 traces.
+"""Traces, read or made up. They are JSON Lines, plain or gzip, with the fields of
+Mooncake's FAST'25 traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
@@ -7,19 +8,98 @@
 all before them, head first; the last block of a prompt may be partial, or be left out. Other fields
 (`session_id` of the agent traces) are not needed. A trace comes from outside, so everything in it
 is bounded, and an error names the line.
+
+Blocks are numbered from 0 in the order of their first use, so that an array can be indexed by them;
+policies see 40-byte keys, as long and as even in their bits as those of the product.
+
+Made-up traces are sessions of turns that look, to a cache, like chats or like coding agents. They
+start at random. Each begins with one of a few system prompts that many share, and after every turn
+goes on with a probability that depends on how many turns it has had, after a gap. A turn adds
+blocks to those of the turn before; now and then it goes back to an earlier place and branches off.
+The numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
+import heapq
+import math
+import random
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
 
 import msgspec
 
-from .trace import BLOCK_TOKENS, Prompt, Trace
+BLOCK_TOKENS = 512
+KEY_BYTES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request: when it came, its blocks head first, and how many tokens they hold."""
+
+    arrival_seconds: float
+    chain: Sequence[int]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Prompts whose blocks are prefix-chained: every block has one predecessor, always the same."""
+
+    name: str
+    prompts: Sequence[Prompt]
+
+    @cached_property
+    def num_accesses(self) -> int:
+        """Blocks of all prompts, each as often as it was asked for."""
+        return sum(len(prompt.chain) for prompt in self.prompts)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Distinct blocks."""
+        return 1 + max((max(prompt.chain, default=-1) for prompt in self.prompts), default=-1)
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last."""
+        return self.prompts[-1].arrival_seconds - self.prompts[0].arrival_seconds
+
+    @cached_property
+    def keyed_chains(self) -> list[list[bytes]]:
+        """The chains as keys; equal blocks share one object, so that comparing them is cheap."""
+        keys = [key_of(block) for block in range(self.num_blocks)]
+        return [[keys[block] for block in prompt.chain] for prompt in self.prompts]
+
+    @cached_property
+    def next_uses(self) -> list[array[int]]:
+        """For each block of each prompt the index of the next prompt that has it; past the last
+        prompt where there is none."""
+        coming = array("q", [len(self.prompts)]) * self.num_blocks
+        result: list[array[int]] = []
+        for index in range(len(self.prompts) - 1, -1, -1):
+            chain = self.prompts[index].chain
+            result.append(array("q", [coming[block] for block in chain]))
+            for block in chain:
+                coming[block] = index
+        result.reverse()
+        return result
+
+    def capacity_blocks(self, percent: float) -> int:
+        """A share of the distinct blocks, at least one."""
+        return max(1, int(self.num_blocks * percent / 100))
+
+
+def key_of(block: int) -> bytes:
+    """The key of a block."""
+    return hashlib.blake2b(block.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 MAX_FILES = 64
@@ -79,7 +159,8 @@ def read_trace(path: Path) -> Trace:
     """All requests of a file. Raises TraceError."""
     reader = _Reader(path.name)
     try:
-        with open_plain_or_gzip(path) as file:
+        is_packed = path.name.endswith(".gz")
+        with cast(BinaryIO, gzip.open(path)) if is_packed else path.open("rb") as file:
             for number, line in enumerate(_lines(file, path.name), start=1):
                 reader.take(number, line)
     except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
@@ -87,11 +168,6 @@ def read_trace(path: Path) -> Trace:
     if not reader.prompts:
         raise TraceError(f"{path} holds no request")
     return Trace(trace_name(path), reader.prompts)
-
-
-def open_plain_or_gzip(path: Path) -> BinaryIO:
-    """The unpacked bytes of a file."""
-    return cast(BinaryIO, gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -167,3 +243,135 @@ class _Reader:
             chain.append(block)
             parent = block
         return chain
+
+
+_P90 = 1.2815515655446004  # of the standard normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """A log-normal distribution, by what is measured of one."""
+
+    p50: float
+    p90: float
+
+    def draw(self, rng: random.Random) -> float:
+        return rng.lognormvariate(math.log(self.p50), math.log(self.p90 / self.p50) / _P90)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What sessions are like. Probabilities by turn are from the first; the last one holds on."""
+
+    name: str
+    sessions_per_second: float
+    continues_by_turn: tuple[float, ...]
+    gap_seconds: Quantiles
+    first_blocks: Quantiles  # of the first turn, behind the system prompt
+    added_blocks: Quantiles  # of each later turn
+    system_prompts: int
+    system_blocks: int
+    branches: float  # the probability that a turn goes back
+    has_partial_blocks: bool  # the last block is replaced by the next turn
+    max_blocks: int
+
+
+CHAT = Shape(
+    name="chat",
+    sessions_per_second=2.2,
+    continues_by_turn=(0.26, 0.39, 0.49, 0.56, 0.59, 0.66, 0.78),
+    gap_seconds=Quantiles(123, 474),
+    first_blocks=Quantiles(10, 49),
+    added_blocks=Quantiles(2, 19),
+    system_prompts=1,
+    system_blocks=1,
+    branches=0.05,
+    has_partial_blocks=True,
+    max_blocks=256,
+)
+AGENTS = Shape(
+    name="agents",
+    sessions_per_second=0.007,
+    continues_by_turn=(0.971,),
+    gap_seconds=Quantiles(16, 111),
+    first_blocks=Quantiles(43, 255),
+    added_blocks=Quantiles(1, 8),
+    system_prompts=12,
+    system_blocks=26,
+    branches=0.023,
+    has_partial_blocks=False,
+    max_blocks=1500,
+)
+SHAPES = {shape.name: shape for shape in (CHAT, AGENTS)}
+
+
+class _Session:
+    def __init__(self, head: list[int]) -> None:
+        self.head_blocks = len(head)
+        self.chain = head
+        self.turn = 0
+
+
+class _Generator:
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._shape = shape
+        self._rng = random.Random(seed)
+        self._heads: dict[int, list[int]] = {}
+        self._num_blocks = 0
+        self._serial = 0
+        self._events: list[tuple[float, int, _Session | None]] = []  # None: a session starts
+
+    def run(self, requests: int) -> Trace:
+        self._at(0.0, None)
+        prompts: list[Prompt] = []
+        while len(prompts) < requests:
+            now, _, session = heapq.heappop(self._events)
+            if session is None:
+                session = _Session(list(self._head()))
+                self._at(now + self._rng.expovariate(self._shape.sessions_per_second), None)
+            self._take_turn(session)
+            prompts.append(Prompt(now, tuple(session.chain), self._tokens(session)))
+            by_turn = self._shape.continues_by_turn
+            if self._rng.random() < by_turn[min(session.turn, len(by_turn)) - 1]:
+                self._at(now + self._shape.gap_seconds.draw(self._rng), session)
+        return Trace(self._shape.name, prompts)
+
+    def _at(self, when: float, session: _Session | None) -> None:
+        self._serial += 1  # orders events of one moment
+        heapq.heappush(self._events, (when, self._serial, session))
+
+    def _head(self) -> list[int]:
+        """Of the system prompts the first ones are the most frequent."""
+        weights = [1 / rank for rank in range(1, self._shape.system_prompts + 1)]
+        [chosen] = self._rng.choices(range(self._shape.system_prompts), weights)
+        if chosen not in self._heads:
+            self._heads[chosen] = self._fresh(self._shape.system_blocks)
+        return self._heads[chosen]
+
+    def _take_turn(self, session: _Session) -> None:
+        shape, chain = self._shape, session.chain
+        if session.turn == 0:
+            added = shape.first_blocks.draw(self._rng)
+        else:
+            added = shape.added_blocks.draw(self._rng)
+            if self._rng.random() < shape.branches:
+                del chain[self._rng.randint(session.head_blocks, len(chain)) :]
+            elif shape.has_partial_blocks and len(chain) > session.head_blocks:
+                chain.pop()
+        room = shape.max_blocks - len(chain)
+        chain += self._fresh(min(room, max(1, round(added))))
+        session.turn += 1
+
+    def _fresh(self, count: int) -> list[int]:
+        first = self._num_blocks
+        self._num_blocks += count
+        return list(range(first, self._num_blocks))
+
+    def _tokens(self, session: _Session) -> int:
+        missing = self._rng.randrange(BLOCK_TOKENS) if self._shape.has_partial_blocks else 0
+        return len(session.chain) * BLOCK_TOKENS - missing
+
+
+def generate(shape: Shape, requests: int, seed: int) -> Trace:
+    """A trace of so many prompts; the same for the same seed."""
+    return _Generator(shape, seed).run(requests)

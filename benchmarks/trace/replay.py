@@ -1,22 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tier, replayed: a trace against an eviction policy, without moving a byte.
+"""One tier or two, replayed: a trace against an eviction policy, without moving a byte.
 
 A prompt is served from the leading run of its blocks that are resident (the prefix rule); then the
 others come in, as the CPU slab takes them: room is made by the policy, blocks of the call itself
 are not evicted for one another, and what still does not fit is the tail. Requests run one by one,
-only the blocks of prompts are kept, and the tier starts empty.
+only the blocks of prompts are kept, and tiers start empty.
+
+Of two tiers a small one (the pool, or the slab) lies over a larger one that is written to:
+    write-through  every block goes to both at once
+    write-back     the upper tier's victims go below if the filter admits them; a block that is read
+                   up leaves its copy below, so it is never written twice while that copy stays
+    exclusive      the same, but a block that is read up leaves the lower tier
+The leading run that is in either tier is served, each block from the upper one where that has it.
+What a policy of the lower tier is told: a block was used when it was read up or when the upper tier
+gave it up.
+
+A cell of the tables is one replay, in this process or in a worker. It is a few plain values, so
+that it can go to another process, where the traces are read or generated again.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from heapq import heappop, heappush
+from pathlib import Path
 
+from ...tiers.admission import AdmissionFilter, AdmitAll, make_filter
 from ...tiers.policies.base import EvictionPolicy
-from .trace import BLOCK_TOKENS, Trace
+from ...tiers.policies.choice import policy_factory
+from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 
 _WEIGHT_FLOPS = 2 * 8.0e9  # for each token
 _ATTENTION_FLOPS = 4 * 32 * 4096  # for each token and each one before it: layers, hidden size
@@ -155,3 +175,252 @@ def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
                 order.popitem(last=False)
             order[block] = None
     return outcome(trace, hits_by_prompt)
+
+
+class Arrangement(Enum):
+    """What the lower tier holds of what the upper one has."""
+
+    WRITE_THROUGH = "write-through"
+    WRITE_BACK = "write-back"
+    EXCLUSIVE = "exclusive"
+
+
+@dataclass(frozen=True, slots=True)
+class TwoTierOutcome:
+    """What each tier served, and what was written for it."""
+
+    upper_percent: float  # hits, of the prompts' blocks
+    lower_percent: float
+    written_per_block: float  # blocks written below for each block of a prompt
+
+    @property
+    def hit_percent(self) -> float:
+        """Of both tiers."""
+        return self.upper_percent + self.lower_percent
+
+
+@dataclass(slots=True)
+class TwoTiers:
+    """An upper and a lower tier and what moves between them."""
+
+    arrangement: Arrangement
+    upper: ReplayTier
+    lower: ReplayTier
+    admission: AdmissionFilter
+    upper_hits: int = 0
+    lower_hits: int = 0
+    written: int = 0
+
+    def run(self, chain: Sequence[bytes], now: float) -> None:
+        """One prompt, head first."""
+        for policy in (self.upper.policy, self.lower.policy):
+            policy.observe(chain, now)
+        self.admission.observe(chain, now)
+        upper_hits, lower_hits = self._find(chain)
+        self.upper_hits += len(upper_hits)
+        self.lower_hits += len(lower_hits)
+        if self.arrangement is Arrangement.WRITE_THROUGH:
+            new = [key for key in chain if key not in self.lower.resident]
+            self.lower.policy.insert(reversed(self._make_and_take(new, wanted=chain)))
+            self.lower.policy.touch(reversed(upper_hits + lower_hits))
+        else:
+            self.lower.policy.touch(reversed(lower_hits))
+            self.admission.promoted(len(lower_hits))
+        self._take_up(chain, upper_hits, now)
+
+    def _find(self, chain: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        upper, lower = self.upper.resident, self.lower.resident
+        upper_hits: list[bytes] = []
+        lower_hits: list[bytes] = []
+        for key in chain:
+            if key in upper:
+                upper_hits.append(key)
+            elif key in lower:
+                lower_hits.append(key)
+            else:
+                break
+        return upper_hits, lower_hits
+
+    def _take_up(self, chain: Sequence[bytes], upper_hits: list[bytes], now: float) -> None:
+        upper, lower = self.upper, self.lower
+        missing = [key for key in chain if key not in upper.resident]
+        victims = upper.make_room(len(missing), chain)
+        kept = upper.take_in(missing)
+        # A prompt longer than the upper tier runs over into the lower one.
+        lost = [*victims, *reversed(missing[len(kept) :])]
+        if self.arrangement is Arrangement.EXCLUSIVE:
+            moved = [key for key in missing if key in lower.resident]
+            lower.policy.remove(moved)
+            lower.resident.difference_update(moved)
+        if self.arrangement is not Arrangement.WRITE_THROUGH:
+            self._give_up(lost, now)
+        upper.policy.insert(reversed(kept))
+        upper.policy.touch(reversed(upper_hits))
+
+    def _give_up(self, lost: Sequence[bytes], now: float) -> None:
+        """What the upper tier lost, the coldest first: copies below were used until now, what has
+        no copy there is written if it is admitted."""
+        copies = {key for key in lost if key in self.lower.resident}
+        new = [key for key in lost if key not in copies]
+        verdicts = self.admission.admit(new, now)
+        admitted = [key for key, admit in zip(new, verdicts, strict=True) if admit]
+        written = set(self._make_and_take(admitted[::-1], wanted=lost))
+        for key in lost:
+            if key in copies:
+                self.lower.policy.touch((key,))
+            elif key in written:
+                self.lower.policy.insert((key,))
+
+    def _make_and_take(self, keys: Sequence[bytes], *, wanted: Sequence[bytes]) -> Sequence[bytes]:
+        """Heads first, so that of what does not fit below it is the tails that go without."""
+        self.lower.make_room(len(keys), wanted, keys)
+        kept = self.lower.take_in(keys)
+        self.written += len(kept)
+        return kept
+
+
+def replay_two_tiers(
+    trace: Trace,
+    arrangement: Arrangement,
+    upper: ReplayTier,
+    lower: ReplayTier,
+    admission: AdmissionFilter | None = None,
+) -> TwoTierOutcome:
+    """Run a trace through both tiers, which must be empty; all blocks are admitted by default."""
+    tiers = TwoTiers(arrangement, upper, lower, admission or AdmitAll())
+    for prompt, chain in zip(trace.prompts, trace.keyed_chains, strict=True):
+        tiers.run(chain, prompt.arrival_seconds)
+    blocks = trace.num_accesses
+    return TwoTierOutcome(
+        100 * tiers.upper_hits / blocks, 100 * tiers.lower_hits / blocks, tiers.written / blocks
+    )
+
+
+LRU = "lru"
+ADMIT_ALL = "all"
+OPT = "opt"
+HEADS_FIRST = "lru, heads first"
+MAX_WORKERS = 2
+# Starting workers takes about a second, which is what so many block accesses take.
+WORKERS_FROM_ACCESSES = 4_000_000
+CELL_SECONDS = 3600.0  # a policy that takes longer over one cell is broken
+
+
+class CellFailed(RuntimeError):
+    """A worker gave no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a trace comes from: a file, or a generator with its seed."""
+
+    name: str
+    path: Path | None = None
+    requests: int = 0
+    seed: int = 0
+
+    def load(self) -> Trace:
+        """The trace. Raises TraceError."""
+        if self.path is not None:
+            return Trace(self.name, read_trace(self.path).prompts)
+        return generate(SHAPES[self.name], self.requests, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay: `row` is a policy, or OPT or HEADS_FIRST, at one capacity."""
+
+    trace: str
+    row: str
+    percent: int
+
+    def run(self, trace: Trace) -> Outcome:
+        blocks = trace.capacity_blocks(self.percent)
+        if self.row == OPT:
+            return replay_opt(trace, blocks)
+        if self.row == HEADS_FIRST:
+            return replay_heads_first(trace, blocks)
+        return replay(trace, policy_factory(self.row)(blocks), blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCell:
+    """One replay of two tiers; `lower` is the policy of the lower one, the upper one's is LRU."""
+
+    trace: str
+    upper_percent: int
+    lower_percent: int
+    arrangement: Arrangement
+    lower: str = LRU
+    admission: str = ADMIT_ALL
+
+    def run(self, trace: Trace) -> TwoTierOutcome:
+        upper, lower = (trace.capacity_blocks(p) for p in (self.upper_percent, self.lower_percent))
+        return replay_two_tiers(
+            trace,
+            self.arrangement,
+            ReplayTier(policy_factory(LRU)(upper), upper),
+            ReplayTier(policy_factory(self.lower)(lower), lower),
+            make_filter(self.admission, lower),
+        )
+
+
+AnyCell = Cell | PairCell
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a cell gave, and how long it took."""
+
+    cell: AnyCell
+    outcome: Outcome | TwoTierOutcome
+    seconds: float
+
+
+def run_cells(
+    cells: Sequence[AnyCell], sources: Sequence[Source], traces: Mapping[str, Trace]
+) -> Iterator[Answer]:
+    """The answers as they come. Raises CellFailed."""
+    accesses = sum(traces[cell.trace].num_accesses for cell in cells)
+    workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    if workers < 2 or accesses < WORKERS_FROM_ACCESSES:
+        for cell in cells:
+            yield _run(cell, traces[cell.trace])
+        return
+    # Not forked: this process may have threads.
+    context = multiprocessing.get_context("spawn")
+    # The large ones first, so that no worker is left alone with one at the end.
+    ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
+    with context.Pool(workers, _start_worker, (list(sources),)) as pool:
+        answers = pool.imap_unordered(_run_in_worker, ordered)
+        for _ in ordered:
+            try:
+                yield answers.next(CELL_SECONDS)
+            except multiprocessing.TimeoutError as error:
+                raise CellFailed(
+                    f"no replay ended within {CELL_SECONDS:.0f} seconds: a worker was killed, "
+                    "perhaps for want of memory, or a policy is far too slow"
+                ) from error
+
+
+def _run(cell: AnyCell, trace: Trace) -> Answer:
+    _ = trace.keyed_chains, trace.next_uses  # made once, and not part of what is timed
+    start = time.perf_counter()
+    outcome = cell.run(trace)
+    return Answer(cell, outcome, time.perf_counter() - start)
+
+
+_sources: dict[str, Source] = {}
+_loaded: dict[str, Trace] = {}  # in a worker: the trace at hand
+
+
+def _start_worker(sources: Sequence[Source]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    _sources.update({source.name: source for source in sources})
+
+
+def _run_in_worker(cell: AnyCell) -> Answer:
+    if cell.trace not in _loaded:
+        _loaded.clear()
+        _loaded[cell.trace] = _sources[cell.trace].load()
+    return _run(cell, _loaded[cell.trace])

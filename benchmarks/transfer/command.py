@@ -15,7 +15,6 @@ import gc
 from functools import partial
 from pathlib import Path
 
-from ..harness.command import run_and_tell
 from ..harness.comparison import WrongWork, take_rounds
 from ..harness.plots import (
     COLOURS,
@@ -26,12 +25,9 @@ from ..harness.plots import (
     new_figure,
     save_figure,
 )
-from ..harness.report import Report, print_table
+from ..harness.report import Report, print_table, run_and_tell
 from ..tiers.slab_case import footprint_bytes
-from .copy_case import CopyCase, take_submissions
-from .layer_ranges import take_layer_ranges
-from .rig import Rig
-from .scale import (
+from .copy_case import (
     FULL,
     GATES,
     JOB_BLOCKS,
@@ -39,10 +35,13 @@ from .scale import (
     QUICK,
     RUN_BLOCKS,
     SIZES,
+    Rig,
     Scale,
     copy_name,
     submit_name,
+    take_submissions,
 )
+from .layer_ranges import take_layer_ranges
 
 _LABELS = {
     "pool_to_slab": "pool to slab, scattered blocks",
@@ -135,25 +134,19 @@ def measure(report: Report, scale: Scale) -> None:
         "copies_are_timed_by": "the wall clock",
         "submissions_are_timed_by": "processor seconds of the calling thread",
     }
-    comparisons = report.figures["contests"] = {}
+    report.figures["contests"] = {}
     submissions = report.figures["submissions"] = {}
-    ratios = {}
     for size, block_bytes in SIZES.items():
         rig = Rig(block_bytes, region_bytes)
         try:
-            for comparison in CopyCase(rig).comparisons(size):
-                outcome = take_rounds(comparison, scale.rounds)
-                comparisons[comparison.name] = outcome.figures()
-                ratios[comparison.name] = outcome.ratio
-                report.limits[f"{comparison.name}_limit"] = comparisons[comparison.name][
-                    "limit_median"
-                ]
+            for comparison in rig.comparisons(size):
+                take_rounds(comparison, scale.rounds).add_to(report)
             taken = take_submissions(rig, scale.submissions)
             submissions[submit_name(size)] = taken.figures()
-            ratios[submit_name(size)] = taken.ratio
+            report.ratios[submit_name(size)] = taken.ratio
         finally:
             rig.close()
             gc.collect()
     cells = report.figures["layer_ranges"] = take_layer_ranges(scale.cached, scale.rounds)
-    report.ratios = {name: ratios[name] for name in GATES}
+    report.ratios = {name: report.ratios[name] for name in GATES}
     report.ratios |= {name: cell["ratio"] for name, cell in cells.items()}

@@ -2,34 +2,137 @@
 """Blocks from pool to slab and back, in jobs as the engine makes them, against memcpy.
 
 The limit moves as many bytes between as random places of plain memory, in pieces of the same
-length, by as many threads.
+length, by as many threads. Every region is larger than what caches hold.
 """
 
 from __future__ import annotations
 
-import threading
+import gc
+import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...connector.base import ConnectorMetadata, CopyJob
 from ...connector.device.base import Event, Stream
-from ..harness.comparison import Comparison, WrongWork
-from ..harness.report import median
-from .rig import WAIT_SECONDS, Bytes, Pairs, Rig, copy_plainly
-from .scale import JOB_BLOCKS, MOVES, RUN_BLOCKS, copy_name
+from ...connector.device.cpu import CpuCopyDevice, pool_pages, slab_pages
+from ...connector.offload_worker import OffloadWorker
+from ...connector.transfer import CopySignal
+from ...engine.worker.kv_pool import KvPool
+from ...tiers.cpu import CpuSlab
+from ..harness.comparison import Comparison, Gate, WrongWork
+from ..harness.report import median, ratios
+from ..tiers.scale import MIB, layout_of
+
+SIZES: Mapping[str, int] = {
+    "64KiB": 64 * 1024,
+    "256KiB": 256 * 1024,
+    "2MiB": 2 * MIB,
+    "5MiB": 5 * MIB,
+}
+JOB_BLOCKS = 64  # what one step or one request moves
+RUN_BLOCKS = 8  # neighbours in the pool that are neighbours in the slab
+MOVES = (
+    "pool_to_slab",
+    "slab_to_pool",
+    "pool_to_slab_runs",
+    "slab_to_pool_runs",
+    "both_ways",
+)  # each of them at every size
 
 
-class CopyCase:
-    """What is moved with one rig."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes in bytes and numbers of rounds."""
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
+    region_bytes: int  # of pool, slab and each plain region; at least this
+    rounds: int
+    submissions: int
+    cached: Sequence[str]  # rows of `layer_ranges.CACHED`
+
+
+FULL = Scale(region_bytes=128 * MIB, rounds=15, submissions=101, cached=("1k", "3k", "8k"))
+QUICK = Scale(region_bytes=32 * MIB, rounds=3, submissions=15, cached=("1k",))
+
+
+def copy_name(move: str, size: str) -> str:
+    """The name of a copying ratio."""
+    return f"{move}_{size}"
+
+
+def submit_name(size: str) -> str:
+    """The name of a ratio of submitting."""
+    return f"submit_over_copy_{size}"
+
+
+GATES: Mapping[str, Gate] = {
+    **{copy_name(move, size): Gate(least=0.8) for move in MOVES for size in SIZES},
+    **{submit_name(size): Gate(most=0.02) for size in SIZES},
+}
+
+
+WAIT_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+
+Bytes = NDArray[np.uint8]
+Pairs = Sequence[tuple[int, int]]  # block, slot
+
+
+class Rig:
+    """A real pool, slab, copy device and worker side, beside them plain memory for the limit."""
+
+    def __init__(self, block_bytes: int, region_bytes: int) -> None:
+        layout = layout_of(block_bytes)
+        self.block_bytes = block_bytes
+        self.num_blocks = region_bytes // block_bytes
+        self.rng = random.Random(block_bytes)
+        self._slab = CpuSlab(layout, self.num_blocks * layout.slot_bytes)
+        self._pool = KvPool(layout, self.num_blocks)
+        self.pool: Bytes = pool_pages(self._pool.tensor, block_bytes)
+        self.slab: Bytes = slab_pages(self._slab)
+        # As the pool is made: what is different is what the device does.
+        plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
+        self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
+        for region in (self.pool, self.slab, *self.plain):
+            _fill(region)
+        self.device = CpuCopyDevice()
+        self.device.register_slab(self._slab)
+        self.signal = CopySignal()
+        self.worker = OffloadWorker(self.device, self.signal)
+        self.worker.register_pool(self._pool.tensor)
+        self._stamp = 0
+
+    def stamp(self, region: Bytes) -> None:
+        """Make every block of a region different from all that were there before."""
+        for block in region:
+            self._stamp += 1
+            block[:8] = np.frombuffer(self._stamp.to_bytes(8, "little"), np.uint8)
+
+    def check(self, source: Bytes, target: Bytes, moves: Pairs) -> None:
+        """Raise WrongWork unless the blocks of `source` are where they should be in `target`."""
+        for at, to in moves:
+            if not np.array_equal(source[at], target[to]):
+                raise WrongWork(f"block {at} was copied, but {to} does not hold it")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.worker.shutdown()
+        if not self.device.close(_CLOSE_SECONDS):
+            raise WrongWork("copies were still running at the end")
+        del self.slab
+        self._slab.close()
+        del self.pool, self.plain, self._pool
+        gc.collect()
 
     def comparisons(self, size: str) -> list[Comparison]:
         """One for each of MOVES, in its order."""
-        run = max(1, min(RUN_BLOCKS, self._rig.num_blocks // 4))
+        run = max(1, min(RUN_BLOCKS, self.num_blocks // 4))
         sides = (
             (lambda: self.move(Stream.STORE), self.copy),
             (lambda: self.move(Stream.LOAD), self.copy),
@@ -44,51 +147,44 @@ class CopyCase:
 
     def move(self, stream: Stream, run: int = 1) -> float:
         """Every block once, in random order, `run` neighbours in the same order on both sides."""
-        rig = self._rig
         starts = self._random_places(run)
         moves = [(at + i, to + i) for at, to in starts for i in range(run)]
-        source, target = self._sides(stream)
-        rig.stamp(source)
+        sides = self.pool, self.slab
+        source, target = sides if stream is Stream.STORE else sides[::-1]
+        self.stamp(source)
         began = time.perf_counter()
         self._wait(self._submit(stream, moves))
         rate = self._rate(began, len(moves))
-        rig.check(source, target, moves)
+        self.check(source, target, moves)
         return rate
 
     def copy(self, run: int = 1) -> float:
         """The same between plain regions."""
         starts = self._random_places(run)
-        source, target = self._rig.plain
+        source, target = self.plain
         began = time.perf_counter()
         copy_plainly(source, target, starts, run)
         return self._rate(began, run * len(starts))
 
     def move_both_ways(self) -> float:
         """Half of the blocks out, to half of the slots, while the other slots go to the others."""
-        rig = self._rig
         out, back = self._halves()
-        rig.stamp(rig.pool)
-        rig.stamp(rig.slab)
+        self.stamp(self.pool)
+        self.stamp(self.slab)
         began = time.perf_counter()
         self._wait(self._submit(Stream.STORE, out) + self._submit(Stream.LOAD, back))
         rate = self._rate(began, len(out) + len(back))
-        rig.check(rig.pool, rig.slab, out)
-        rig.check(rig.slab, rig.pool, back)
+        self.check(self.pool, self.slab, out)
+        self.check(self.slab, self.pool, back)
         return rate
 
     def copy_both_ways(self) -> float:
         """The same between plain regions, by two threads."""
         out, back = self._halves()
-        one, other = self._rig.plain
-        threads = [
-            threading.Thread(target=copy_plainly, args=(one, other, out)),
-            threading.Thread(target=copy_plainly, args=(other, one, back)),
-        ]
+        one, other = self.plain
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(copy_plainly, (one, other), (other, one), (out, back)))
         return self._rate(began, len(out) + len(back))
 
     def _submit(self, stream: Stream, moves: Pairs) -> list[Event]:
@@ -97,8 +193,8 @@ class CopyCase:
         for start in range(0, len(moves), JOB_BLOCKS):
             sources, targets = zip(*moves[start : start + JOB_BLOCKS], strict=True)
             blocks, slots = (sources, targets) if stream is Stream.STORE else (targets, sources)
-            events.append(self._rig.device.copy(stream, blocks, slots))
-            self._rig.signal.jobs_given(1)
+            events.append(self.device.copy(stream, blocks, slots))
+            self.signal.jobs_given(1)
         return events
 
     def _wait(self, events: list[Event]) -> None:
@@ -109,16 +205,11 @@ class CopyCase:
             if error is not None:
                 raise WrongWork(f"a copy failed: {error}")
 
-    def _sides(self, stream: Stream) -> tuple[Bytes, Bytes]:
-        rig = self._rig
-        return (rig.pool, rig.slab) if stream is Stream.STORE else (rig.slab, rig.pool)
-
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
         """Where runs begin, and where they go."""
-        rig = self._rig
-        starts = range(0, rig.num_blocks - run + 1, run)
+        starts = range(0, self.num_blocks - run + 1, run)
         return list(
-            zip(rig.rng.sample(starts, len(starts)), rig.rng.sample(starts, len(starts)),
+            zip(self.rng.sample(starts, len(starts)), self.rng.sample(starts, len(starts)),
                 strict=True)
         )  # fmt: skip
 
@@ -129,7 +220,19 @@ class CopyCase:
         return places[:half], [(slot, block) for block, slot in places[half:]]
 
     def _rate(self, began: float, num_blocks: int) -> float:
-        return num_blocks * self._rig.block_bytes / (time.perf_counter() - began)
+        return num_blocks * self.block_bytes / (time.perf_counter() - began)
+
+
+def copy_plainly(source: Bytes, target: Bytes, moves: Pairs, length: int = 1) -> None:
+    """memcpy of `length` blocks at a time, at these places."""
+    for at, to in moves:
+        np.copyto(target[to : to + length], source[at : at + length])
+
+
+def _fill(region: Bytes) -> None:
+    noise = np.frombuffer(os.urandom(MIB), np.uint8)
+    for block in region:
+        block[:] = np.resize(noise, block.shape)
 
 
 @dataclass(slots=True)
@@ -142,8 +245,7 @@ class Submissions:
     @property
     def ratio(self) -> float:
         """The median of the ratios of neighbours."""
-        pairs = zip(self.submit_seconds, self.copy_seconds, strict=True)
-        return median([submit / copy for submit, copy in pairs])
+        return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:
         """What the JSON holds of it."""

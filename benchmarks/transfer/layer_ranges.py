@@ -16,7 +16,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,8 @@ from ...engine.worker.block_table import BlockTable
 from ...engine.worker.forward.attention_metadata import AttentionPlanner
 from ...engine.worker.kv_pool import KvPool
 from ..harness.comparison import WrongWork
-from ..harness.report import median, percentile
-from .rig import WAIT_SECONDS
+from ..harness.report import median, percentile, ratios
+from .copy_case import WAIT_SECONDS
 
 BLOCK_TOKENS = 64  # of the embedded model's: 64 KiB a layer, the least that is worth a copy
 RANGES = (2, 6)  # how many a block is cut into; the model has 6 layers
@@ -40,25 +39,8 @@ CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
 SUFFIXES = (32, 512)
 # After a suffix as long as this nothing can be won that could be seen, so fewer rounds do.
 LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
-
-
-@dataclass(slots=True)
-class Taken:
-    """Seconds to the first token, one entry for each round."""
-
-    whole: list[float] = field(default_factory=list)
-    ranges: list[float] = field(default_factory=list)
-    whole_cpu: list[float] = field(default_factory=list)  # of processors
-    ranges_cpu: list[float] = field(default_factory=list)
-
-    @property
-    def ratios(self) -> list[float]:
-        """Of each round, the whole one over that in ranges."""
-        return [one / other for one, other in zip(self.whole, self.ranges, strict=True)]
-
-    @property
-    def cpu_ratios(self) -> list[float]:
-        return [one / other for one, other in zip(self.whole_cpu, self.ranges_cpu, strict=True)]
+# By number of ranges, 1 for whole: seconds to the first token, and of processors, of each round.
+Taken = dict[int, list[tuple[float, float]]]
 
 
 def cell_name(cached: str, suffix: int, ranges: int) -> str:
@@ -79,18 +61,21 @@ def take_layer_ranges(cached: Sequence[str], rounds: int) -> dict[str, dict[str,
             copying = median([copy for copy, _ in alone])
             computing = median([compute for _, compute in alone])
             for ranges in RANGES:
-                taken = Taken()
+                taken: Taken = {}
                 for number in range(count):
                     _take_pair(prompt, ranges, taken, whole_first=bool(number % 2))
+                whole, whole_cpu = zip(*taken[1], strict=True)
+                in_ranges, ranges_cpu = zip(*taken[ranges], strict=True)
+                gains = ratios(whole, in_ranges)
                 figures[cell_name(name, suffix, ranges)] = {
                     "copy_seconds": copying,
                     "compute_seconds": computing,
                     "most_to_win": (copying + computing) / max(copying, computing),
-                    "whole_seconds": median(taken.whole),
-                    "ranges_seconds": median(taken.ranges),
-                    "ratio": median(taken.ratios),
-                    "ratio_quartiles": [percentile(taken.ratios, at) for at in (25.0, 75.0)],
-                    "cpu_ratio": median(taken.cpu_ratios),
+                    "whole_seconds": median(whole),
+                    "ranges_seconds": median(in_ranges),
+                    "ratio": median(gains),
+                    "ratio_quartiles": [percentile(gains, at) for at in (25.0, 75.0)],
+                    "cpu_ratio": median(ratios(whole_cpu, ranges_cpu)),
                 }
     return figures
 
@@ -101,9 +86,7 @@ def _take_pair(prompt: _Prompt, ranges: int, taken: Taken, *, whole_first: bool)
         busy, began = time.process_time(), time.perf_counter()
         logits.append(prompt.load_and_compute(count))
         seconds = time.perf_counter() - began
-        (taken.whole if count == 1 else taken.ranges).append(seconds)
-        busy = time.process_time() - busy
-        (taken.whole_cpu if count == 1 else taken.ranges_cpu).append(busy)
+        taken.setdefault(count, []).append((seconds, time.process_time() - busy))
         prompt.forget()
     if not torch.equal(*logits):
         raise WrongWork("a prompt loaded by layers gave other logits than one loaded whole")

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ from ....kernels.attention.paged_decode import paged_decode
 from ....kernels.attention.paged_decode_plain import paged_decode_plain
 from ....kernels.attention.paged_prefill import paged_prefill
 from ....kernels.attention.paged_prefill_plain import paged_prefill_plain
-from ..place import Place, check_close
-from ..results import Row
-from ..stopwatch import Launch, Timing, time_launches
+from ..section import Launch, Place, Row, Timing, check_close, time_launches
 
 COLD_BYTES = 256 * 2**20  # of all layers together: four times the level-2 cache of an H200
 MAX_LAYERS = 64
@@ -133,15 +132,20 @@ class Batch:
     seq_lens: Tensor
     query_starts: Tensor
 
-    def run(self, kernel: str, layer: int = 0, num_splits: int | None = None) -> Tensor:
-        """A new tensor with the attention of all new tokens over one layer."""
+    def run(
+        self,
+        kernel: str,
+        layer: int = 0,
+        num_splits: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A new tensor, or `out`, with the attention of all new tokens over one layer."""
         tensors, options = self._arguments(layer)
+        options |= {"kernel": kernel, "out": out}
         if self.case.is_decode:
-            return paged_decode(*tensors, **options, num_splits=num_splits, kernel=kernel)
+            return paged_decode(*tensors, **options, num_splits=num_splits)
         longest = max(new for new, _ in self.case.chunks)
-        return paged_prefill(
-            *tensors, self.query_starts, max_query_len=longest, **options, kernel=kernel
-        )
+        return paged_prefill(*tensors, self.query_starts, max_query_len=longest, **options)
 
     def launches(self, kernel: str, num_splits: int | None = None) -> list[Launch]:
         """One for each layer."""
@@ -165,17 +169,15 @@ class Batch:
         }
 
 
-def make_batch(place: Place, case: Case) -> Batch:
-    """The same values in every call for a case on a device."""
+def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
+    """The same values in every call for a case on a device; `layers` unless they are counted."""
     generator = torch.Generator(device=place.device)
     generator.manual_seed(zlib.crc32(case.name.encode()))
     widths = [-(-length // case.block_size) for length in case.lengths]
     num_blocks = sum(widths)
-    layers = num_layers(place, case.read_bytes)
+    layers = layers or num_layers(place, case.read_bytes)
     pool = _random_pool(place, case, (num_blocks, layers), generator)
-    starts = [0]
-    for new, _ in case.chunks:
-        starts.append(starts[-1] + new)
+    starts = [0, *accumulate(new for new, _ in case.chunks)]
     integers = partial(torch.tensor, dtype=torch.int32, device=place.device)
     return Batch(
         case=case,

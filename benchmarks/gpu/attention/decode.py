@@ -11,11 +11,8 @@ from functools import partial
 
 import torch
 
-from ..case_loop import run_cases
-from ..place import Place
 from ..plots import draw_decode
-from ..results import Results, Row, Target
-from ..section import Section
+from ..section import Place, Results, Row, Section, Target, run_cases
 from .cases import Case, decode_case, make_batch, time_checked
 
 NAME = "decode"
@@ -83,9 +80,7 @@ def _rehearsal_cases() -> list[Case]:
 def run(place: Place, results: Results) -> None:
     """Measure all cases; ratios are set from what was measured, however far it got."""
     try:
-        run_cases(
-            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
-        )
+        run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
         set_ratios(results)
 

@@ -8,21 +8,19 @@ tables are replaced in this process for one measurement at a time. Runs only in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from ....kernels.attention import paged_decode_launch, paged_prefill_launch
 from ....kernels.attention.paged_decode_launch import DOT, DOT_TOKEN_SCALES, MAX_SPLITS
 from ....kernels.choice import probe_hardware
-from ..case_loop import one_line, run_cases
-from ..place import Place
 from ..plots import draw_sweep
-from ..results import Results, Row
-from ..section import Section
+from ..section import Place, Results, Row, Section, one_line, run_cases
 from .cases import Batch, Case, decode_case, make_batch, time_checked
 
 NAME = "launch-sweep"
@@ -37,8 +35,6 @@ PREFILL_LAUNCHES = tuple(
     for rows, keys, warps in ((128, 64, 8), (128, 128, 8), (64, 64, 4), (128, 64, 4), (128, 32, 8))
     for stages in (5, 3)
 )
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 def run(place: Place, results: Results) -> None:
@@ -98,7 +94,7 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     chosen = paged_decode_launch.Row(launch.tile, launch.num_warps, launch.num_stages)
     trial = _Trials(place, results, make_batch(place, case), "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
-        with replaced(paged_decode_launch.TABLE, capability, {key: row}):
+        with patch.dict(paged_decode_launch.TABLE, {capability: {key: row}}):
             trial.add({**row._asdict(), "is_chosen": row == chosen})
 
 
@@ -108,25 +104,12 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
     chosen = paged_prefill_launch.choose_launch(
         probe_hardware().capability, case.head_dim, case.group, case.chunks[0][0]
     )
-    trial = _Trials(
-        place, results, make_batch(place, case), "prefill table", _launch_entries(chosen)
-    )
+    trial = _Trials(place, results, make_batch(place, case), "prefill table", asdict(chosen))
     wide, narrow = paged_prefill_launch.WIDE, paged_prefill_launch.NARROW
     for launch in _chosen_first(chosen, place.choose(PREFILL_LAUNCHES, (), PREFILL_LAUNCHES[:2])):
-        with replaced(wide, size, (launch, launch)), replaced(narrow, size, (launch, launch)):
-            trial.add({**_launch_entries(launch), "is_chosen": launch == chosen})
-
-
-@contextmanager
-def replaced(table: MutableMapping[Key, Value], key: Key, value: Value) -> Iterator[None]:
-    """One entry is another while this is open."""
-    before = dict(table)
-    table[key] = value
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
+        both = {size: (launch, launch)}
+        with patch.dict(wide, both), patch.dict(narrow, both):
+            trial.add({**asdict(launch), "is_chosen": launch == chosen})
 
 
 class _Trials:
@@ -165,15 +148,6 @@ class _Trials:
 
 def _chosen_first(chosen: Any, others: tuple[Any, ...]) -> list[Any]:
     return [chosen, *(other for other in others if other != chosen)]
-
-
-def _launch_entries(launch: paged_prefill_launch.Launch) -> Row:
-    return {
-        "block_rows": launch.block_rows,
-        "block_keys": launch.block_keys,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-    }
 
 
 def _multiprocessors(place: Place) -> int:

@@ -10,11 +10,8 @@ from __future__ import annotations
 from functools import partial
 from statistics import geometric_mean
 
-from ..case_loop import run_cases
-from ..place import Place
 from ..plots import draw_prefill
-from ..results import Results, Target
-from ..section import Section
+from ..section import Place, Results, Section, Target, run_cases
 from .cases import Case, make_batch, time_checked
 
 NAME = "prefill"
@@ -78,9 +75,7 @@ def _rehearsal_cases() -> list[Case]:
 def run(place: Place, results: Results) -> None:
     """Measure all cases; the figure of the target is set from what was measured."""
     try:
-        run_cases(
-            place, results, NAME, choose_cases(place), lambda case: measure(place, results, case)
-        )
+        run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:
         rates = [row["tflops"] for row in results.rows(NAME) if row["case"] in GRID]
         if rates:

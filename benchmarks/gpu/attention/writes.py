@@ -16,12 +16,8 @@ from torch import Tensor
 
 from ....kernels.write.write_kv import write_kv
 from ....kernels.write.write_kv_plain import write_kv_plain
-from ..case_loop import run_cases
-from ..place import Place, check_close
 from ..plots import draw_writes
-from ..results import Results, Target
-from ..section import Section
-from ..stopwatch import Launch, time_launches
+from ..section import Launch, Place, Results, Section, Target, check_close, run_cases, time_launches
 from .cases import FP8, num_layers
 
 NAME = "writes"
@@ -74,16 +70,10 @@ class Buffers:
 
 def choose_cases(place: Place) -> list[Case]:
     """All sizes in bf16, then float8; a quick run leaves out the sizes in between."""
-    if place.is_rehearsal:
-        return [
-            Case(tokens=tokens, order=order, scales=scales, heads=4, kv_heads=2, head_dim=16)
-            for scales in ("", "head", "token")
-            for tokens in (1, 16)
-            for order in ("random", "consecutive")
-        ]
-    sizes = (1, 8192) if place.is_quick else (1, 64, 512, 8192)
+    sizes: tuple[int, ...] = place.choose((1, 64, 512, 8192), (1, 8192), (1, 16))
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} if place.is_rehearsal else {}
     return [
-        Case(tokens=tokens, order=order, scales=scales)
+        Case(tokens=tokens, order=order, scales=scales, **shape)
         for scales in ("", "head", "token")
         for tokens in sizes
         for order in ("random", "consecutive")

@@ -20,10 +20,8 @@ from ....connector.device.choice import make_device
 from ....tiers.block import BlockLayout
 from ....tiers.cpu import CpuSlab
 from ...harness.report import median
-from ..place import Place, WrongResult
-from ..results import Results, Row, Target
-from ..section import Section
-from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
+from ..section import Place, Results, Row, Section, Target, WrongResult
+from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 
 NAME = "copy device"
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")  # 2 MiB

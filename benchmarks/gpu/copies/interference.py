@@ -13,17 +13,35 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.choice import KernelRefused
+from ....kernels.choice import PLAIN, KernelRefused
 from ...harness.report import percentile
-from ..place import Place, SectionOver
+from ..attention.cases import decode_case, make_batch
 from ..plots import draw_interference
-from ..results import Results, Row, Target
-from ..section import Section
-from ..stopwatch import Launch
-from .interference_step import DecodeStep
-from .jobs import BLOCKS, Field, Job, check_jobs
-from .methods import ALL, BATCHED, FEW, Method
-from .streams import new_stream, on, page_locked, record_event
+from ..section import (
+    WARM_UPS,
+    Launch,
+    Place,
+    Results,
+    Row,
+    Section,
+    SectionOver,
+    Target,
+    check_close,
+    record_event,
+)
+from .methods import (
+    ALL,
+    BATCHED,
+    BLOCKS,
+    FEW,
+    Field,
+    Method,
+    check_jobs,
+    new_stream,
+    on,
+    page_locked,
+    prepare_checked,
+)
 
 NAME = "interference"
 METHODS = (BATCHED, FEW, ALL)
@@ -38,6 +56,52 @@ TARGETS = (
         "decode_p99_while_streaming", "p99 of a decode step beside copies, over alone", most=1.05
     ),
 )
+
+
+class DecodeStep:
+    """Attention of one new token of each request, some times over layers that are together far
+    larger than the level-2 cache: four of 268 MB on a device."""
+
+    def __init__(self, place: Place) -> None:
+        requests, tokens = place.choose((32, 2048), (32, 2048), (2, 16))
+        layers, self._passes = place.choose((4, 4), (4, 4), (2, 1))
+        self._kernel = place.kernel
+        self._batch = make_batch(place, decode_case("a step", requests, tokens), layers)
+        self.outs, self._expected = (
+            [torch.zeros_like(self._batch.q) for _ in range(layers)] for _ in range(2)
+        )
+        for layer, out in enumerate(self._expected):
+            self._batch.run(PLAIN, layer, out=out)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all layers."""
+        return sum(kv.nbytes for kv in self._batch.layers)
+
+    def run(self) -> None:
+        """All layers, as often as a step has it."""
+        for _ in range(self._passes):
+            for layer, out in enumerate(self.outs):
+                self._batch.run(self._kernel, layer, out=out)
+
+    def check(self, what: str) -> None:
+        """Compare what the last run left with the plain kernel. Raises WrongResult."""
+        for number, (out, expected) in enumerate(zip(self.outs, self._expected, strict=True)):
+            check_close(f"{what}, layer {number}", out, expected, absolute=2e-3, relative=2e-2)
+
+    def prepare(self, place: Place, stream: torch.cuda.Stream | None) -> Launch:
+        """A launch of the step, checked; a graph on a device, with the priority of `stream`."""
+        with on(stream):
+            for _ in range(WARM_UPS):
+                self.run()
+        place.synchronise()
+        self.check("decode")
+        if stream is None:
+            return self.run
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self.run()
+        return graph.replay
 
 
 class Pump:
@@ -65,7 +129,10 @@ class Pump:
     def top_up(self) -> None:
         """Queue jobs until there are enough. Never waits for one, except in a rehearsal."""
         if self._stream is None:
-            self._run_one()
+            begin = time.perf_counter()
+            self._launches[0]()
+            self.seconds += time.perf_counter() - begin
+            self.moved_bytes += self._job_bytes
             return
         self._count_finished()
         while len(self._ends) - self._finished < JOBS_AHEAD:
@@ -91,12 +158,6 @@ class Pump:
                 break
             self._finished += 1
 
-    def _run_one(self) -> None:
-        begin = time.perf_counter()
-        self._launches[0]()
-        self.seconds += time.perf_counter() - begin
-        self.moved_bytes += self._job_bytes
-
 
 def run(place: Place, results: Results) -> None:
     """A row for each method."""
@@ -104,7 +165,7 @@ def run(place: Place, results: Results) -> None:
         (256 << 20, 2 << 20), (256 << 20, 2 << 20), (2 * BLOCKS * 256, 256)
     )
     stream = None if place.is_rehearsal else new_stream(HIGH_PRIORITY)
-    step = DecodeStep.make(place)
+    step = DecodeStep(place)
     launch = step.prepare(place, stream)
     with page_locked(place, 2 * half_bytes, lambda note: results.add_note(NAME, note)) as slab:
         field = Field.make(place, slab)
@@ -134,29 +195,18 @@ def measure(
 ) -> Row:
     """Step times alone and beside copies, in turn. Raises WrongResult for wrong copies."""
     windows, steps = place.choose((6, 60), (5, 60), (2, 4))
-    lanes = field.lanes
-    jobs = field.jobs(block_bytes, slots_in_order=method.slots_in_order)
-    launches = [
-        [method.prepare(place, job, lane) for job in of_lane]
-        for of_lane, lane in zip(jobs, lanes, strict=True)
-    ]
-    field.spoil(place)
-    for lane, of_lane in zip(lanes, launches, strict=True):
-        with on(lane):
-            for copy in of_lane:
-                copy()
-    place.synchronise()
-    _check(method.name, jobs)
+    jobs, launches = prepare_checked(place, field, method, block_bytes, method.name)
     pumps = [
         Pump(lane, of_lane, of_jobs[0].num_bytes)
-        for lane, of_lane, of_jobs in zip(lanes, launches, jobs, strict=True)
+        for lane, of_lane, of_jobs in zip(field.lanes, launches, jobs, strict=True)
     ]
     alone: list[float] = []
     beside: list[float] = []
     for _ in range(windows):
         alone += time_steps(place, stream, launch, steps)
         beside += time_steps(place, stream, launch, steps, pumps)
-    _check(f"{method.name} beside decode", jobs)
+    for of_lane in jobs:
+        check_jobs(f"{method.name} beside decode", of_lane)
     return _row(method, alone, beside, pumps) | {"block_bytes": block_bytes}
 
 
@@ -207,11 +257,6 @@ def _time_on_cpu(
         launch()
         taken.append(time.perf_counter() - begin)
     return taken
-
-
-def _check(what: str, jobs: tuple[list[Job], list[Job]]) -> None:
-    for of_lane in jobs:
-        check_jobs(what, of_lane)
 
 
 def _row(

@@ -1,25 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to copy a job's blocks: one call a block, one for all, a kernel, or both in turn.
+"""Jobs of 64 blocks between a pool on the device and a page-locked slab, and the ways to copy them.
 
-What a job needs is made ready before; the launch that comes back does what a running engine would
-do for every job.
+pool  [blocks of all jobs, and as many again that are in none]     ids in random order
+slab  [ slots of the jobs to the host | slots of those to the device ]
+
+One call a block, one for all, a kernel, or both in turn, in a stream each way. What a job needs is
+made ready before; the launch that comes back does what a running engine would do for every job. A
+rehearsal has ordinary memory and no streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_blocks import gather_blocks, scatter_blocks
 from ....kernels.copy.copy_blocks_launch import MAX_PROGRAMS
-from ....kernels.copy.copy_engine import Batch, copy_batch_plain, cuda_runtime, merge_neighbours
-from ..place import Place
-from ..stopwatch import Launch
-from .jobs import Job
+from ....kernels.copy.copy_engine import (
+    Batch,
+    CudaError,
+    PageLockedMemory,
+    copy_batch_plain,
+    cuda_runtime,
+    merge_neighbours,
+)
+from ..section import Launch, Place, WrongResult, time_launches
+
+
+class Lanes(NamedTuple):
+    """A stream for each direction, both of the lowest priority. None in a rehearsal."""
+
+    to_host: torch.cuda.Stream | None
+    to_device: torch.cuda.Stream | None
+
+
+def make_lanes(place: Place) -> Lanes:
+    """Two new streams. Neither waits for the default stream: synchronise between the two."""
+    if place.is_rehearsal:
+        return Lanes(None, None)
+    return Lanes(new_stream(), new_stream())
+
+
+def new_stream(priority: int = 0) -> torch.cuda.Stream:
+    """0 is the lowest priority, and less is higher."""
+    return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+
+
+def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Queue what follows in `stream`."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextlib.contextmanager
+def page_locked(
+    place: Place, num_bytes: int, note: Callable[[str], None]
+) -> Iterator[torch.Tensor]:
+    """uint8 `[bytes]` that the device reaches; everything on the device has ended when it goes.
+
+    `note` is told where it had to be torch's page-locked memory.
+    """
+    if place.is_rehearsal:
+        yield torch.zeros(num_bytes, dtype=torch.uint8)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            owner = stack.enter_context(PageLockedMemory(num_bytes, cuda_runtime()))
+            memory = owner.tensor()
+        except (CudaError, KernelRefused) as error:
+            note(f"the page-locked memory is torch's own, for want of another: {error}")
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        stack.callback(place.synchronise)
+        yield memory
+
+
+def time_one_way(
+    place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
+) -> float:
+    """Seconds of one launch, all in `stream`. Includes submitting where that takes longer."""
+    with on(stream):
+        return time_launches(place, launches, in_graph=False).median
+
+
+def time_both_ways(
+    place: Place, lanes: Lanes, to_host: Sequence[Launch], to_device: Sequence[Launch]
+) -> float:
+    """Seconds of one launch each way, side by side. The slower direction ends the clock."""
+
+    def wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+        if waiting is not None and other is not None:
+            waiting.wait_stream(other)
+
+    def launch_pair(out: Launch, back: Launch) -> None:
+        out()
+        with on(lanes.to_device):
+            back()
+
+    pairs = [
+        functools.partial(launch_pair, out, back)
+        for out, back in zip(to_host, to_device, strict=True)
+    ]
+    # The events of the clock are in the stream to the host, so the other starts and ends with it.
+    begin = functools.partial(wait, lanes.to_device, lanes.to_host)
+    end = functools.partial(wait, lanes.to_host, lanes.to_device)
+    launches: list[Launch] = [begin, *pairs, end]
+    with on(lanes.to_host):
+        timing = time_launches(place, launches, in_graph=False)
+    return timing.median * len(launches) / len(pairs)
+
+
+BLOCKS = 64  # of a job
+MAX_JOBS = 64
+SEED = 20260
+Direction = Literal["to_host", "to_device", "both"]
+ONE_WAY: tuple[Direction, ...] = ("to_host", "to_device")
+DIRECTIONS: tuple[Direction, ...] = (*ONE_WAY, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Block `block_ids[i]` of the pool goes to slot `slots[i]` of the slab, or back."""
+
+    pool: torch.Tensor  # [num_blocks, bytes], on the device
+    slab: torch.Tensor  # [num_slots, bytes]
+    block_ids: torch.Tensor  # int64 [64], on the CPU
+    slots: torch.Tensor  # the same
+    is_to_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Moved by it."""
+        return len(self.slots) * self.pool.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The memory of one section: random bytes on both sides, and the streams between them."""
+
+    pool: torch.Tensor  # uint8 [4 * half_bytes]
+    slab: torch.Tensor  # uint8 [2 * half_bytes]
+    lanes: Lanes
+
+    @classmethod
+    def make(cls, place: Place, slab: torch.Tensor) -> Field:
+        """Fill `slab` and a new pool of twice its size."""
+        generator = torch.Generator(place.device).manual_seed(SEED)
+        pool = torch.randint(
+            0, 256, (2 * slab.numel(),), dtype=torch.uint8, device=place.device, generator=generator
+        )
+        slab.copy_(pool[: slab.numel()])
+        field = cls(pool, slab, make_lanes(place))
+        place.synchronise()
+        return field
+
+    def jobs(
+        self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
+    ) -> tuple[list[Job], list[Job]]:
+        """As many jobs as there is room for, to the host and to the device.
+
+        Blocks are neighbours in the pool, and in the slab, in runs of `run_length`.
+        """
+        half_bytes = self.slab.numel() // 2
+        count = count_jobs(half_bytes, block_bytes)
+        blocks = count * BLOCKS
+        pool = self.pool[: 4 * blocks * block_bytes].view(4 * blocks, block_bytes)
+        slab = self.slab[: 2 * blocks * block_bytes].view(2 * blocks, block_bytes)
+        generator = torch.Generator().manual_seed(SEED + run_length)
+        ids = scattered_ids(4 * blocks, run_length, generator)[: 2 * blocks].view(2, count, BLOCKS)
+        halves = []
+        for half in range(2):
+            slots = torch.arange(blocks)
+            if not slots_in_order:
+                slots = scattered_ids(blocks, run_length, generator)
+            by_job = (half * blocks + slots).view(count, BLOCKS)
+            halves.append(
+                [
+                    Job(pool, slab, ids[half, job], by_job[job], is_to_host=half == 0)
+                    for job in range(count)
+                ]
+            )
+        return halves[0], halves[1]
+
+    def spoil(self, place: Place) -> None:
+        """Change every byte of the pool, so that nothing copied before can pass for new."""
+        self.pool.add_(1)
+        place.synchronise()
+
+
+def count_jobs(half_bytes: int, block_bytes: int) -> int:
+    """How many jobs of such blocks one half of the slab holds, within limits."""
+    return max(1, min(MAX_JOBS, half_bytes // (BLOCKS * block_bytes)))
+
+
+def scattered_ids(count: int, run_length: int, generator: torch.Generator) -> torch.Tensor:
+    """0 to `count` - 1, in runs of `run_length` neighbours whose order is random."""
+    runs = torch.randperm(count // run_length, generator=generator)
+    return (runs[:, None] * run_length + torch.arange(run_length)).flatten()
+
+
+def check_jobs(what: str, jobs: list[Job]) -> None:
+    """Compare every byte of every block on the device. Raises WrongResult."""
+    if not jobs:
+        return
+    device, half = jobs[0].pool.device, len(jobs[0].slab) // 2
+    first = 0 if jobs[0].is_to_host else half
+    slots = jobs[0].slab[first : first + half].to(device)
+    for number, job in enumerate(jobs):
+        blocks = job.pool[job.block_ids.to(device)]
+        copies = slots[(job.slots - first).to(device)]
+        wrong = int((blocks != copies).any(dim=1).sum().item())
+        if wrong:
+            raise WrongResult(
+                f"{what}: {wrong} of the {BLOCKS} blocks of job {number} differ on the two sides"
+            )
+
 
 # Of a kernel that leaves decode undisturbed.
 FEW_PROGRAMS = 12
@@ -59,6 +261,12 @@ def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
     ]
     if not job.is_to_host:
         pairs = [(block, slot) for slot, block in pairs]
+    return copy_pairs(pairs)
+
+
+def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
+    """Copies from each second to each first."""
+    pairs = list(pairs)
 
     def launch() -> None:
         for target, source in pairs:
@@ -67,14 +275,16 @@ def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
     return launch
 
 
-def prepare_batched(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """One call for all blocks, each an entry."""
-    return _prepare_batch(place, Batch(*job_addresses(job)), stream)
-
-
-def prepare_merged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """One call, neighbours joined to one entry before it."""
-    return _prepare_batch(place, merge_neighbours(*job_addresses(job)), stream)
+def prepare_batched(
+    place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
+) -> Launch:
+    """One call for all blocks, each an entry, or neighbours joined to one entry before it."""
+    addresses = job_addresses(job)
+    batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
+    if place.is_rehearsal or stream is None:
+        return lambda: copy_batch_plain(batch)
+    runtime, handle = cuda_runtime(), stream.cuda_stream
+    return lambda: runtime.copy_batch(batch, handle)
 
 
 def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
@@ -93,39 +303,62 @@ def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
     return launch_to_host if job.is_to_host else launch_to_device
 
 
-def prepare_few_programs(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A kernel of 12 programs that reaches into page-locked memory."""
-    return _prepare_kernel(place, job, FEW_PROGRAMS)
-
-
-def prepare_all_programs(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """The same with as many programs as there is work for."""
-    return _prepare_kernel(place, job, MAX_PROGRAMS)
-
-
-SINGLE = Method("one copy a block", prepare_single)
-BATCHED = Method("batched", prepare_batched)
-MERGED_4 = Method("batched, runs of 4 merged", prepare_merged, run_length=4)
-MERGED_16 = Method("batched, runs of 16 merged", prepare_merged, run_length=16)
-STAGED = Method("gathered, one copy", prepare_staged, slots_in_order=True)
-FEW = Method("kernel, 12 programs", prepare_few_programs, slots_in_order=True)
-ALL = Method("kernel, uncapped", prepare_all_programs, slots_in_order=True)
-METHODS = (SINGLE, BATCHED, MERGED_4, MERGED_16, STAGED, FEW, ALL)
-
-
-def _prepare_batch(place: Place, batch: Batch, stream: torch.cuda.Stream | None) -> Launch:
-    if place.is_rehearsal or stream is None:
-        return lambda: copy_batch_plain(batch)
-    runtime, handle = cuda_runtime(), stream.cuda_stream
-    return lambda: runtime.copy_batch(batch, handle)
-
-
-def _prepare_kernel(place: Place, job: Job, max_programs: int) -> Launch:
+def prepare_kernel(
+    place: Place, job: Job, stream: torch.cuda.Stream | None, *, programs: int
+) -> Launch:
+    """A kernel of at most so many programs that reaches into page-locked memory."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
-    programs, kernel = max_programs, place.kernel
+    kernel = place.kernel
     if job.is_to_host:
         return lambda: gather_blocks(job.pool, ids, rows, max_programs=programs, kernel=kernel)
     return lambda: scatter_blocks(rows, job.pool, ids, max_programs=programs, kernel=kernel)
+
+
+_MERGED = partial(prepare_batched, merges=True)
+SINGLE = Method("one copy a block", prepare_single)
+BATCHED = Method("batched", prepare_batched)
+MERGED_4 = Method("batched, runs of 4 merged", _MERGED, run_length=4)
+MERGED_16 = Method("batched, runs of 16 merged", _MERGED, run_length=16)
+STAGED = Method("gathered, one copy", prepare_staged, slots_in_order=True)
+FEW = Method(
+    "kernel, 12 programs", partial(prepare_kernel, programs=FEW_PROGRAMS), slots_in_order=True
+)
+ALL = Method(
+    "kernel, uncapped", partial(prepare_kernel, programs=MAX_PROGRAMS), slots_in_order=True
+)
+METHODS = (SINGLE, BATCHED, MERGED_4, MERGED_16, STAGED, FEW, ALL)
+
+
+def prepare_checked(
+    place: Place,
+    field: Field,
+    method: Method,
+    block_bytes: int,
+    what: str,
+    direction: Direction = "both",
+) -> tuple[list[list[Job]], list[list[Launch]]]:
+    """Jobs to the host and to the device and their launches, which have run once and been compared;
+    none for a direction that is not asked for. Raises WrongResult."""
+    of_lanes = field.jobs(
+        block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
+    )
+    jobs = [
+        of_lane if direction in ("both", one_way) else []
+        for one_way, of_lane in zip(ONE_WAY, of_lanes, strict=True)
+    ]
+    launches = [
+        [method.prepare(place, job, lane) for job in of_lane]
+        for of_lane, lane in zip(jobs, field.lanes, strict=True)
+    ]
+    field.spoil(place)
+    for lane, of_lane in zip(field.lanes, launches, strict=True):
+        with on(lane):
+            for launch in of_lane:
+                launch()
+    place.synchronise()
+    for of_jobs in jobs:
+        check_jobs(what, of_jobs)
+    return jobs, launches
 
 
 def _rows(job: Job) -> torch.Tensor:

@@ -15,14 +15,24 @@ import torch
 from ....kernels.choice import KernelRefused
 from ....kernels.copy.copy_engine import merge_neighbours
 from ...harness.report import median
-from ..place import Place, SectionOver
 from ..plots import bytes_name, draw_copies
-from ..results import Results, Row, Target
-from ..section import Section
-from ..stopwatch import Launch
-from .jobs import BLOCKS, DIRECTIONS, ONE_WAY, Direction, Field, Job, check_jobs
-from .methods import METHODS, Method, job_addresses
-from .streams import on, page_locked, time_both_ways, time_one_way
+from ..section import Launch, Place, Results, Row, Section, SectionOver, Target
+from .methods import (
+    BLOCKS,
+    DIRECTIONS,
+    METHODS,
+    ONE_WAY,
+    Direction,
+    Field,
+    Job,
+    Method,
+    job_addresses,
+    on,
+    page_locked,
+    prepare_checked,
+    time_both_ways,
+    time_one_way,
+)
 
 NAME = "copies"
 SUBMISSIONS = 15  # that are timed, of each case
@@ -76,23 +86,7 @@ def measure(
 ) -> Row:
     """One case: checked, then timed. Raises WrongResult."""
     case = f"{method.name}, {bytes_name(block_bytes)}, {direction}"
-    out, back = field.jobs(
-        block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
-    )
-    out, back = ([] if direction == "to_device" else out), ([] if direction == "to_host" else back)
-    launches_out = [method.prepare(place, job, field.lanes.to_host) for job in out]
-    launches_back = [method.prepare(place, job, field.lanes.to_device) for job in back]
-    field.spoil(place)
-    for stream, launches in (
-        (field.lanes.to_host, launches_out),
-        (field.lanes.to_device, launches_back),
-    ):
-        with on(stream):
-            for launch in launches:
-                launch()
-    place.synchronise()
-    check_jobs(case, out)
-    check_jobs(case, back)
+    (out, back), launches = prepare_checked(place, field, method, block_bytes, case, direction)
     row: Row = {
         "case": case,
         "method": method.name,
@@ -101,13 +95,12 @@ def measure(
         "is_for_any_blocks": method.is_for_any_blocks,
     }
     if direction == "both":
-        seconds = time_both_ways(place, field.lanes, launches_out, launches_back)
+        seconds = time_both_ways(place, field.lanes, *launches)
     else:
         stream = field.lanes.to_host if out else field.lanes.to_device
-        seconds = time_one_way(place, stream, launches_out or launches_back)
-        row["submit_microseconds"] = submit_microseconds(
-            place, stream, launches_out or launches_back
-        )
+        of_lane = launches[0] or launches[1]
+        seconds = time_one_way(place, stream, of_lane)
+        row["submit_microseconds"] = submit_microseconds(place, stream, of_lane)
         if not method.is_for_any_blocks:
             row["merge_microseconds"] = merge_microseconds((out or back)[0])
     moved = sum(jobs[0].num_bytes for jobs in (out, back) if jobs)

@@ -18,7 +18,7 @@ from ....engine.models.checkpoint.weights import EMBEDDING, expected_tensors
 from ....engine.models.spec import ModelSpec
 from ....engine.plan import num_elements
 from ....engine.worker.runtime.device_config import with_index
-from ..place import Place
+from ..section import Place
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

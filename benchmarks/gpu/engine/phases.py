@@ -9,6 +9,7 @@ from its place is an error; so is a token that was unlikely when nothing was cac
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,9 @@ from typing import Any
 from ....engine.models.spec import load_model_spec
 from ....engine.sampling_params import SamplingParams
 from ...harness.report import median
-from ...offload.engines import MeasuredEngine
-from ..case_loop import run_cases
-from ..place import Place, WrongResult
+from ...offload.workbench import MeasuredEngine
 from ..plots import draw_phases
-from ..results import Results, Target
-from ..section import Section
+from ..section import Place, Results, Section, Target, WrongResult, run_cases
 from .model import engine_options, model_directory
 
 NAME = "engine-phases"
@@ -42,6 +40,8 @@ LEAST_FOUND = 0.9
 # bfloat16 sums in another order where less is computed: the likeliest tokens may change places.
 LIKELY = 20
 TARGET_TOKENS = 8192
+# By document and phase: tokens that may come first, and their log-probabilities.
+Likely = dict[tuple[int, str], dict[int, float]]
 TARGETS = (
     Target("ttft_cold_over_cpu", "first token, computed over from the CPU, 8k cached", least=10.0),
 )
@@ -86,6 +86,25 @@ class _Documents:
     def prompt(self, document: int, question: str) -> list[int]:
         return self._texts[document] + self._questions[question]
 
+    def ask(
+        self, engine: MeasuredEngine, document: int, phase: str, likely: Likely | None = None
+    ) -> float:
+        """Seconds to the first token. With `likely` it must come from the place of the phase, and
+        be one of the likeliest that were computed from nothing. Raises WrongResult."""
+        run_ = engine.run([self.prompt(document, phase)], FIRST_TOKEN)
+        if likely is None:
+            return run_.wall_seconds
+        what, found = f"{phase}, {self.tokens} tokens", run_.cached_tokens[phase]
+        if found < LEAST_FOUND * self.tokens:
+            others = dict(run_.cached_tokens)
+            raise WrongResult(f"{what}: {found} came from there, and of the others {others}")
+        [[token]] = run_.token_ids
+        if token not in likely[document, phase]:
+            raise WrongResult(
+                f"{what}: token {token} is none of the {LIKELY} likeliest that were computed"
+            )
+        return run_.wall_seconds
+
     @property
     def blocks(self) -> int:
         """Of one prompt."""
@@ -105,7 +124,7 @@ def measure_phases(
     engine = MeasuredEngine(model, options)
     try:
         # The first request of a length pays for kernels that are compiled and memory that is taken.
-        _ask(engine, documents, 0, "prime", None)
+        documents.ask(engine, 0, "prime")
         likely = {
             (document, phase): engine.likeliest(documents.prompt(document, phase), LIKELY)
             for document in every
@@ -114,29 +133,26 @@ def measure_phases(
         for document in every:
             engine.rest()
             engine.forget("all")
-            seconds["cold"].append(_ask(engine, documents, document, "cold", None))
+            seconds["cold"].append(documents.ask(engine, document, "cold"))
         engine.rest()
         engine.forget("all")
         for document in every:
-            _ask(engine, documents, document, "prime", None)
-            seconds["pool"].append(_ask(engine, documents, document, "pool", likely))
+            documents.ask(engine, document, "prime")
+            seconds["pool"].append(documents.ask(engine, document, "pool", likely))
         for document in every:
             engine.rest()
-            seconds["cpu"].append(_ask(engine, documents, document, "cpu", likely))
+            seconds["cpu"].append(documents.ask(engine, document, "cpu", likely))
     finally:
         engine.core.shutdown(WRITE_BACK_SECONDS)
     del engine
     gc.collect()  # records of steps refer to what they are kept by
     place.release_memory()
-    engine = MeasuredEngine(model, options)
-    try:
+    with contextlib.closing(MeasuredEngine(model, options)) as engine:
         # Of another length, so that nothing of the documents is read by it.
         engine.run([documents.prompt(0, "prime")[:1] * BLOCK_SIZE], FIRST_TOKEN)
         for document in every:
             engine.rest()
-            seconds["ssd"].append(_ask(engine, documents, document, "ssd", likely))
-    finally:
-        engine.close()
+            seconds["ssd"].append(documents.ask(engine, document, "ssd", likely))
     return seconds
 
 
@@ -156,32 +172,6 @@ def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, An
         "kv_offload_ssd_path": str(ssd),
         "kv_offload_ssd_bytes": 2 * tier_bytes,
     }
-
-
-def _ask(
-    engine: MeasuredEngine,
-    documents: _Documents,
-    document: int,
-    phase: str,
-    likely: dict[tuple[int, str], dict[int, float]] | None,
-) -> float:
-    """Seconds to the first token. With `likely` it must come from the place of the phase, and be
-    one of the likeliest that were computed from nothing."""
-    run_ = engine.run([documents.prompt(document, phase)], FIRST_TOKEN)
-    if likely is not None:
-        found = run_.cached_tokens.get(phase, 0)
-        if found < LEAST_FOUND * documents.tokens:
-            raise WrongResult(
-                f"{phase}, {documents.tokens} tokens: {found} came from there, and of the others "
-                f"{run_.cached_tokens}"
-            )
-        [[token]] = run_.token_ids
-        if token not in likely[document, phase]:
-            raise WrongResult(
-                f"{phase}, {documents.tokens} tokens: token {token} is none of the {LIKELY} "
-                "likeliest that were computed"
-            )
-    return run_.wall_seconds
 
 
 def add_rows(results: Results, case: Case, seconds: Mapping[str, Sequence[float]]) -> None:

@@ -24,12 +24,8 @@ from ....engine.options import engine_config
 from ....engine.sampling_params import SamplingParams
 from ....engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from ....engine.worker.model_runner import ModelRunner
-from ..case_loop import run_cases
-from ..place import Place, WrongResult
 from ..plots import draw_steps
-from ..results import Results, Row, Target
-from ..section import Section
-from ..stopwatch import Timing
+from ..section import Place, Results, Row, Section, Target, Timing, WrongResult, run_cases
 from .model import engine_options, model_directory, read_weight_bytes
 
 NAME = "engine-step"

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.core import cases as core_cases
 from stratakv.benchmarks.core import command as core
-from stratakv.benchmarks.core.cases import (
+from stratakv.benchmarks.core.command import (
     BLOCK_SIZE,
     NUM_RUNNING,
+    RATIOS,
+    REFERENCE,
+    TITLES,
     Case,
     Decodes,
+    Rounds,
     WrongWork,
+    fill_report,
 )
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
-from stratakv.benchmarks.core.report import RATIOS, REFERENCE, TITLES, Rounds, fill_report
 from stratakv.benchmarks.harness.report import Report
 from stratakv.engine.cli.main import main
 
@@ -49,7 +52,7 @@ def test_repeats_that_cannot_be(
     repeats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "core", "--out", str(tmp_path), "--repeats", repeats]) == 2
-    assert "--repeats takes a number from 1 to 1000" in capsys.readouterr().err
+    assert "--repeats takes a whole number from 1 to 1000" in capsys.readouterr().err
 
 
 def test_work_that_went_wrong_is_no_figure(
@@ -117,9 +120,9 @@ def test_decodes_that_come_to_their_end_are_noticed() -> None:
 
 
 def test_a_cycle_that_finds_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = core_cases.cycle_case(2)
+    case = core.cycle_case(2)
     case.work()
-    found = core_cases.run_through
-    monkeypatch.setattr(core_cases, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
+    found = core.run_through
+    monkeypatch.setattr(core, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
     with pytest.raises(WrongWork, match="2032 tokens were found, not 2048"):
         case.work()

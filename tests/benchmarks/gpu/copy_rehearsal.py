@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.benchmarks.gpu.place import Place
-from stratakv.benchmarks.gpu.results import Results
-from stratakv.benchmarks.gpu.section import Section
+from stratakv.benchmarks.gpu.section import Place, Results, Section
 from stratakv.benchmarks.harness.report import Report
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from stratakv.benchmarks.gpu import ceilings
-from stratakv.benchmarks.gpu.copies import streams as copy_lanes
-from stratakv.benchmarks.gpu.copies.streams import Lanes, page_locked, time_both_ways
-from stratakv.benchmarks.gpu.place import WrongResult
-from stratakv.benchmarks.gpu.stopwatch import Timing
+from stratakv.benchmarks.gpu.copies import methods as copy_methods
+from stratakv.benchmarks.gpu.copies.methods import Lanes, page_locked, time_both_ways
+from stratakv.benchmarks.gpu.section import Timing, WrongResult
 from stratakv.kernels.copy import copy_engine
 
 from .copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
@@ -49,7 +48,7 @@ def test_figures_from_seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def time_launches(place: object, launches: Sequence[object], **_: object) -> Timing:
         return Timing(0.5, 0.5, 0.5, 1)
 
-    for module in (ceilings, copy_lanes):
+    for module in (ceilings, copy_methods):
         monkeypatch.setattr(module, "time_launches", time_launches)
     results = rehearse(ceilings.SECTION, tmp_path)
     assert results.ceilings == pytest.approx(
@@ -73,7 +72,7 @@ def test_seconds_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
             launch()  # type: ignore[operator]
         return Timing(2.0, 2.0, 2.0, 1)
 
-    monkeypatch.setattr(copy_lanes, "time_launches", time_launches)
+    monkeypatch.setattr(copy_methods, "time_launches", time_launches)
     out = [lambda number=number: called.append(f"out {number}") for number in range(4)]
     back = [lambda number=number: called.append(f"back {number}") for number in range(4)]
     assert time_both_ways(rehearsal(), Lanes(None, None), out, back) == 2.0 * 6 / 4
@@ -81,7 +80,7 @@ def test_seconds_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_that_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    forbid_timing(monkeypatch, ceilings, copy_lanes)
+    forbid_timing(monkeypatch, ceilings, copy_methods)
     monkeypatch.setattr(ceilings, "_copy_pieces", lambda pair, piece: lambda: None)
     with pytest.raises(WrongResult, match="a copy on the device: the bytes"):
         rehearse(ceilings.SECTION, tmp_path)

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from stratakv.benchmarks.gpu import command
-from stratakv.benchmarks.gpu.place import Place, SectionOver
-from stratakv.benchmarks.gpu.results import Results, Target
-from stratakv.benchmarks.gpu.section import Section
+from stratakv.benchmarks.gpu.section import Place, Results, Section, SectionOver, Target
 from stratakv.benchmarks.harness.report import Report
 from stratakv.tiers.settings.values import ConfigError
 
@@ -52,7 +50,10 @@ def test_without_a_gpu_it_says_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sections": "decode,prefil"}, "--sections takes some of ceilings, .*, not prefil"),
+        (
+            {"sections": "decode,prefil"},
+            "--sections takes names by commas, not 'prefil'; did you mean prefill",
+        ),
         ({"peers": "/nowhere/at/all"}, "--peers takes a folder"),
     ],
 )

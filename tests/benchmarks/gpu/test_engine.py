@@ -11,8 +11,8 @@ from stratakv.benchmarks.gpu.engine import model as engine_model
 from stratakv.benchmarks.gpu.engine import phases as engine_phases
 from stratakv.benchmarks.gpu.engine import step as engine_step
 from stratakv.benchmarks.gpu.engine.phases import PHASES
-from stratakv.benchmarks.gpu.place import WrongResult
-from stratakv.benchmarks.offload.engines import MeasuredEngine, Run
+from stratakv.benchmarks.gpu.section import WrongResult
+from stratakv.benchmarks.offload.workbench import MeasuredEngine, Run
 from stratakv.engine.models.spec import load_model_spec
 
 from .copy_rehearsal import is_plot, no_results, rehearsal, rehearse

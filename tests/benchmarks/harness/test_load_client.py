@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.harness import http_stream
-from stratakv.benchmarks.harness.http_stream import RequestFailed, StreamedAnswer, ask, read_answer
-from stratakv.benchmarks.harness.load_client import LoadRun, Target, run_closed, run_open
+from stratakv.benchmarks.harness import load_client
+from stratakv.benchmarks.harness.load_client import (
+    LoadRun,
+    RequestFailed,
+    StreamedAnswer,
+    Target,
+    ask,
+    read_answer,
+    run_closed,
+    run_open,
+)
 from stratakv.benchmarks.harness.workloads import ChatSession, PromptSession
 
 HOST = "127.0.0.1"
@@ -141,7 +149,7 @@ def test_a_server_that_is_silent() -> None:
 
 
 def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_stream, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(load_client, "MAX_ANSWER_BYTES", 1000)
     with pytest.raises(RequestFailed, match="more than 1000 bytes"):
         ask_one(raw(HEAD, chunk(event(choices=[{"text": "x" * 2000}]))))
 

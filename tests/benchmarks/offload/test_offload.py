@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.harness.documents import documents, question
+from stratakv.benchmarks.harness.load_client import StreamedAnswer
 from stratakv.benchmarks.harness.report import Report, percentile
-from stratakv.benchmarks.harness.served import Answer, ServedModel, ServerFailed
+from stratakv.benchmarks.harness.served import ServedModel, ServerFailed
+from stratakv.benchmarks.harness.workloads import documents, question
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload.report import PHASES, WARM_PHASES, Phase, Plan, prefill_flops
 from stratakv.engine.cli.main import main
@@ -82,8 +83,10 @@ def test_a_plan_that_cannot_work(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def answer(token_ids: list[int], **tiers: int) -> Answer:
-    return Answer(token_ids, 0.1, 0.2, 132, sum(tiers.values()), tiers)
+def answer(token_ids: list[int], **tiers: int) -> StreamedAnswer:
+    return StreamedAnswer(
+        token_ids=token_ids, cached_tokens=sum(tiers.values()), cached_by_tier=tiers
+    )
 
 
 def good_phases() -> dict[str, Phase]:

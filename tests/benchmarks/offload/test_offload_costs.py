@@ -14,16 +14,25 @@ from typing import Any, cast
 
 import pytest
 
-from stratakv.benchmarks.offload import child as offload_child
+from stratakv.benchmarks.harness.peer import PeerFailed
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.offload import scale as offload_scale
 from stratakv.benchmarks.offload import sections as sections
 from stratakv.benchmarks.offload import workbench as offload_bench
-from stratakv.benchmarks.offload.engines import MeasuredEngine, Prompts, Run, RunFailed, Step
-from stratakv.benchmarks.offload.engines import _Threads as Threads
-from stratakv.benchmarks.offload.pairs import OtherTokens, Pairs, count_ties, take_pairs
 from stratakv.benchmarks.offload.scale import COSTS, GATES, QUICK_COSTS, SECTIONS
 from stratakv.benchmarks.offload.sections import read_seconds
+from stratakv.benchmarks.offload.workbench import (
+    MeasuredEngine,
+    OtherTokens,
+    Pairs,
+    Prompts,
+    Run,
+    RunFailed,
+    Step,
+    count_ties,
+    take_pairs,
+)
+from stratakv.benchmarks.offload.workbench import _Threads as Threads
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL
@@ -49,13 +58,13 @@ def bench(tmp_path: Path) -> offload_bench.Bench:
 def test_all_sections_of_a_tiny_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offload_scale, "QUICK_COSTS", TINY)
+    monkeypatch.setattr(sections, "QUICK_COSTS", TINY)
     monkeypatch.setattr(offload, "QUICK_COSTS", TINY)
     told: list[str] = []
 
     def here(*arguments: Any) -> dict[str, Any]:
         *others, hear = arguments
-        return offload_child.measure_here(*others, lambda what: (told.append(what), hear(what)))
+        return sections.measure_here(*others, lambda what: (told.append(what), hear(what)))
 
     monkeypatch.setattr(offload, "measure_in_child", here)
     words = ["bench", "offload", "--quick", "--sections", ",".join(COSTS), "--out", str(tmp_path)]
@@ -84,9 +93,7 @@ def test_all_sections_of_a_tiny_plan(
 @pytest.mark.slow
 def test_the_process_of_its_own(tmp_path: Path) -> None:
     told: list[str] = []
-    found = offload_child.measure_in_child(
-        ["streaming"], EMBEDDED_MODEL, tmp_path, True, told.append
-    )
+    found = sections.measure_in_child(["streaming"], EMBEDDED_MODEL, tmp_path, True, told.append)
     assert told == ["streaming"] * (QUICK_COSTS.pairs + QUICK_COSTS.warm_up)
     assert found["ratios"].keys() == {"step_time_while_streaming", "step_cpu_while_streaming"}
 
@@ -99,8 +106,8 @@ def test_a_process_that_fails_tells_why(
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
     told: list[str] = []
-    with pytest.raises(offload_child.ChildFailed, match="no disk"):
-        offload_child.measure_in_child(["convoy"], EMBEDDED_MODEL, tmp_path, True, told.append)
+    with pytest.raises(PeerFailed, match="no disk"):
+        sections.measure_in_child(["convoy"], EMBEDDED_MODEL, tmp_path, True, told.append)
     assert told == ["this"]
     child.write_text("#!/bin/sh\necho out of memory >&2\nexit 9\n")
     words = ["bench", "offload", "--quick", "--sections", "convoy", "--out", str(tmp_path)]
@@ -116,7 +123,9 @@ def test_sections_are_chosen_by_name() -> None:
     assert offload_scale.chosen_sections("convoy, no_hit", quick=True) == ["no_hit", "convoy"]
     with pytest.raises(ConfigError, match="did you mean convoy"):
         offload_scale.chosen_sections("convoi", quick=True)
-    with pytest.raises(ConfigError, match="names of sections, not ''; there are: phases"):
+    with pytest.raises(
+        ConfigError, match="--sections takes names by commas, not ''; there are: phases"
+    ):
         offload_scale.chosen_sections("", quick=True)
 
 
@@ -341,7 +350,7 @@ def test_the_disk_is_probed_with_real_blocks(bench: offload_bench.Bench, tmp_pat
 def test_an_engine_that_never_answers(
     bench: offload_bench.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratakv.benchmarks.offload.engines.RUN_SECONDS", 0.05)
+    monkeypatch.setattr("stratakv.benchmarks.offload.workbench.RUN_SECONDS", 0.05)
     with bench.plain({"num_blocks": 12, "max_model_len": 140}) as engine:
         monkeypatch.setattr(engine.core, "has_work", lambda: False)
         monkeypatch.setattr(engine.core, "idle_seconds", lambda: 0.01)

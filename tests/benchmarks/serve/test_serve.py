@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.harness.http_stream import StreamedAnswer
-from stratakv.benchmarks.harness.load_client import LoadRun
+from stratakv.benchmarks.harness.load_client import LoadRun, StreamedAnswer
 from stratakv.benchmarks.harness.peer import Peer, PeerFailed
 from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.harness.workloads import WORKLOADS
 from stratakv.benchmarks.serve import command as serve
 from stratakv.benchmarks.serve.command import Plan
-from stratakv.benchmarks.serve.report import Comparison, fill_comparison, load_figures
+from stratakv.benchmarks.serve.report import fill_comparison, load_figures
 from stratakv.engine.cli.main import main
 from stratakv.engine.options import EMBEDDED_MODEL
 
@@ -145,7 +144,7 @@ def test_ratios_are_taken_within_a_round() -> None:
         "engine": [200.0, 20.0, 100.0],
         "transformers_serial": [25.0, 2.0, 30.0],
     }
-    fill_comparison(report, Comparison(rates, {"engine": 1.0, "transformers_serial": 0.5}))
+    fill_comparison(report, rates, {"engine": 1.0, "transformers_serial": 0.5})
     assert report.ratios == {"http_vs_engine": 0.5, "tokens_vs_transformers_serial": 4.0}
     assert report.limits == {"engine_output_throughput": 100.0}
     assert report.figures["comparison"]["transformers_serial"] == {

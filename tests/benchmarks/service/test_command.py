@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
+from stratakv.benchmarks.harness.served import OPENSSL, find_redis
 from stratakv.benchmarks.service import command
 from stratakv.benchmarks.service.clients import Clients, cpu_seconds
-from stratakv.benchmarks.service.scale import (
+from stratakv.benchmarks.service.command import (
     CASES,
     GATES,
     LOOK_UP_KEYS,
@@ -22,7 +23,6 @@ from stratakv.benchmarks.service.scale import (
     look_up_name,
     row_name,
 )
-from stratakv.benchmarks.service.servers import OPENSSL, find_redis
 from stratakv.benchmarks.service.transports import Plan
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.engine.cli.main import main
@@ -79,7 +79,10 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         (("--clients", "0"), "--clients takes numbers from 1 to 64"),
         (("--clients", "many"), "--clients takes numbers from 1 to 64"),
-        (("--cases", "data_lode"), "--cases takes names by commas, of shm_batch, "),
+        (
+            ("--cases", "data_lode"),
+            "--cases takes names by commas, not 'data_lode'; did you mean data_load",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
-from stratakv.benchmarks.service import mooncake_transport, raw_transport
-from stratakv.benchmarks.service.client import TRANSPORTS, _Client
+from stratakv.benchmarks.harness.served import certificate, find_redis, redis_server
+from stratakv.benchmarks.service import transports
+from stratakv.benchmarks.service.clients import TRANSPORTS, _Client
 from stratakv.benchmarks.service.command import _plan
-from stratakv.benchmarks.service.servers import certificate, find_redis, redis_server
 from stratakv.benchmarks.service.transports import Plan, Transport
 from stratakv.benchmarks.tiers.scale import layout_of
 from stratakv.tiers.cache_server.access.tls import TlsFiles
@@ -64,7 +64,7 @@ def test_memcpy(client: _Client) -> None:
 def test_raw_sockets(client: _Client, files: tuple[Path, Path], with_tls: bool) -> None:
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, BLOCK_BYTES, COUNT, files if with_tls else None)
-    far_end = threading.Thread(target=raw_transport.serve, args=arguments)
+    far_end = threading.Thread(target=transports.serve_raw, args=arguments)
     far_end.start()
     assert ours.poll(30)
     plan = Plan("raw", {"port": ours.recv(), "ca_file": files[0] if with_tls else None})
@@ -126,11 +126,12 @@ def test_redis(client: _Client) -> None:
         check_transport(client, Plan("redis", {"port": server.port, "prefix": "client0"}))
 
 
-@pytest.mark.skipif(bool(mooncake_transport.why_not()), reason="mooncake is not installed")
+@pytest.mark.skipif(bool(transports.why_no_mooncake()), reason="mooncake is not installed")
 def test_mooncake(client: _Client) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    far_end = context.Process(target=mooncake_transport.serve, args=(theirs, BLOCK_BYTES, COUNT))
+    arguments = (theirs, BLOCK_BYTES, COUNT)
+    far_end = context.Process(target=transports.serve_mooncake, args=arguments)
     far_end.start()
     assert ours.poll(60)
     target, addresses = ours.recv()

@@ -18,8 +18,7 @@ from stratakv.benchmarks.harness.comparison import (
     take_rounds,
 )
 from stratakv.benchmarks.harness.report import Report
-from stratakv.benchmarks.tiers import cost_cases, disk_limit
-from stratakv.benchmarks.tiers.command import Results
+from stratakv.benchmarks.tiers import disk_limit, store_case
 from stratakv.benchmarks.tiers.index_case import IndexCase
 from stratakv.benchmarks.tiers.scale import MIB, QUICK, SIZES, key_of, layout_of
 from stratakv.benchmarks.tiers.slab_case import SlabCase, footprint_bytes
@@ -68,7 +67,8 @@ def test_quartiles() -> None:
 def test_a_cost_is_the_time_that_is_added() -> None:
     comparison = Comparison("one", "bytes/s", "other", lambda: 1.0, lambda: 1.0)
     report = Report("tiers", "stratakv bench tiers")
-    Results(report).add(Outcome(comparison, [4.0, 2.0], [5.0, 2.0]), cost_cases.cost)
+    report.figures |= {"contests": {}, "spreads": {}}
+    Outcome(comparison, [4.0, 2.0], [5.0, 2.0]).add_to(report, store_case.cost)
     assert report.ratios["one"] == pytest.approx(1 / 0.9 - 1)
     assert report.figures["spreads"]["one"] == pytest.approx((0.0625, 0.1875))
     assert report.figures["spreads"]["one_aa"] == pytest.approx((-0.6, 1.5 - 2.1))
@@ -210,7 +210,7 @@ def test_the_store_case_keeps_its_share_and_checks(tmp_path: Path) -> None:
 def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
     case = StoreCase(tmp_path / "case", SIZES["2MiB"], QUICK, "loop")
     real = record.payload_digest, record_writer.payload_digest, reader.verify_record
-    reads, writes = cost_cases.comparisons(case)
+    reads, writes = store_case.checksum_comparisons(case)
     assert reads.limit() > 0 and writes.limit() > 0
     assert (record.payload_digest, record_writer.payload_digest, reader.verify_record) == real
     with pytest.raises(WrongWork, match="did not have a block"):
@@ -221,12 +221,12 @@ def test_hashing_is_left_out_for_the_comparison_only(tmp_path: Path) -> None:
 
 def test_codecs_are_measured_with_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("tiers", "stratakv bench tiers")
-    report.figures["codecs"] = found = cost_cases.measure_codecs(1)
+    report.figures["codecs"] = found = store_case.measure_codecs(1)
     assert len(found) == 2 * 3
     assert {name.split("_")[0] for name in found} == {"lossless", "fp8"}
     assert all(0.2 < each["ratio"] < 0.9 for each in found.values())
     assert all(min(each["encode"] + each["decode"]) > 0 for each in found.values())
-    cost_cases.print_codecs(report)
+    store_case.print_codecs(report)
     assert "lossless bfloat16" in capsys.readouterr().out
 
 

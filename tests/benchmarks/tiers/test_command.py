@@ -11,8 +11,7 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers import command
-from stratakv.benchmarks.tiers.command import file_system_of, working_folder
-from stratakv.benchmarks.tiers.report import GATES
+from stratakv.benchmarks.tiers.command import GATES, file_system_of, working_folder
 from stratakv.benchmarks.tiers.scale import SIZES
 from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
@@ -75,7 +74,7 @@ def test_a_path_that_is_a_file_is_refused(
 
 def test_an_unknown_limit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "tiers", "--limit", "dd", "--out", str(tmp_path)]) == 2
-    assert "--limit takes fio or loop, not dd" in capsys.readouterr().err
+    assert "--limit takes fio or loop, not 'dd'" in capsys.readouterr().err
 
 
 def test_huge_pages_that_are_not_there_are_refused(

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.trace.command import CAPACITIES_PERCENT
-from stratakv.benchmarks.trace.formats import read_trace, trace_files, trace_name
+from stratakv.benchmarks.trace.formats import Trace, read_trace, trace_files, trace_name
 from stratakv.benchmarks.trace.replay import (
+    Arrangement,
     Outcome,
     ReplayTier,
     replay,
     replay_heads_first,
     replay_opt,
+    replay_two_tiers,
 )
-from stratakv.benchmarks.trace.trace import Trace
-from stratakv.benchmarks.trace.two_tiers import Arrangement, replay_two_tiers
 from stratakv.tiers.policies.lru import LruPolicy
 
 from .test_two_tiers import Doorkeeper

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.harness.report import Report
-from stratakv.benchmarks.trace import cells, command
-from stratakv.benchmarks.trace.cells import HEADS_FIRST, OPT, Answer, Cell, PairCell, Source
-from stratakv.benchmarks.trace.replay import Outcome
-from stratakv.benchmarks.trace.report import fill_report
-from stratakv.benchmarks.trace.two_tiers import Arrangement, TwoTierOutcome
+from stratakv.benchmarks.trace import command, replay
+from stratakv.benchmarks.trace.command import fill_report
+from stratakv.benchmarks.trace.replay import (
+    HEADS_FIRST,
+    OPT,
+    Answer,
+    Arrangement,
+    Cell,
+    Outcome,
+    PairCell,
+    Source,
+    TwoTierOutcome,
+)
 from stratakv.engine.cli.main import main
 from stratakv.tiers.admission import FILTERS
 from stratakv.tiers.policies.choice import POLICIES
@@ -118,10 +126,10 @@ def test_workers_give_what_this_process_gives(monkeypatch: pytest.MonkeyPatch) -
     sources = [Source("chat", requests=60, seed=3), Source("agents", requests=20, seed=3)]
     traces = {source.name: source.load() for source in sources}
     wanted = command.make_cells(list(traces), "lru", "all")
-    here = {answer.cell: answer.outcome for answer in cells.run_cells(wanted, sources, traces)}
-    monkeypatch.setattr(cells, "WORKERS_FROM_ACCESSES", 0)
-    monkeypatch.setattr(cells.os, "sched_getaffinity", lambda _pid: {0, 1})
-    there = {answer.cell: answer.outcome for answer in cells.run_cells(wanted, sources, traces)}
+    here = {answer.cell: answer.outcome for answer in replay.run_cells(wanted, sources, traces)}
+    monkeypatch.setattr(replay, "WORKERS_FROM_ACCESSES", 0)
+    monkeypatch.setattr(replay.os, "sched_getaffinity", lambda _pid: {0, 1})
+    there = {answer.cell: answer.outcome for answer in replay.run_cells(wanted, sources, traces)}
     assert here == there and len(here) == len(wanted)
 
 

@@ -8,8 +8,8 @@ from itertools import combinations
 
 import pytest
 
+from stratakv.benchmarks.trace.formats import Trace
 from stratakv.benchmarks.trace.replay import replay, replay_opt
-from stratakv.benchmarks.trace.trace import Trace
 from stratakv.tiers.policies.lru import LruPolicy
 
 from .tiny_traces import random_trace, trace_of

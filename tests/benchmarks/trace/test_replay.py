@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from stratakv.benchmarks.trace.formats import KEY_BYTES, Trace, key_of
 from stratakv.benchmarks.trace.replay import (
     Outcome,
     outcome,
@@ -15,7 +16,6 @@ from stratakv.benchmarks.trace.replay import (
     replay,
     replay_heads_first,
 )
-from stratakv.benchmarks.trace.trace import KEY_BYTES, Trace, key_of
 from stratakv.tiers.block import KEY_BYTES as PRODUCT_KEY_BYTES
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab

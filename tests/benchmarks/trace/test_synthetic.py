@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from stratakv.benchmarks.trace.formats import read_trace
+from stratakv.benchmarks.trace.formats import (
+    AGENTS,
+    CHAT,
+    SHAPES,
+    Quantiles,
+    Shape,
+    generate,
+    read_trace,
+)
 from stratakv.benchmarks.trace.replay import replay, replay_opt
-from stratakv.benchmarks.trace.synthetic import AGENTS, CHAT, SHAPES, Quantiles, Shape, generate
 from stratakv.tiers.policies.lru import LruPolicy
 
 

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratakv.benchmarks.trace.replay import ReplayTier, replay
-from stratakv.benchmarks.trace.trace import Trace
-from stratakv.benchmarks.trace.two_tiers import Arrangement, TwoTierOutcome, replay_two_tiers
+from stratakv.benchmarks.trace.formats import Trace
+from stratakv.benchmarks.trace.replay import (
+    Arrangement,
+    ReplayTier,
+    TwoTierOutcome,
+    replay,
+    replay_two_tiers,
+)
 from stratakv.tiers.admission import AdmissionFilter
 from stratakv.tiers.policies.lru import LruPolicy
 

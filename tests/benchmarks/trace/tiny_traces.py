@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from stratakv.benchmarks.trace.trace import BLOCK_TOKENS, Prompt, Trace
+from stratakv.benchmarks.trace.formats import BLOCK_TOKENS, Prompt, Trace
 
 
 def trace_of(*chains: Sequence[int], name: str = "tiny") -> Trace:

@@ -10,15 +10,17 @@ import pytest
 
 from stratakv.benchmarks.harness.comparison import WrongWork
 from stratakv.benchmarks.tiers.scale import MIB
-from stratakv.benchmarks.transfer.copy_case import CopyCase, Submissions, take_submissions
-from stratakv.benchmarks.transfer.rig import Rig, copy_plainly
-from stratakv.benchmarks.transfer.scale import (
+from stratakv.benchmarks.transfer.copy_case import (
     GATES,
     JOB_BLOCKS,
     MOVES,
     SIZES,
+    Rig,
+    Submissions,
     copy_name,
+    copy_plainly,
     submit_name,
+    take_submissions,
 )
 from stratakv.connector.device import cpu
 
@@ -44,7 +46,7 @@ def test_a_comparison_moves_every_block(
         real(source, target, wanted)
 
     monkeypatch.setattr(cpu, "_copy_runs", noting)
-    comparison = CopyCase(rig).comparisons(SMALL)[index]
+    comparison = rig.comparisons(SMALL)[index]
     assert comparison.name == copy_name(MOVES[index], SMALL)
     assert comparison.ours() > 0 and comparison.limit() > 0
     assert sum(length for _, _, length in runs) == rig.num_blocks
@@ -63,7 +65,7 @@ def test_a_copy_to_another_place_is_no_figure(
 
     monkeypatch.setattr(cpu, "_copy_runs", wrong)
     with pytest.raises(WrongWork, match="does not hold it"):
-        CopyCase(rig).comparisons(SMALL)[index].ours()
+        rig.comparisons(SMALL)[index].ours()
 
 
 def test_a_copy_that_breaks_is_no_figure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +74,7 @@ def test_a_copy_that_breaks_is_no_figure(rig: Rig, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cpu, "_copy_runs", broken)
     with pytest.raises(WrongWork, match="a copy failed: no"):
-        CopyCase(rig).comparisons(SMALL)[0].ours()
+        rig.comparisons(SMALL)[0].ours()
     with pytest.raises(WrongWork, match="job 0 did not end well"):
         take_submissions(rig, 1)
 

@@ -11,8 +11,8 @@ import pytest
 
 from stratakv.benchmarks.tiers.scale import MIB
 from stratakv.benchmarks.transfer import command
+from stratakv.benchmarks.transfer.copy_case import GATES
 from stratakv.benchmarks.transfer.layer_ranges import RANGES, SUFFIXES, cell_name
-from stratakv.benchmarks.transfer.scale import GATES
 from stratakv.connector.device import cpu
 from stratakv.engine.cli.main import main
 

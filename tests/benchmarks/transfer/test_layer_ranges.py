@@ -32,10 +32,10 @@ def prompt() -> Iterator[_Prompt]:
 @pytest.mark.parametrize("ranges", RANGES)
 def test_every_layer_is_there_when_it_is_computed(prompt: _Prompt, ranges: int) -> None:
     assert prompt._place.spec.num_layers % ranges == 0
-    taken = Taken()
+    taken: Taken = {}
     for whole_first in (True, False):
         _take_pair(prompt, ranges, taken, whole_first=whole_first)
-    assert len(taken.whole) == len(taken.ranges) == len(taken.ranges_cpu) == 2
+    assert len(taken[1]) == len(taken[ranges]) == 2
 
 
 def test_what_is_loaded_is_looked_at(prompt: _Prompt) -> None:
@@ -49,4 +49,4 @@ def test_who_does_not_wait_gets_no_figure(prompt: _Prompt, monkeypatch: pytest.M
     monkeypatch.setattr(_Prompt, "_copy", lambda self, here: None)
     prompt._place.pool[:] = prompt._place.slab  # the first of each pair finds it there
     with pytest.raises(WrongWork, match="other logits"):
-        _take_pair(prompt, RANGES[0], Taken(), whole_first=True)
+        _take_pair(prompt, RANGES[0], {}, whole_first=True)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratakv.benchmarks.gpu.place import Place
-from stratakv.benchmarks.gpu.results import Results
+from stratakv.benchmarks.gpu.section import Place, Results
 from stratakv.benchmarks.harness.report import Report
 
 

@@ -19,8 +19,7 @@ from stratakv.benchmarks.gpu.attention.cases import (
     make_batch,
     num_layers,
 )
-from stratakv.benchmarks.gpu.case_loop import run_cases
-from stratakv.benchmarks.gpu.place import SectionOver, WrongResult
+from stratakv.benchmarks.gpu.section import SectionOver, WrongResult, run_cases
 from stratakv.kernels.attention import paged_decode_launch, paged_prefill_launch
 
 from .attention_runs import empty_results, on_a_device, one_wrong_row, refuse_timing, rehearsal

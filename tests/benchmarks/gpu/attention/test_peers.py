@@ -17,9 +17,8 @@ import torch
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
 from stratakv.benchmarks.gpu.attention import peers, prefill
 from stratakv.benchmarks.gpu.attention.cases import Case, decode_case, make_batch
-from stratakv.benchmarks.gpu.attention.peer import PeerRefused, TorchAttention
-from stratakv.benchmarks.gpu.place import WrongResult
-from stratakv.benchmarks.gpu.results import Results
+from stratakv.benchmarks.gpu.attention.peers import PeerRefused, TorchAttention
+from stratakv.benchmarks.gpu.section import Results, WrongResult
 
 from .attention_runs import empty_results, one_wrong_row, refuse_timing, rehearsal
 

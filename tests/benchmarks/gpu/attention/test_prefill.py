@@ -11,7 +11,7 @@ import pytest
 
 from stratakv.benchmarks.gpu.attention import cases as attention_cases
 from stratakv.benchmarks.gpu.attention import prefill
-from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.gpu.section import WrongResult
 
 from .attention_runs import empty_results, on_a_device, one_wrong_row, refuse_timing, rehearsal
 

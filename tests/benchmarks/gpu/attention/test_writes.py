@@ -12,7 +12,7 @@ import torch
 
 from stratakv.benchmarks.gpu.attention import writes
 from stratakv.benchmarks.gpu.attention.writes import Case
-from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.gpu.section import WrongResult
 
 from .attention_runs import empty_results, on_a_device, refuse_timing, rehearsal
 

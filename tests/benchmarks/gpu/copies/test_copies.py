@@ -12,19 +12,20 @@ import torch
 
 from stratakv.benchmarks.gpu.copies import methods as copy_methods
 from stratakv.benchmarks.gpu.copies import methods_section as copies
-from stratakv.benchmarks.gpu.copies.jobs import (
+from stratakv.benchmarks.gpu.copies.methods import (
     BLOCKS,
     DIRECTIONS,
+    METHODS,
     Field,
     Job,
+    Method,
     check_jobs,
     count_jobs,
+    job_addresses,
     scattered_ids,
 )
-from stratakv.benchmarks.gpu.copies.methods import METHODS, Method, job_addresses
-from stratakv.benchmarks.gpu.place import Place, SectionOver, WrongResult
 from stratakv.benchmarks.gpu.plots import bytes_name
-from stratakv.benchmarks.gpu.results import Row
+from stratakv.benchmarks.gpu.section import Place, Row, SectionOver, WrongResult
 from stratakv.kernels.choice import KernelRefused
 from stratakv.kernels.copy.copy_engine import merge_neighbours
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.benchmarks.gpu.copies import device_copies
-from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.gpu.section import WrongResult
 from stratakv.connector.device import cpu
 
 from ..copy_rehearsal import rehearse

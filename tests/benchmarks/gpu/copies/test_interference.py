@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratakv.benchmarks.gpu.copies import interference, interference_step
+from stratakv.benchmarks.gpu.attention import cases as attention_cases
+from stratakv.benchmarks.gpu.copies import interference
 from stratakv.benchmarks.gpu.copies import methods as copy_methods
-from stratakv.benchmarks.gpu.copies.interference import FIRST_STEPS, JOBS_AHEAD, STEPS_AHEAD, Pump
-from stratakv.benchmarks.gpu.copies.interference_step import DecodeStep
-from stratakv.benchmarks.gpu.place import WrongResult
+from stratakv.benchmarks.gpu.copies.interference import (
+    FIRST_STEPS,
+    JOBS_AHEAD,
+    STEPS_AHEAD,
+    DecodeStep,
+    Pump,
+)
+from stratakv.benchmarks.gpu.section import WrongResult
 
 from ..copy_rehearsal import forbid_timing, is_plot, no_results, rehearsal, rehearse
 
@@ -47,7 +53,7 @@ def test_nothing_measured_is_no_plot(tmp_path: Path) -> None:
 
 
 def test_a_wrong_decode_stops_the_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real, calls = interference_step.paged_decode, itertools.count()
+    real, calls = attention_cases.paged_decode, itertools.count()
 
     def wrong(*arguments: object, out: torch.Tensor, **rest: object) -> None:
         real(*arguments, out=out, **rest)  # type: ignore[arg-type]
@@ -55,7 +61,7 @@ def test_a_wrong_decode_stops_the_section(monkeypatch: pytest.MonkeyPatch, tmp_p
             out[1, 3] = 0
 
     forbid_timing(monkeypatch, interference)
-    monkeypatch.setattr(interference_step, "paged_decode", wrong)
+    monkeypatch.setattr(attention_cases, "paged_decode", wrong)
     with pytest.raises(WrongResult, match=r"^decode, layer 0: "):
         rehearse(interference.SECTION, tmp_path)
 
@@ -68,10 +74,10 @@ def test_a_wrong_copy_stops_the_section(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_decode_that_copies_disturb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    step = DecodeStep.make(rehearsal())
+    step = DecodeStep(rehearsal())
     step.run()
     step.check("decode")
-    monkeypatch.setattr(DecodeStep, "make", lambda place: step)
+    monkeypatch.setattr(interference, "DecodeStep", lambda place: step)
     real = interference.measure
 
     def disturb(*arguments: object) -> object:
