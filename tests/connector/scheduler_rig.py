@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 from stratakv.connector.base import (
     ConnectorMetadata,
@@ -84,6 +89,22 @@ class Rig:
 
     def slow_reads(self, seconds: float = 0.06) -> None:
         self.store.fault = lambda op, _keys: seconds if op == "load" else None
+
+    @contextlib.contextmanager
+    def held_reads(self) -> Iterator[None]:
+        """What is read meanwhile ends after this, however long it takes."""
+        held: list[Callable[[], None]] = []
+        answer = self.store.load
+
+        def load(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[Any]:
+            future: Future[Any] = Future()
+            held.append(lambda: future.set_result(answer(keys, buffers).result(0)))
+            return future
+
+        with mock.patch.object(self.store, "load", load):
+            yield
+        for end in held:
+            end()
 
     def wait_for_wakeup(self) -> None:
         assert self.woken.wait(WAIT_SECONDS), "no wake-up came"

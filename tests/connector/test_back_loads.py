@@ -77,12 +77,12 @@ def test_they_meet(rig: Rig) -> None:
 
 def test_what_the_front_has_passed_is_never_copied(rig: Rig) -> None:
     rig.put_below(*range(1, 9))
-    rig.slow_reads(0.05)
-    begin(rig, 8)
-    computed = 0
-    while computed < 28:
-        computed = rig.side.front_state("a", computed).limit
-        assert not rig.side.build_meta([]).loads
+    with rig.held_reads():
+        begin(rig, 8)
+        computed = 0
+        while computed < 28:
+            computed = rig.side.front_state("a", computed).limit
+            assert not rig.side.build_meta([]).loads
     rig.wait()
     assert rig.side.front_state("a", 28).limit == 32
     assert not rig.side.build_meta([]).loads, "the front has claimed all of it"
