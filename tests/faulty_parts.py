@@ -6,6 +6,7 @@ Each fault is one that the part may show in the field and that its user has prom
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -14,9 +15,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
+from stratakv.connector import build
+from stratakv.connector.device import cpu as cpu_device
+from stratakv.engine.core import offload as core_offload
+from stratakv.tiers import assemble
 from stratakv.tiers.base import Answer, Stored, StoreTier, TierStats
+from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.errors import TierBusy, TierError
 from stratakv.tiers.tag import Proof, Proofs
 
@@ -172,3 +179,22 @@ def damage(path: Path, rng: random.Random) -> None:
             byte = file.read(1)[0]
             file.seek(place)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def patch_tiers(
+    monkeypatch: pytest.MonkeyPatch,
+    mischief: Mischief,
+    make_store: Callable[..., StoreTier],
+    read_seconds: float,
+) -> None:
+    """Engines that are started from now on have these copies and SSD stores, and wait so long for
+    what a store reads."""
+    copies = faulty_copies(cpu_device._copy_runs, mischief)
+    monkeypatch.setattr(cpu_device, "_copy_runs", copies)
+    monkeypatch.setattr(assemble, "SsdStore", make_store)
+
+    def build_offload(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
+        settings = dataclasses.replace(settings, read_seconds=read_seconds)
+        return build.build_offload(layout, settings, **options)
+
+    monkeypatch.setattr(core_offload, "build_offload", build_offload)

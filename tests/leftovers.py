@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.scheduler.scheduler import Scheduler
 from stratakv.tiers.base import Answer, SlabTier
 
 # What follows the pool's name of a block in a key: shard 0 of 1.
@@ -46,28 +47,37 @@ def check_references(core: EngineCore) -> None:
 
 def check_nothing_left(core: EngineCore) -> None:
     """All requests have ended, the worker has been told, and nothing is busy."""
-    places, manager = core.scheduler._places, core.scheduler.manager
     check_references(core)
+    check_ended(core.scheduler, core._connector)
+    runner = core._executor.runner
+    assert not (runner._steps.requests or runner.batch.row_of)
+    if core._connector is not None:
+        check_bytes(core, core._connector._hierarchy._slab)
+
+
+def check_ended(scheduler: Scheduler, side: Any) -> None:
+    """No request is left in the scheduler or in the connector's scheduler side (None: none), no
+    block is held, and the slab's slots are free, or whole and not pinned."""
+    places, manager = scheduler._places, scheduler.manager
     assert manager.pool.is_idle
     assert manager._coordinator._groups[0]._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-    assert not (core._executor.runner._steps.requests or core._executor.runner.batch.row_of)
-    connector: Any = core._connector
-    if connector is None:
+    assert not len(places.meetings)
+    if side is None:
         return
-    incoming = connector._incoming
+    incoming, outgoing = side._incoming, side._outgoing
     assert not (incoming._parked or incoming._reading or incoming._ready or incoming._copying)
-    assert not (incoming._reports or incoming._coming or connector._outgoing._tickets)
-    assert not (len(places.meetings) or len(connector._back_loads) or len(connector._read_times))
-    assert not (connector._copies or connector._alive)
-    assert not (connector._lookups._read_ahead or connector._lookups._blocks_ahead)
-    slab = connector._hierarchy._slab
+    assert not (incoming._reports or incoming._coming)
+    assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
+    assert not (len(side._back_loads) or len(side._read_times))
+    assert not (side._copies or side._alive)
+    assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
+    slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())
     assert len(slab._free) + len(slab._slots) == slab.num_slots
-    for write_back in connector._hierarchy._write_backs._all:
+    for write_back in side._hierarchy._write_backs._all:
         assert set(write_back._dirty) <= set(slab.keys())
-    check_bytes(core, slab)
 
 
 def check_bytes(core: EngineCore, slab: SlabTier) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.wire import AddRequest
+from stratakv.engine.wire import AddRequest, TokenOutput
 
 from .leftovers import check_nothing_left, check_references, is_busy
+from .stepping import Driver
 from .tiny_models import VOCAB
 
 MAX_MODEL_LEN = 128
 MAX_OUTPUT = 8
-DEADLINE_SECONDS = 60.0
 
 Answers = dict[str, tuple[int, ...]]
 
@@ -107,47 +107,40 @@ def make_core(model: Path, tree: Tree, offload: OffloadConfig) -> EngineCore:
 
 
 class Asker:
-    """Asks one core what a tree wants to know, and waits for it as the engine's loop does."""
+    """Asks one core what a tree wants to know."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._woken = threading.Event()
-        self._deadline = time.monotonic() + DEADLINE_SECONDS
-        core.set_wakeup(self._woken.set)
+        self._answers: dict[str, list[int]] = {}
+        self._open: set[str] = set()
+        woken = threading.Event()
+        core.set_wakeup(woken.set)
+        self._driver = Driver(
+            core.scheduler, lambda: self._take(core.step()), woken, longest_sleep=0.05
+        )
 
     def ask(self, tree: Tree) -> Answers:
         """What each request got. None of them may fail."""
         core = self._core
-        answers: dict[str, list[int]] = {}
-        waiting, still_open = list(tree.wishes), set[str]()
-        while waiting or still_open:
-            outputs = []
-            while waiting and len(still_open) <= waiting[0].still_open:
+        waiting = list(tree.wishes)
+        while waiting or self._open:
+            while waiting and len(self._open) <= waiting[0].still_open:
                 wish = waiting.pop(0)
+                self._open.add(wish.name)
                 packed = pack_token_ids(wish.prompt)
-                outputs += core.add(AddRequest(wish.name, packed, wish.params))
-                still_open.add(wish.name)
-            outputs += core.step() if core.has_work() else self._sleep()
-            for output in outputs:
-                answers.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    assert output.finish_reason == "length", output
-                    still_open.remove(output.request_id)
+                self._take(core.add(AddRequest(wish.name, packed, wish.params)))
+            self._driver.turn()
             check_references(core)
-        return {name: tuple(token_ids) for name, token_ids in answers.items()}
+        return {name: tuple(token_ids) for name, token_ids in self._answers.items()}
 
     def calm_down(self) -> None:
         """Let everything end that is under way, and look for what is left."""
-        self._core.step()
-        while self._core.has_work() or is_busy(self._core):
-            if self._core.has_work():
-                self._core.step()
-            else:
-                self._sleep()
+        self._driver.calm_down(lambda: is_busy(self._core))
         check_nothing_left(self._core)
 
-    def _sleep(self) -> list[object]:
-        assert time.monotonic() < self._deadline, "the engine hangs"
-        self._woken.wait(min(self._core.idle_seconds(), 0.05))
-        self._woken.clear()
-        return []
+    def _take(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            self._answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                assert output.finish_reason == "length", output
+                self._open.remove(output.request_id)

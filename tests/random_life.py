@@ -7,41 +7,34 @@ must not be left inside the engine is looked for by `leftovers.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stratakv.connector import build
-from stratakv.connector.device import cpu as cpu_device
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
-from stratakv.tiers import assemble
 from stratakv.tiers.base import StoreTier
-from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.ssd.store import SsdStore
 
 from .checked_logprobs import check_logprobs
-from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, damage, faulty_copies, faulty_forward
+from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, damage, faulty_forward, patch_tiers
 from .leftovers import check_nothing_left, check_references, is_busy
 from .offload_config import offload_config
 from .random_wishes import World, draw_params
+from .stepping import Driver
 from .threads import check_threads
 
 MAX_MODEL_LEN = 128
-# An engine that steps so often in a row without a token or a sleep is spinning.
-MAX_EMPTY_STEPS = 200
 AGE_SECONDS = 60.0
 # Two indexes and the small files of an SSD store that holds a few blocks.
 SSD_BASE_BYTES = 2 * 67 * 4096 + 128 * 1024
@@ -101,15 +94,7 @@ class Life:
 
     def live(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From the first start to the last shutdown."""
-        copies = faulty_copies(cpu_device._copy_runs, self._mischief)
-        monkeypatch.setattr(cpu_device, "_copy_runs", copies)
-        monkeypatch.setattr(assemble, "SsdStore", self._make_store)
-
-        def offload(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
-            settings = dataclasses.replace(settings, read_seconds=self._read_seconds)
-            return build.build_offload(layout, settings, **options)
-
-        monkeypatch.setattr(core_offload, "build_offload", offload)
+        patch_tiers(monkeypatch, self._mischief, self._make_store, self._read_seconds)
         ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
         for age in range(ages):
             if age:
@@ -132,8 +117,13 @@ class Life:
         model = self.core._executor.runner.model
         model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
         self._asked: dict[str, Asked] = {}
-        self._empty_steps = 0
-        self._deadline = time.monotonic() + AGE_SECONDS
+        self._driver = Driver(
+            self.core.scheduler,
+            lambda: self._take(self.core.step()),
+            self._wake,
+            seconds=AGE_SECONDS,
+            longest_sleep=0.05,
+        )
 
     def _config(self) -> EngineConfig:
         rng = self._rng
@@ -199,10 +189,10 @@ class Life:
                 self._forget()
             if rng.random() < self._cut_rate:
                 return
-            self._turn()
+            self._driver.turn()
             if rng.random() < 0.2:
                 check_references(self.core)
-        self._calm_down()
+        self._driver.calm_down(partial(is_busy, self.core))
         self._check_answers()
         check_nothing_left(self.core)
 
@@ -259,29 +249,6 @@ class Life:
             for salt in self._known:
                 self._known[salt] = [(*a.prompt, *a.expected) for a in waiting if a.salt == salt]
 
-    def _turn(self) -> None:
-        """What the loop around the core does: step while there is work, else wait to be woken."""
-        assert time.monotonic() < self._deadline, f"stuck with {self._open()}"
-        core = self.core
-        if not core.has_work():
-            self._empty_steps = 0
-            self._sleep()
-            return
-        before = core.scheduler._places.counts["scheduled_tokens"]
-        self._take(core.step())
-        got_tokens = core.scheduler._places.counts["scheduled_tokens"] > before
-        self._empty_steps = 0 if got_tokens else self._empty_steps + 1
-        assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
-
-    def _sleep(self) -> None:
-        core = self.core
-        if self._wake.wait(min(core.idle_seconds(), 0.05)):
-            self._wake.clear()
-            return
-        retry_at = core.scheduler._retry_at
-        if core.has_work() and (retry_at is None or retry_at > time.monotonic()):
-            assert self._wake.wait(10.0), "there is work, and nobody woke the engine"
-
     def _take(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
             asked = self._asked[output.request_id]
@@ -310,12 +277,6 @@ class Life:
         longest = max((common_length(asked.prompt, other) for other in others), default=0)
         longest = min(longest, len(asked.prompt) - 1) // self._block_size * self._block_size
         assert cached <= longest, f"{cached} tokens cached, where {longest} can be"
-
-    def _calm_down(self) -> None:
-        self._take(self.core.step())  # tells the worker who is gone
-        # Asking for work may start some.
-        while self.core.has_work() or is_busy(self.core):
-            self._turn()
 
     def _check_answers(self) -> None:
         for name, asked in self._asked.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -36,10 +35,11 @@ from stratakv.tiers.tag import Proof, Proofs
 
 from .engine.scheduler.conftest import SIZE, reference
 from .random_life import SSD_BASE_BYTES
-from .simulation.clock import VirtualClock, virtual_time
+from .simulation.clock import VirtualClock, VirtualEvent, virtual_time
 from .simulation.device import SimDevice
 from .simulation.small_slab import small_slab
 from .simulation.tiny_engine import LAYOUT, Parts, Slots, TinyEngine, check_nothing_left, is_busy
+from .stepping import Driver, noted
 
 LARGEST_N = {"ci": 40, "long": 200}
 FAULTS = ["lookup:error=1", "drop:error=1"] + [
@@ -57,7 +57,8 @@ SETTLE_SECONDS = 0.02
 # A breaker opens after five failures, or three late answers.
 MANY = 12
 DOCUMENTS, DOCUMENT_TOKENS = 4, 36
-DEADLINE_SECONDS = 60.0
+# Virtual: for one prompt, and for all that an engine is asked.
+ASK_SECONDS, LIFE_SECONDS = 60.0, 3600.0
 # What a disk may take, in real time.
 DISK_SECONDS = 60.0
 
@@ -133,7 +134,7 @@ class Sweep:
     def __init__(self, store: NthFaultyStore, clock: VirtualClock) -> None:
         self.store = store
         self.clock = clock
-        self._woken = threading.Event()
+        self._woken = VirtualEvent(clock)
         slots = Slots(1 + 2 * DOCUMENT_TOKENS // SIZE)
         slab = small_slab(LAYOUT, 2 * DOCUMENT_TOKENS // SIZE)
         signal = CopySignal()
@@ -153,6 +154,15 @@ class Sweep:
             SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
             max_model_len=64,
             pass_time=lambda: clock.advance(0.0002),
+        )
+        self._driver = Driver(
+            self.engine.scheduler,
+            lambda: self.engine.step() and None,
+            self._woken,
+            monotonic=clock.monotonic,
+            seconds=LIFE_SECONDS,
+            longest_sleep=RETRY_SECONDS,
+            grace_seconds=0.0,
         )
         rng = random.Random(5)
         self._documents = [
@@ -181,18 +191,17 @@ class Sweep:
             self._num_asked += 1
             self.engine.add(name, text, max_tokens=2)
             asked[name] = reference(text, 2)
-        self._run(lambda: not scheduler.requests)
+        self._driver.run(lambda: not scheduler.requests, ASK_SECONDS)
         for name, expected in asked.items():
             assert self.engine.finish_reason(name) in ("length", "stop")
             assert self.engine.said(name) == expected
         # Without it blocks would be gone before they are written.
         soon = self.now + SETTLE_SECONDS
-        self._run(lambda: self.now > soon or not is_busy(self.engine))
+        self._driver.run(lambda: self.now > soon or not is_busy(self.engine), ASK_SECONDS)
 
     def calm_down(self) -> None:
         """Let what is under way end, and look for what is left."""
-        self.engine.step()
-        self._run(lambda: not (self.engine.scheduler.has_runnable_work() or is_busy(self.engine)))
+        self._driver.calm_down(lambda: is_busy(self.engine))
         check_nothing_left(self.engine)
 
     def close(self) -> None:
@@ -200,17 +209,8 @@ class Sweep:
         self._side.shutdown(0.0)
 
     def sleep(self, seconds: float) -> None:
-        self.clock.wait_for(self._woken.is_set, seconds)
+        self._woken.wait(seconds)
         self._woken.clear()
-
-    def _run(self, is_done: Callable[[], bool]) -> None:
-        deadline = self.now + DEADLINE_SECONDS
-        while not is_done():
-            assert self.now < deadline, "the engine hangs"
-            if self.engine.scheduler.has_runnable_work():
-                self.engine.step()
-            else:
-                self.sleep(RETRY_SECONDS)
 
 
 def run(store: NthFaultyStore, clock: VirtualClock, fault: str) -> None:
@@ -258,11 +258,8 @@ def sweep_all(fault: str, ns: range, sweep: Callable[[str, int, int], None]) -> 
     """Each N once, and every sixteenth also from there on."""
     for first in ns:
         for count in (1, MANY) if first % 16 == 1 else (1,):
-            try:
+            with noted(f"{fault} for {count} calls from number {first} on"):
                 sweep(fault, first, count)
-            except BaseException as error:
-                error.add_note(f"{fault} for {count} calls from number {first} on")
-                raise
 
 
 @pytest.fixture(autouse=True)

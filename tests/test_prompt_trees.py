@@ -21,21 +21,17 @@ import numpy as np
 import pytest
 import torch
 
-from stratakv.connector import build
-from stratakv.connector.device import cpu as cpu_device
-from stratakv.engine.core import offload as core_offload
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
-from stratakv.tiers import assemble
-from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
 
-from .faulty_parts import Mischief, faulty_copies
+from .faulty_parts import Mischief, patch_tiers
 from .offload_config import offload_config
 from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
+from .stepping import noted
 from .threads import check_threads
 from .tiny_models import make_llama
 
@@ -111,10 +107,7 @@ class Run:
         """Those of the first engine, and perhaps those of one that is started after it."""
         rates = {"copy fails": self._way.rate if self._breaks == "copies" else 0.0}
         mischief = Mischief(self._rng.randrange(2**31), rates)
-        copies = faulty_copies(cpu_device._copy_runs, mischief)
-        monkeypatch.setattr(cpu_device, "_copy_runs", copies)
-        monkeypatch.setattr(assemble, "SsdStore", self._make_store)
-        monkeypatch.setattr(core_offload, "build_offload", build_impatiently)
+        patch_tiers(monkeypatch, mischief, self._make_store, READ_SECONDS)
         answers = [self._life()]
         if self._way.tiers in ("pool", "cpu") or self._rng.random() < 0.5:
             return answers
@@ -161,13 +154,6 @@ class Run:
                 self.seen[error] += count
 
 
-def build_impatiently(
-    layout: BlockLayout, settings: build.OffloadSettings, **options: Any
-) -> tuple[Any, Any]:
-    settings = dataclasses.replace(settings, read_seconds=READ_SECONDS)
-    return build.build_offload(layout, settings, **options)
-
-
 def damage_pages(path: Path, rate: float, rng: random.Random) -> None:
     """Flip a bit in so many of the pages that hold anything."""
     content = np.memmap(path, np.uint8, "r+")
@@ -208,13 +194,10 @@ def check_tree(model: Path, seed: int, number: int, directory: Path) -> Counter[
         if (index + number) % len(RATES):
             continue
         run = Run(model, tree, way, seed, directory / str(index))
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            try:
-                for answers in run.answers(monkeypatch):
-                    assert answers == expected
-            except BaseException as error:
-                error.add_note(f"this was check_tree of seed {seed}, number {number}, {way}")
-                raise
+        what = f"this was check_tree of seed {seed}, number {number}, {way}"
+        with pytest.MonkeyPatch.context() as monkeypatch, noted(what):
+            for answers in run.answers(monkeypatch):
+                assert answers == expected
         seen += run.seen
     return seen
 

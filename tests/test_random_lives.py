@@ -19,6 +19,7 @@ import torch
 
 from .random_life import MAX_MODEL_LEN, Life
 from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
+from .stepping import noted
 from .tiny_models import VOCAB, greedy_reference, make_llama
 
 LIVES = 25
@@ -63,9 +64,5 @@ def test_a_random_life(number: int, world: World, seed: int, scale: str, tmp_pat
 
 def live(world: World, seed: int, path: Path) -> None:
     """One life; a failure says which."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        try:
-            Life(world, seed, path).live(monkeypatch)
-        except BaseException as error:
-            error.add_note(f"this was the life of seed {seed}")
-            raise
+    with pytest.MonkeyPatch.context() as monkeypatch, noted(f"this was the life of seed {seed}"):
+        Life(world, seed, path).live(monkeypatch)

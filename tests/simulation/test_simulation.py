@@ -33,6 +33,7 @@ from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.promotions import LoadTicket, Promotion, Promotions
 from stratakv.tiers.tag import Proof
 
+from ..stepping import noted
 from .store import MODES
 from .world import World
 
@@ -46,11 +47,8 @@ ROOT = Path(__file__).parents[2]
 def live(seed: int) -> tuple[str, Counter[str]]:
     """One life, its hash and what it went through; a failure says how to see it again."""
     world = World(seed)
-    try:
+    with noted(f"replay: python -m tests.simulation {seed}"):
         return world.live(), world.seen
-    except BaseException as error:
-        error.add_note(f"replay: python -m tests.simulation {seed}")
-        raise
 
 
 def live_all(seeds: range) -> Counter[str]:

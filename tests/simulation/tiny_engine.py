@@ -31,6 +31,7 @@ from stratakv.engine.worker.model_runner import StepBatch
 from stratakv.tiers.block import BlockLayout
 
 from ..engine.scheduler.conftest import EOS, SIZE, Engine, digest_of, fingerprint, next_token
+from ..leftovers import check_ended
 
 LAYOUT = BlockLayout(1, SIZE, 1, 1, "float32")  # 32 bytes: one number of eight for each token
 
@@ -250,23 +251,9 @@ def check_nothing_left(engine: TinyEngine) -> None:
     """All requests have ended, and nothing is under way."""
     side: Any = engine.parts.side
     worker: Any = engine.parts.worker
-    places = engine.scheduler._places
-    assert engine.manager.pool.is_idle
-    assert not (places.requests or places.progress or places.running or places.loaded)
-    assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-    incoming, outgoing = side._incoming, side._outgoing
-    assert not (incoming._parked or incoming._reading or incoming._ready or incoming._copying)
-    assert not (incoming._reports or incoming._coming)
-    assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
-    assert not (len(places.meetings) or len(side._back_loads) or len(side._read_times))
-    assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
+    check_ended(engine.scheduler, side)
     assert not (worker._stores or worker._loads or worker._ahead or worker._torn)
-    hierarchy = side._hierarchy
-    slab = hierarchy._slab
-    assert all(slot.committed and not slot.pins for slot in slab._slots.values())
-    assert len(slab._free) + len(slab._slots) == slab.num_slots
-    for write_back in hierarchy._write_backs._all:
-        assert set(write_back._dirty) <= set(slab.keys())
+    slab = side._hierarchy._slab
     for key, slot in slab._slots.items():
         page = bytes(slab.buffer(slot.index)[: slab.layout.page_bytes])
         assert engine.may_hold(key, page), "the slab holds wrong bytes"

@@ -23,7 +23,7 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.scheduler.output import SchedulerOutput
-from stratakv.engine.scheduler.scheduler import LOAD_FAILED, RETRY_SECONDS
+from stratakv.engine.scheduler.scheduler import LOAD_FAILED
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.hierarchy.write_back import STALL_SECONDS
@@ -31,8 +31,9 @@ from stratakv.tiers.policies.choice import POLICIES, policy_factory
 
 from ..engine.scheduler.conftest import SIZE, reference
 from ..engine.scheduler.test_random_lives import check_invariants
+from ..stepping import Driver
 from .books import check_breakers, check_writes
-from .clock import VirtualClock, virtual_time
+from .clock import VirtualClock, VirtualEvent, virtual_time
 from .device import COPY_SECONDS, SimDevice
 from .small_slab import small_slab
 from .store import MODES, SimStore
@@ -52,13 +53,11 @@ MAX_MODEL_LEN = 48
 SLOW_COPY_SECONDS = 0.05
 # Of virtual time, for a request that meets every deadline there is.
 LIFE_SECONDS = 600.0
-IDLE_SECONDS, SHUTDOWN_SECONDS = 5.0, 30.0
+SHUTDOWN_SECONDS = 30.0
 RECOVERY_SECONDS = 2.0
 MAX_STEPS = 20_000
 # Beside stores that take nothing: until they are given up, and what their closing may take.
 MOST_SHUTDOWN_SECONDS = STALL_SECONDS + CLOSE_SECONDS + 2.0
-# An engine that steps so often in a row without a token or a sleep is spinning.
-MAX_EMPTY_STEPS = 100
 
 
 class World:
@@ -86,8 +85,7 @@ class World:
             for kind in self._harm_rates:
                 self._harm_rates[kind] = self._harm.choice([0.0, 0.02, 0.1])
         self._calm_at = 0.0  # what is to befall the stores has befallen them
-        self._woken = False
-        self._empty_steps = 0
+        self._woken = VirtualEvent(self.clock)
         size = MAX_MODEL_LEN - 1
         self._documents = [
             [rng.randint(1, 49) for _ in range(size)] for _ in range(rng.randint(2, 6))
@@ -154,7 +152,7 @@ class World:
         self.device.register_slab(self.slab)
         choice = rng.choice([Choice.AUTO, *Choice])
         side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
-        side.set_wakeup(self._wake)
+        side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
         worker = OffloadWorker(self.device, signal, store_wait_seconds=max_wait_seconds)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
@@ -168,6 +166,14 @@ class World:
             targets=lambda: self.device.targets,
             pass_time=lambda: clock.advance(self._pass_seconds),
             fails=lambda: self._is_harmed("batch"),
+        )
+        self._driver = Driver(
+            self.engine.scheduler,
+            self._step,
+            self._woken,
+            monotonic=clock.monotonic,
+            seconds=LIFE_SECONDS,
+            grace_seconds=0.0,
         )
         names = [store.name for store in self.stores]
         self.note("built", blocks, num_slots, policy, admission, choice, names)
@@ -192,9 +198,6 @@ class World:
             preempt_above=max(admit_below, self._harm.choice([0.5, 0.9, 1.0, 1.0])),
         )
 
-    def _wake(self) -> None:
-        self._woken = True
-
     def _live(self) -> None:
         rng = self.rng
         pace = rng.choice([0.1, 0.3, 1.0])
@@ -205,7 +208,7 @@ class World:
                 to_ask -= 1
             if self._faulty:
                 self._trouble()
-            self._turn()
+            self._driver.turn()
 
     def _ask(self) -> None:
         rng = self.rng
@@ -249,19 +252,8 @@ class World:
         self.seen[mode] += 1
         self.note(store.name, mode)
 
-    def _turn(self) -> None:
-        """What the loop around an engine core does: step while there is work, else sleep."""
-        assert self.clock.now < 1000.0 + LIFE_SECONDS, f"stuck with {self._open()}"
-        if self.engine.scheduler.has_runnable_work():
-            self._step()
-        else:
-            self._empty_steps = 0
-            self._sleep()
-
     def _step(self) -> None:
         engine, scheduler = self.engine, self.engine.scheduler
-        self._woken = False
-        before = scheduler.counts["scheduled_tokens"]
         output = scheduler.schedule()
         self._note_step(output)
         if output.num_scheduled_tokens and self._is_harmed("nan"):
@@ -271,9 +263,6 @@ class World:
         else:
             self._run(output)
         self._check_books()
-        got_tokens = scheduler.counts["scheduled_tokens"] > before
-        self._empty_steps = 0 if got_tokens else self._empty_steps + 1
-        assert self._empty_steps < MAX_EMPTY_STEPS, "the engine steps without doing anything"
 
     def _run(self, output: SchedulerOutput) -> None:
         """As the engine core does it."""
@@ -311,16 +300,6 @@ class World:
             seconds = sum(counts) * self._token_seconds
             self.engine.parts.side.note_step(sum(counts), context, seconds)
 
-    def _sleep(self) -> None:
-        """Until somebody wakes the engine, or for as long as it lets itself sleep."""
-        scheduler = self.engine.scheduler
-        longest = RETRY_SECONDS if scheduler.num_waiting else IDLE_SECONDS
-        self.clock.wait_for(lambda: self._woken, longest)
-        woken, self._woken = self._woken, False
-        if not woken and scheduler.has_runnable_work():
-            retry_at = scheduler._retry_at
-            assert retry_at is not None and retry_at <= self.clock.now, "nobody woke the engine"
-
     def _check_books(self) -> None:
         assert not self.wrong, self.wrong
         check_invariants(self.engine)
@@ -334,9 +313,6 @@ class World:
         assert self.engine.scheduler.counts["loads_failed"] <= failed, "a load that was cancelled"
         assert len(side._failed) <= failed, "a load that was cancelled counts as a failed one"
 
-    def _open(self) -> list[str]:
-        return sorted(self.engine.scheduler.requests)
-
     def _end(self) -> None:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""
         self.clock.advance(max(0.0, self._calm_at - self.clock.now))
@@ -345,13 +321,13 @@ class World:
             self._set_mode(store, "up")
             store.give_up_lost()
         healed = self.clock.now
-        self._step()  # tells the worker who is gone
+        self._driver.step()  # tells the worker who is gone
         while (
             self.engine.scheduler.has_runnable_work()  # asking may start some
             or is_busy(self.engine)
             or self.clock.now <= healed + RECOVERY_SECONDS
         ):
-            self._turn()
+            self._driver.turn()
         check_breakers(self.engine.parts.side._hierarchy)
         self._ask_again()
         check_nothing_left(self.engine)
@@ -380,16 +356,16 @@ class World:
                 self._prompts[retry] = (text, count)
                 self.engine.add(retry, text, max_tokens=count)
                 while self.engine.scheduler.requests or is_busy(self.engine):
-                    self._turn()
+                    self._driver.turn()
                 if retry not in self.engine.nan:
                     break
             else:
                 raise AssertionError(f"{name} never heals")
             self.seen["healed"] += 1
         if self.engine.nan:
-            self._step()  # as above
+            self._driver.step()  # as above
         while self.engine.scheduler.has_runnable_work() or is_busy(self.engine):
-            self._turn()
+            self._driver.turn()
 
     def _check_answers(self) -> None:
         for name, (text, count) in self._prompts.items():
