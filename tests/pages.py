@@ -35,7 +35,9 @@ from .free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-START_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 120.0, 120.0, 20.0
+# Of what hangs. Nothing is waited for longer than it takes; a busy machine may take minutes.
+START_SECONDS, COMMAND_SECONDS = 240.0, 240.0
+LOOK_SECONDS = 20.0
 
 # Beginnings of commands that are not run, and why.
 NOT_RUN = {
