@@ -38,6 +38,7 @@ from ...connector.base import (
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
+from ..observer import GuardedObserver, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import TokenOutput
 from .admission import Admission
@@ -213,6 +214,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
+        observer: Observer | None = None,
     ) -> None:
         check_config(config, max_model_len)
         if max_steps_in_flight < 1:
@@ -227,7 +229,9 @@ class Scheduler:
             if connector.wants_all:
                 manager.pool.offer_all()
         self._fails_with_load = fails_with_load
-        self._places = Places(manager, connector)
+        self._observer = None if observer is None else GuardedObserver(observer)
+        manager.pool.observer = self._observer
+        self._places = Places(manager, connector, self._observer)
         pressure = MemoryPressure(config, manager)
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure, connector)
@@ -351,6 +355,17 @@ class Scheduler:
         self._retry_at = now + RETRY_SECONDS if retry else None
         places.counts["steps"] += 1
         places.counts["scheduled_tokens"] += total
+        if self._observer is not None:
+            self._observer.snapshot(
+                StepSnapshot(
+                    output.step_id,
+                    len(output.num_scheduled_tokens),
+                    total,
+                    self.num_running,
+                    self.num_waiting,
+                    self.manager.pool.num_free,
+                )
+            )
         return output
 
     def update_from_output(
