@@ -20,6 +20,9 @@ PROTOCOL_VERSION = 1
 ABORTED = "abort"
 STOPPED = "stop"
 
+# The model's logits for a request were not finite; blocks are counted under it, too, that are
+# forgotten because of that.
+NOT_FINITE = "not_finite"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 

@@ -40,7 +40,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
 from ..observer import GuardedObserver, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
-from ..wire import TokenOutput
+from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
 from .output import (
     ModelRunnerOutput,
@@ -168,10 +168,6 @@ LOAD_FAILED = (
     "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
     "--kv-offload-load-failure fail"
 )
-
-
-# The cause under which blocks are counted that are dropped after a request got no finite logits.
-NOT_FINITE = "not_finite"
 
 
 class Pause(Enum):
@@ -391,9 +387,11 @@ class Scheduler:
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
             elif error := fault_of(request, entry.end, runner_output):
+                ended = RequestStatus.FINISHED_ERROR
                 if request_id in runner_output.nan_request_ids:
                     self._places.drop_blocks(request, NOT_FINITE)
-                ended = RequestStatus.FINISHED_ERROR
+                    self._places.counts["requests_not_finite"] += 1
+                    ended = RequestStatus.FINISHED_NOT_FINITE
                 outputs.append(self._writer.end(request, ended, now, error))
         self._places.counts["generated_tokens"] += sum([len(o.new_token_ids) for o in outputs])
         if runner_output.logprobs or runner_output.prompt_logprobs:
