@@ -64,6 +64,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
     FINISHED_ERROR = enum.auto()
+    FINISHED_NOT_FINITE = enum.auto()  # the model's logits for it were not finite numbers
+    FINISHED_REPETITION = enum.auto()  # it had begun to repeat itself
 
     @property
     def is_finished(self) -> bool:
@@ -80,6 +82,8 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_NOT_FINITE: "error",
+    RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
 

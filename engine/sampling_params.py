@@ -26,6 +26,32 @@ MAX_BAD_WORD_CHARACTERS = 128
 # Each word has a spelling at the start of a text and one after a space.
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 64
+# A pattern as long as this costs some microseconds for each token of an answer.
+MAX_PATTERN_TOKENS = 256
+MAX_PATTERN_COUNT = 1024
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End an answer once its last tokens are one pattern of `min_pattern_size` to
+    `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError out of bounds."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 4
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            _check(_is_whole(value), f"repetition_detection.{name}", "a whole number", value)
+        most = MAX_PATTERN_TOKENS
+        for name, low, high in (
+            ("max_pattern_size", 1, most),
+            ("min_pattern_size", 1, self.max_pattern_size),
+            ("min_count", 2, MAX_PATTERN_COUNT),
+        ):
+            value = getattr(self, name)
+            expected = f"between {low} and {high}"
+            _check(low <= value <= high, f"repetition_detection.{name}", expected, value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -118,6 +145,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in _REAL:
             value = getattr(self, name)
             _check(_is_number(value), name, "a number", value)
+        detection: Any = self.repetition_detection
+        if isinstance(detection, Mapping):
+            try:
+                detection = msgspec.convert(detection, RepetitionDetection)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"repetition_detection: {error}") from None
+            msgspec.structs.force_setattr(self, "repetition_detection", detection)
+        good = detection is None or isinstance(detection, RepetitionDetection)
+        _check(good, "repetition_detection", "an object with max_pattern_size", detection)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, "True or False", value)

@@ -7,6 +7,8 @@ encoding them. Messages are arrays on the wire, so new fields go to the end and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from .logprobs import PositionLogprobs, PromptLogprobs
@@ -18,7 +20,20 @@ PROTOCOL_VERSION = 1
 ABORTED = "abort"
 STOPPED = "stop"
 
+# The model's logits for a request were not finite; blocks are counted under it, too, that are
+# forgotten because of that.
+NOT_FINITE = "not_finite"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
+
+
+class RequestExtras(
+    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
+):
+    """What few requests bring, by name, so that what comes needs no place in the array. A core
+    that does not know one of them refuses the request."""
+
+    session: str = ""  # turns of one conversation, or of one agent's job, have one name
+    kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -31,6 +46,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
     tenant: str = ""
     priority: int = 0
     skip_reading_prefix_cache: bool = False
+    extras: RequestExtras | None = None
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):

@@ -69,20 +69,22 @@ ENGINE_ROOMS: dict[str, str] = {
     "offload_config": "",
     "config": "offload_config",
     "probes": "models",
+    "repetition": "",
     "sampling_params": "logprobs",
     "options": "config models not_built offload_config",
     "plan": "config models",
     "request": "sampling_params",
+    "observer": "request",
     "wire": "logprobs sampling_params",
     "batch": "request sampling_params",
-    "cache": "request",
+    "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs",
-    "scheduler": "cache config logprobs request sampling_params wire",
+    "scheduler": "cache config logprobs observer repetition request sampling_params wire",
     "worker": "batch cache config logprobs models plan request sampling sampling_params scheduler",
     "core": (
-        "cache config extras logs models offload_config plan request sampling sampling_params "
-        "scheduler wire worker"
+        "cache config extras logs models observer offload_config plan request sampling "
+        "sampling_params scheduler wire worker"
     ),
     "client": "config core wire",
     "text": "client logprobs models request sampling_params wire",

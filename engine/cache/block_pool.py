@@ -45,6 +45,7 @@ from typing import Any
 
 from ...connector.base import EvictedBlock
 from ...tiers.histogram import Histogram
+from ..observer import Observer
 from .kv_block import FreeBlockQueue, KVCacheBlock
 
 MAX_SAMPLED_BLOCKS = 64
@@ -193,6 +194,7 @@ class BlockPool:
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
         self._fresh: deque[KVCacheBlock] | None = None
         self._cold = ColdBlocks(self.free_queue)
+        self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
     @property
@@ -248,6 +250,7 @@ class BlockPool:
         self.residency.taken(blocks)
         named = self._named
         uncomputed = self._uncomputed
+        gone: list[bytes] | None = None if self.observer is None else []
         for block in blocks:
             block.ref_cnt = 1
             key = block.block_hash
@@ -256,6 +259,8 @@ class BlockPool:
             found = named.pop(key)
             if found is not block:
                 self._keep_others(key, block, found)
+            elif gone is not None:
+                gone.append(key)
             block.block_hash = None
             if block.block_id in uncomputed:
                 del uncomputed[block.block_id]
@@ -263,6 +268,8 @@ class BlockPool:
                 self._evicted.append((block.block_id, key))
                 self._cold.was_late |= not block.is_offered
             block.is_offered = False
+        if gone:
+            self._tell_unnamed(gone)
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -376,6 +383,8 @@ class BlockPool:
         self.free_queue.prepend_n(worthless)
         if dropped:
             self._tell_dropped(dropped)
+            if self.observer is not None:
+                self._tell_unnamed([block.key for block in dropped if block.key not in self._named])
 
     def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
         """`drop_names` of every block that carries one of these names."""
@@ -428,13 +437,20 @@ class BlockPool:
         if not self.is_idle:
             return False
         dropped = [EvictedBlock(b.block_id, b.block_hash) for b in self.blocks if b.block_hash]
+        gone = list(self._named)
         self._named.clear()
         self._uncomputed.clear()
         for block in self.blocks:
             block.block_hash = None
             block.is_offered = False
         self._tell_dropped(dropped)
+        if gone:
+            self._tell_unnamed(gone)
         return True
+
+    def _tell_unnamed(self, keys: list[bytes]) -> None:
+        if self.observer is not None:
+            self.observer.unnamed(keys)
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
         suffix = group_suffix(group_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
 
@@ -47,17 +48,18 @@ class FullAttentionManager:
         """Add held blocks at the end."""
         self._tables.setdefault(request_id, []).extend(blocks)
 
-    def cache(
-        self, request_id: str, digests: Sequence[bytes], num_tokens: int, computed: bool
-    ) -> None:
+    def cache(self, request: Request, num_tokens: int, computed: bool) -> None:
         """Name the full blocks among the first `num_tokens` that have no name yet; none where the
         request has no digests."""
+        request_id, digests, pool = request.request_id, request.block_hashes, self._pool
         known = self._num_cached.get(request_id, 0)
         full = min(num_tokens // self._block_size, len(digests))
         if full > known:
             blocks = self._tables[request_id][known:full]
-            self._pool.cache_full_blocks(digests[known:full], blocks, self.group_id, computed)
+            pool.cache_full_blocks(digests[known:full], blocks, self.group_id, computed)
             self._num_cached[request_id] = full
+            if pool.observer is not None:
+                pool.observer.named(request, self.group_id, known, [b.block_id for b in blocks])
 
     def named_beyond(self, request_id: str, num_tokens: int) -> Sequence[KVCacheBlock]:
         """The blocks after the first `num_tokens` that have had their names."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..request import Request
 from .block_pool import BlockPool, group_suffix
 from .full_attention_manager import FullAttentionManager
 from .kv_block import BlockIds, KVCacheBlock
@@ -54,12 +55,10 @@ class KVCacheCoordinator:
             group.extend(request_id, blocks)
         return added
 
-    def cache(
-        self, request_id: str, digests: Sequence[bytes], num_tokens: int, computed: bool = False
-    ) -> None:
+    def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
         """Name the full blocks among the first `num_tokens`."""
         for group in self._groups:
-            group.cache(request_id, digests, num_tokens, computed)
+            group.cache(request, num_tokens, computed)
 
     def drop_names(self, request_id: str, digests: Sequence[bytes]) -> None:
         """Make every block of a request unfindable, and all others with one of these names."""

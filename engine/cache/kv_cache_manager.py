@@ -143,4 +143,4 @@ class KVCacheManager:
         return counts if taken == 0 or taken <= num_free else None
 
     def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
-        self._coordinator.cache(request.request_id, request.block_hashes, num_tokens, computed)
+        self._coordinator.cache(request, num_tokens, computed)

@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..models.checkpoint.fingerprint import fingerprint
 from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
+from ..observer import Observer
 from ..request import BlockHasher, RequestStatus
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, QueueFull, Scheduler
@@ -55,7 +56,7 @@ class EngineCore:
 
     Raises ConfigError for settings, a model directory or tiers that cannot work; nothing stays
     open then. `progress` hears what the start is busy with. `max_steps_in_flight` steps are
-    begun before the first of them comes back.
+    begun before the first of them comes back. `observer` hears what is decided; it only listens.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EngineCore:
         *,
         progress: Progress | None = None,
         max_steps_in_flight: int = 1,
+        observer: Observer | None = None,
     ) -> None:
         self.config = config
         self._progress = progress or logger.info
@@ -94,6 +96,7 @@ class EngineCore:
             config.cache.block_size,
         )
         self._max_steps_in_flight = max_steps_in_flight
+        self._observer = observer
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler | None = None
@@ -269,6 +272,7 @@ class EngineCore:
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",
             max_steps_in_flight=self._max_steps_in_flight,
+            observer=self._observer,
         )
         if self._executor is None:
             self._executor = self._load_model(num_blocks)

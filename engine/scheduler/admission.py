@@ -13,6 +13,7 @@ from enum import Enum
 from ...connector.base import KVConnectorScheduler, Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
+from ..observer import Decision
 from ..request import Progress, Request, RequestStatus
 from .meeting import count_reused
 from .places import FCFSQueue, Places
@@ -100,6 +101,7 @@ class Admission:
                     if not self._meets(match, request, hits, num_hit_tokens, connector):
                         return self._park(request, hits, num_hit_tokens, match.tokens, connector)
                     hits, num_hit_tokens = None, 0
+                    places.note(request, Decision.LOADING)
         num_tokens = places.meetings.most_tokens(request, places.progress[request.request_id])
         num_tokens -= num_hit_tokens
         if self._chunked:
@@ -150,6 +152,7 @@ class Admission:
             # With nothing running, those that have loaded come first, since they can run.
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
         places.counts["loads"] += 1
+        places.note(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
         places.progress[request.request_id].lose(promised, "load_failed")
@@ -186,6 +189,8 @@ class Admission:
         if request.num_cached_tokens < 0:
             progress.scheduled = now
             self._note_cached_tokens(request)
+        resumes = request.num_preemptions > 0
+        places.note(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
             step.resume(request, num_tokens)
         else:
@@ -200,6 +205,7 @@ class Admission:
         in_pool = computed - request.num_external_computed_tokens
         reused = {"pool": in_pool, **progress.loaded_by_tier}
         count_reused(counts, reused, 0)
+        self._places.note_hit(request, reused)
         if request.num_preemptions > 0:
             counts["resumed_by_load"] += sum(progress.loaded_by_tier.values())
         if progress.lost_tokens > computed:

@@ -17,15 +17,19 @@ from collections.abc import Mapping
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
+from ..observer import Observer
 from ..request import Progress, Request
 
 
 class Meetings:
     """The running requests whose front has not met its loaded blocks yet."""
 
-    def __init__(self, manager: KVCacheManager, counts: Counter[str]) -> None:
+    def __init__(
+        self, manager: KVCacheManager, counts: Counter[str], observer: Observer | None = None
+    ) -> None:
         self._manager = manager
         self._counts = counts
+        self._observer = observer
         self._loaders: dict[str, KVConnectorScheduler] = {}  # by request id
 
     def __len__(self) -> int:
@@ -92,6 +96,8 @@ class Meetings:
             return  # nothing came, and all has been computed
         counts, tokens = self._counts, report.tokens_by_tier
         count_reused(counts, tokens, request.num_computed_tokens)
+        if self._observer is not None:
+            self._observer.hit(request, tokens)
         request.num_computed_tokens += report.num_loaded_tokens
         request.num_external_computed_tokens = report.num_loaded_tokens
         self._manager.cache_blocks(request, request.num_computed_tokens)

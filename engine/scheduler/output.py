@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
 from ..logprobs import PositionLogprobs, PromptLogprobs
+from ..repetition import repeats
 from ..request import Request, RequestStatus, TokenArray
 from ..sampling_params import SamplingParams
-from ..wire import TokenOutput
+from ..wire import NOT_FINITE, TokenOutput
 from .places import Places
 
 
@@ -40,6 +41,11 @@ def check_stop(
         return RequestStatus.FINISHED_STOPPED
     if num_output >= request.max_tokens or request.num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
+    detection = request.sampling_params.repetition_detection
+    if detection is not None and num_output >= request.sampling_params.min_tokens:
+        sizes = detection.min_pattern_size, detection.max_pattern_size
+        if repeats(request.output_token_ids, *sizes, detection.min_count):
+            return RequestStatus.FINISHED_REPETITION
     return None
 
 
@@ -88,6 +94,8 @@ class OutputWriter:
     ) -> TokenOutput:
         """End a request for another reason than its tokens."""
         output = TokenOutput(request.request_id, [], error=error)
+        if status is RequestStatus.FINISHED_NOT_FINITE:
+            output.error_code = NOT_FINITE
         self._close(output, request, status, now)
         return output
 

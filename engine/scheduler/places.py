@@ -12,10 +12,11 @@ The places:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
+from ..observer import Decision, Observer
 from ..request import Progress, Request, RequestStatus
 from .meeting import Meetings
 from .parking import CarPark
@@ -69,10 +70,14 @@ class Places:
     """Requests and the scheduler's notes on them. All sets and dicts are keyed by request id."""
 
     def __init__(
-        self, manager: KVCacheManager, connector: KVConnectorScheduler | None = None
+        self,
+        manager: KVCacheManager,
+        connector: KVConnectorScheduler | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.manager = manager
         self._connector = connector
+        self._observer = observer
         self.requests: dict[str, Request] = {}
         self.progress: dict[str, Progress] = {}
         self.running: list[Request] = []
@@ -84,7 +89,7 @@ class Places:
         self.finished_ids: set[str] = set()  # the worker has not been told yet
         self.deferred_ids: set[str] = set()  # stood aside in the last round of admission
         self.counts: Counter[str] = Counter()
-        self.meetings = Meetings(manager, self.counts)
+        self.meetings = Meetings(manager, self.counts, observer)
 
     @property
     def num_deferred(self) -> int:
@@ -97,6 +102,17 @@ class Places:
         self.requests[request.request_id] = request
         self.progress[request.request_id] = progress
         self.waiting.add(request)
+        self.note(request, Decision.QUEUED)
+
+    def note(self, request: Request, decision: Decision) -> None:
+        """Tell the observer, if there is one."""
+        if self._observer is not None:
+            self._observer.decision(request, decision)
+
+    def note_hit(self, request: Request, tokens: Mapping[str, int]) -> None:
+        """As `note`: a request that starts or comes back need not compute these."""
+        if self._observer is not None:
+            self._observer.hit(request, tokens)
 
     def put_loaded(self, request: Request) -> None:
         """A request whose load has ended waits for its turn, with what came of its blocks."""
@@ -121,6 +137,7 @@ class Places:
         request.num_external_computed_tokens = 0
         request.num_preemptions += 1
         self.counts["preemptions"] += 1
+        self.note(request, Decision.PREEMPTED)
         return request
 
     def give_up_last_load(self, spare: Request) -> bool:
@@ -141,6 +158,7 @@ class Places:
         if request.num_cached_tokens < 0:
             request.cached_tokens_by_tier = {}
         self.counts["loads_given_up"] += 1
+        self.note(request, Decision.LOAD_GIVEN_UP)
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
@@ -159,6 +177,7 @@ class Places:
         del self.progress[request_id]
         self.finished_ids.add(request_id)
         self.counts[f"ended_{status.finish_reason}"] += 1
+        self.note(request, Decision.FINISHED)
         if self._connector is not None:
             self._connector.request_finished(request_id)
         if place is RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -38,8 +38,9 @@ from ...connector.base import (
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
+from ..observer import GuardedObserver, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
-from ..wire import TokenOutput
+from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
 from .output import (
     ModelRunnerOutput,
@@ -169,10 +170,6 @@ LOAD_FAILED = (
 )
 
 
-# The cause under which blocks are counted that are dropped after a request got no finite logits.
-NOT_FINITE = "not_finite"
-
-
 class Pause(Enum):
     """What stands still."""
 
@@ -213,6 +210,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
+        observer: Observer | None = None,
     ) -> None:
         check_config(config, max_model_len)
         if max_steps_in_flight < 1:
@@ -227,7 +225,9 @@ class Scheduler:
             if connector.wants_all:
                 manager.pool.offer_all()
         self._fails_with_load = fails_with_load
-        self._places = Places(manager, connector)
+        self._observer = None if observer is None else GuardedObserver(observer)
+        manager.pool.observer = self._observer
+        self._places = Places(manager, connector, self._observer)
         pressure = MemoryPressure(config, manager)
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure, connector)
@@ -351,6 +351,17 @@ class Scheduler:
         self._retry_at = now + RETRY_SECONDS if retry else None
         places.counts["steps"] += 1
         places.counts["scheduled_tokens"] += total
+        if self._observer is not None:
+            self._observer.snapshot(
+                StepSnapshot(
+                    output.step_id,
+                    len(output.num_scheduled_tokens),
+                    total,
+                    self.num_running,
+                    self.num_waiting,
+                    self.manager.pool.num_free,
+                )
+            )
         return output
 
     def update_from_output(
@@ -376,9 +387,11 @@ class Scheduler:
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
             elif error := fault_of(request, entry.end, runner_output):
+                ended = RequestStatus.FINISHED_ERROR
                 if request_id in runner_output.nan_request_ids:
                     self._places.drop_blocks(request, NOT_FINITE)
-                ended = RequestStatus.FINISHED_ERROR
+                    self._places.counts["requests_not_finite"] += 1
+                    ended = RequestStatus.FINISHED_NOT_FINITE
                 outputs.append(self._writer.end(request, ended, now, error))
         self._places.counts["generated_tokens"] += sum([len(o.new_token_ids) for o in outputs])
         if runner_output.logprobs or runner_output.prompt_logprobs:

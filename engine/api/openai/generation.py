@@ -177,4 +177,4 @@ def _engine_error(output: TextOutput) -> ApiError:
     message = output.error or "the engine failed on this request"
     if output.error_code == OVERLOADED:
         return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
-    return ApiError(message, status=500, kind=ENGINE, code="request_failed")
+    return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...sampling_params import RepetitionDetection
 from ..errors import ApiError
 
 
@@ -40,6 +41,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: str | list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False

@@ -76,6 +76,7 @@ def sampling_params(
             bad_words=_texts(request.bad_words),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            repetition_detection=request.repetition_detection,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
     except ValueError as error:

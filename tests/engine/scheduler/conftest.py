@@ -21,6 +21,7 @@ from stratakv.connector.base import (
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.observer import Observer
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -255,6 +256,7 @@ def make_engine() -> MakeEngine:
         caching: bool = True,
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
+        observer: Observer | None = None,
         **options: object,
     ) -> Engine:
         config = SchedulerConfig(
@@ -277,6 +279,7 @@ def make_engine() -> MakeEngine:
             connector=tiers,
             fails_with_load=fails_with_load,
             max_steps_in_flight=max_steps_in_flight,
+            observer=observer,
         )
         engine = Engine(scheduler, tiers)
         if tiers is not None:

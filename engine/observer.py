@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who wants to know what an engine decides: traces, events for routers, statistics.
+
+An engine has no observer unless it is given one, and then pays nothing for it. Every call is made
+by the engine's step thread and must return at once; an observer that raises hears nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Decision(Enum):
+    """What became of a request."""
+
+    QUEUED = "queued"
+    LOADING = "loading"  # blocks are being loaded, and it waits for them or computes meanwhile
+    SCHEDULED = "scheduled"  # it runs, for the first time
+    PREEMPTED = "preempted"  # it was sent back
+    RESUMED = "resumed"  # it runs again
+    LOAD_GIVEN_UP = "load given up"  # its loaded blocks went to another request
+    FINISHED = "finished"
+
+
+class StepSnapshot(NamedTuple):
+    """An engine right after a step was made."""
+
+    step_id: int
+    num_scheduled: int  # requests in the step
+    num_tokens: int  # that they compute
+    num_running: int
+    num_waiting: int  # those whose blocks are being loaded among them
+    num_free_blocks: int  # of the pool, those with a name included
+
+
+class Observer:
+    """Hears everything and does nothing; a subclass overrides what it wants to hear."""
+
+    def decision(self, request: Request, decision: Decision) -> None:
+        """The engine has decided this of a request."""
+
+    def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
+        """A request that starts or comes back need not compute so many tokens, by where they were:
+        `pool`, or the name of a tier. Told again when an overlapped load brings more."""
+
+    def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
+        """Blocks of the pool can be found from now on: `block_ids[i]` holds block `first + i` of
+        the request in a cache group, under `request.block_hashes[first + i]`. Its parent is the
+        hash before, and its tokens are those of `request.all_token_ids` there. The step that
+        computes it may still fail, which `unnamed` tells."""
+
+    def unnamed(self, keys: Sequence[bytes]) -> None:
+        """No block of the pool has these names any more: hash (32 bytes), then the group (u16,
+        little-endian)."""
+
+    def snapshot(self, snapshot: StepSnapshot) -> None:
+        """A step was made, perhaps one without tokens."""
+
+
+class GuardedObserver(Observer):
+    """Another observer, whose mistakes cost the engine nothing."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer: Observer | None = observer
+
+    def decision(self, request: Request, decision: Decision) -> None:
+        self._tell(lambda observer: observer.decision(request, decision))
+
+    def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
+        self._tell(lambda observer: observer.hit(request, tokens))
+
+    def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
+        self._tell(lambda observer: observer.named(request, group, first, block_ids))
+
+    def unnamed(self, keys: Sequence[bytes]) -> None:
+        self._tell(lambda observer: observer.unnamed(keys))
+
+    def snapshot(self, snapshot: StepSnapshot) -> None:
+        self._tell(lambda observer: observer.snapshot(snapshot))
+
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        if self._observer is not None:
+            try:
+                tell(self._observer)
+            except Exception:
+                logger.exception("an observer failed, and hears nothing more")
+                self._observer = None

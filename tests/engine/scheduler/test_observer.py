@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An observer that writes everything down knows at any moment what the engine knows."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from stratakv.engine.observer import Decision, Observer, StepSnapshot
+from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
+
+from .conftest import HASHER, MakeEngine, reference
+from .dict_tiers import DictTiers
+
+
+class Recorder(Observer):
+    """Names of the pool, and each request's story."""
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, tuple[int, ...]] = {}  # key -> all tokens up to the block's end
+        self.stories: dict[str, list[Decision]] = {}
+        self.reused: Counter[str] = Counter()
+        self.steps: list[StepSnapshot] = []
+
+    def decision(self, request: Request, decision: Decision) -> None:
+        self.stories.setdefault(request.request_id, []).append(decision)
+
+    def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
+        self.reused.update(tokens)
+
+    def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
+        size = 4
+        for index in range(first, first + len(block_ids)):
+            key = request.block_hashes[index] + group.to_bytes(2, "little")
+            self.names[key] = tuple(request.all_token_ids[: (index + 1) * size].tolist())
+
+    def unnamed(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            del self.names[key]
+
+    def snapshot(self, snapshot: StepSnapshot) -> None:
+        self.steps.append(snapshot)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 50), k=length)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_knows_what_the_engine_knows(make_engine: MakeEngine, seed: int) -> None:
+    rng = random.Random(seed)
+    recorder = Recorder()
+    engine = make_engine(
+        24,
+        tiers=DictTiers(rng) if seed % 2 else None,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        observer=recorder,
+    )
+    pool = engine.manager.pool
+    asked = {}
+    for number in range(150):
+        luck = rng.random()
+        if luck < 0.25:
+            stem = prompt(16, rng.randrange(3))[: rng.randrange(1, 17)]
+            name = f"r{number}"
+            asked[name] = stem + prompt(rng.randrange(1, 9), number)
+            engine.add(name, asked[name], max_tokens=8, ignore_eos=True)
+        elif luck < 0.28 and engine.scheduler.requests:
+            engine.scheduler.finish_requests([rng.choice(list(engine.scheduler.requests))])
+        elif luck < 0.3:
+            engine.scheduler.reset_prefix_cache(False)
+        elif luck < 0.32 and engine.scheduler.has_runnable_work():
+            output = engine.scheduler.schedule()
+            if output.num_scheduled_tokens:
+                engine.follow(output)
+                engine._store()
+                engine._store_ahead()
+                engine.has_failed = True
+                engine.take(engine.scheduler.fail_step(output, "it failed"))
+        elif engine.scheduler.has_runnable_work():
+            engine.step()
+        elif engine.tiers:
+            engine.tiers.tick()
+        assert recorder.names.keys() == pool._named.keys()
+    engine.run_all()
+    assert recorder.names.keys() == pool._named.keys()
+    counts = engine.scheduler.counts
+    for source, tokens in recorder.reused.items():
+        assert counts[f"reused_tokens_{source}"] == tokens
+    told = Counter(decision for story in recorder.stories.values() for decision in story)
+    assert told[Decision.QUEUED] == told[Decision.FINISHED] == len(asked)
+    assert told[Decision.PREEMPTED] == counts["preemptions"]
+    assert told[Decision.LOADING] == counts["loads"] + counts["meetings"]
+    assert told[Decision.LOAD_GIVEN_UP] == counts["loads_given_up"]
+    for story in recorder.stories.values():
+        assert story[0] is Decision.QUEUED
+        assert story[-1] is Decision.FINISHED
+        assert story.count(Decision.SCHEDULED) <= 1
+        assert story.count(Decision.RESUMED) <= story.count(Decision.PREEMPTED)
+    assert [step.step_id for step in recorder.steps] == sorted({s.step_id for s in recorder.steps})
+    assert sum(step.num_tokens for step in recorder.steps) == counts["scheduled_tokens"]
+    # What a name stands for is told with it.
+    for key, tokens in recorder.names.items():
+        request = Request("x", tokens, SamplingParams(), block_hasher=HASHER)
+        assert request.block_hashes[-1] == key[:32]
+
+
+def test_an_observer_that_fails_costs_nothing(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Observer):
+        def named(self, *_: object) -> None:
+            raise KeyError("of its own")
+
+    engine = make_engine(observer=Broken())
+    engine.add("a", prompt(20))
+    with caplog.at_level(logging.ERROR):
+        engine.run_all()
+    assert engine.said("a") == reference(prompt(20), 5)
+    assert caplog.text.count("hears nothing more") == 1
