@@ -152,6 +152,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that computes a token in a moment: two layers of 32 numbers."""
+    from .tiny_models import make_llama  # torch, which most tests do without
+
+    return make_llama(
+        tmp_path_factory.mktemp("small_llama"),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread, as these small models are computed best."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
 def scale(request: pytest.FixtureRequest) -> str:
     """`ci` or `long`: how many trials a test makes."""
     return str(request.config.getoption("--scale"))

@@ -13,13 +13,11 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
@@ -33,14 +31,11 @@ from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
 from .stepping import noted
 from .threads import check_threads
-from .tiny_models import make_llama
 
 TREES = {"ci": 60, "long": 10_000}
 PARTS = 6  # so that a failing tree does not hide the others
 RATES = (0.0, 0.1, 1.0)
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-TOKEN_BYTES = 2 * 2 * 2 * 8 * 8  # K and V, layers, heads, sizes of a head and of a float64
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 8  # of `small_llama`: K and V, layers, heads, head size, float64
 
 SOME = ("lookup:error={r},lookup:miss={r},load:error={r},load:miss={r},load:partial={r},"
         "load:busy={r},load:delay=0.0..0.02,load:reorder={r},store:error={r},store:miss={r},"
@@ -164,14 +159,6 @@ def damage_pages(path: Path, rate: float, rng: random.Random) -> None:
     content.flush()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_llama(tmp_path_factory.mktemp("trees"), **SIZES)
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -205,10 +192,16 @@ def check_tree(model: Path, seed: int, number: int, directory: Path) -> Counter[
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_tokens_are_those_of_an_engine_without_tiers(
-    part: int, model: Path, seed: int, scale: str, tmp_path: Path, seen: Counter[str]
+    part: int,
+    small_llama: Path,
+    one_thread: None,
+    seed: int,
+    scale: str,
+    tmp_path: Path,
+    seen: Counter[str],
 ) -> None:
     for number in range(TREES[scale] // PARTS):
-        seen += check_tree(model, seed + number, number, tmp_path / str(number))
+        seen += check_tree(small_llama, seed + number, number, tmp_path / str(number))
 
 
 @pytest.mark.slow

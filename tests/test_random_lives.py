@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from .random_life import MAX_MODEL_LEN, Life
 from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
 from .stepping import noted
-from .tiny_models import VOCAB, greedy_reference, make_llama
+from .tiny_models import VOCAB, greedy_reference
 
 LIVES = 25
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
 
-def make_world(directory: Path, num_prompts: int) -> World:
-    """A model, and prompts that grow out of three documents, parting at any token."""
-    model = make_llama(directory, **SIZES)
+def make_world(model: Path, num_prompts: int) -> World:
+    """The model, and prompts that grow out of three documents, parting at any token."""
     rng = random.Random(7)
     longest = MAX_MODEL_LEN - OUTPUT_TOKENS
     documents = [[rng.randrange(3, VOCAB) for _ in range(longest)] for _ in range(3)]
@@ -49,11 +43,8 @@ def make_world(directory: Path, num_prompts: int) -> World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, scale: str) -> Iterator[World]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make_world(tmp_path_factory.mktemp("lives"), 40 if scale == "ci" else 300)
-    torch.set_num_threads(threads)
+def world(small_llama: Path, one_thread: None, scale: str) -> World:
+    return make_world(small_llama, 40 if scale == "ci" else 300)
 
 
 @pytest.mark.parametrize("number", range(LIVES))
