@@ -112,6 +112,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
+        "repetition_detection",
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
@@ -141,7 +142,9 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
         self.num_prompt_tokens = len(prompt_token_ids)
+        # At hand here, since they are asked for after every token.
         self.max_tokens = sampling_params.max_tokens
+        self.repetition_detection = sampling_params.repetition_detection
         self._tokens: TokenArray = np.empty(self.num_prompt_tokens + self.max_tokens, np.int32)
         self._tokens[: self.num_prompt_tokens] = prompt_token_ids
         self._num_tokens = self.num_prompt_tokens

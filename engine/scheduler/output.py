@@ -41,7 +41,7 @@ def check_stop(
         return RequestStatus.FINISHED_STOPPED
     if num_output >= request.max_tokens or request.num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
-    detection = request.sampling_params.repetition_detection
+    detection = request.repetition_detection
     if detection is not None and num_output >= request.sampling_params.min_tokens:
         sizes = detection.min_pattern_size, detection.max_pattern_size
         if repeats(request.output_token_ids, *sizes, detection.min_count):
