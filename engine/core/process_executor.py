@@ -187,24 +187,31 @@ class ProcessExecutor(Executor):
     def _send(self, message: ToWorker) -> None:
         if self._dead is not None:
             raise ExecutorDied(self._dead)
+        # Without a worker at its other end the socket takes nothing.
+        self._wait(zmq.POLLOUT, self._step_seconds)
         self._socket.send(encode(message))
 
     def _receive(self, seconds: float) -> FromWorker:
         """The next message, which must come within the time and while the worker lives."""
         if self._dead is not None:
             raise ExecutorDied(self._dead)
-        deadline = time.monotonic() + seconds
-        is_gone = False
-        while not self._socket.poll(0 if is_gone else int(_POLL_SECONDS * 1000)):
-            if is_gone:
-                raise self._died(self._exit_words())
-            is_gone = self._process.poll() is not None  # its last words may have come
-            if time.monotonic() > deadline:
-                raise self._died(f"it did not answer within {seconds:.3g} s")
+        self._wait(zmq.POLLIN, seconds)
         try:
             return decode_from_worker(self._socket.recv())
         except (msgspec.MsgspecError, ValueError) as error:
             raise self._died(f"its answer cannot be read: {error}") from error
+
+    def _wait(self, event: int, seconds: float) -> None:
+        """Until a message has come, or can go; within the time and while the worker lives."""
+        deadline = time.monotonic() + seconds
+        is_gone = False
+        while not self._socket.poll(0 if is_gone else int(_POLL_SECONDS * 1000), event):
+            if is_gone:
+                raise self._died(self._exit_words())
+            is_gone = self._process.poll() is not None  # its last words may have come
+            if time.monotonic() > deadline:
+                what = "answer" if event == zmq.POLLIN else "take a message"
+                raise self._died(f"it did not {what} within {seconds:.3g} s")
 
     def _died(self, why: str) -> ExecutorDied:
         self._dead = f"the worker process cannot be used any more: {why}"

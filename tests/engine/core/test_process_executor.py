@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,19 @@ def test_a_worker_that_is_killed_ends_the_engine_with_the_reason(tiny_model: Pat
     core.shutdown(5.0)
     with pytest.raises(ExecutorDied):
         core.executor.dispatch(core.scheduler.schedule())
+
+
+def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> None:
+    """The socket of one that is gone takes nothing, and nobody may wait for it."""
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
+    assert isinstance(core.executor, ProcessExecutor)
+    os.kill(core.executor.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, core.executor.pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.3)  # for the socket to hear of it, which it mostly does at once
+    core.add(request("a", prompt_of(20)))
+    with pytest.raises(ExecutorDied, match="ended with exit status -9"):
+        core.step()
+    core.shutdown(5.0)
 
 
 def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeCore) -> None:
