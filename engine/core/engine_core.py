@@ -192,7 +192,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
-        return bool(self._in_flight) or self.scheduler.has_runnable_work()
+        if self._in_flight or self.scheduler.has_runnable_work():
+            return True
+        return not self.executor.is_alive  # the next step says so
 
     def idle_seconds(self) -> float:
         """How long to wait for an event, at most, before asking `has_work` again."""

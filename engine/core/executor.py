@@ -59,6 +59,11 @@ class Executor(ABC):
     def max_model_len(self) -> int:
         """Tokens of the longest request that the pool holds."""
 
+    @property
+    def is_alive(self) -> bool:
+        """False once it can compute no step any more; the next one then says why."""
+        return True
+
     @abstractmethod
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         """Begin a step."""

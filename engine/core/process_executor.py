@@ -116,6 +116,10 @@ class ProcessExecutor(Executor):
         return self._up.max_model_len
 
     @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """The worker's process id."""
         return self._process.pid

@@ -85,10 +85,11 @@ def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> 
     """The socket of one that is gone takes nothing, and nobody may wait for it."""
     core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
     assert isinstance(core.executor, ProcessExecutor)
+    assert not core.has_work()
     os.kill(core.executor.pid, signal.SIGKILL)
     os.waitid(os.P_PID, core.executor.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.3)  # for the socket to hear of it, which it mostly does at once
-    core.add(request("a", prompt_of(20)))
+    assert core.has_work(), "an idle engine notices too"
     with pytest.raises(ExecutorDied, match="ended with exit status -9"):
         core.step()
     core.shutdown(5.0)
