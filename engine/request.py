@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
+        "prompt_embeds",
         "repetition_detection",
         "request_id",
         "sampling_params",
@@ -130,6 +131,7 @@ class Request:
         cache_salt: bytes | None = None,
         lora_name: str | None = None,
         block_hasher: BlockHasher | None = None,
+        prompt_embeds: npt.NDArray[Any] | None = None,
         skip_reading_prefix_cache: bool = False,
     ) -> None:
         if len(prompt_token_ids) == 0:
@@ -139,6 +141,8 @@ class Request:
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
         self.lora_name = lora_name
+        # [num_prompt_tokens, hidden]: what the model reads in place of the prompt's tokens.
+        self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
         self.num_prompt_tokens = len(prompt_token_ids)

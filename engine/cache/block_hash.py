@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 import cbor2
+import numpy as np
 
 from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
 from ..request import BlockHasher, Request
@@ -42,7 +43,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         end = request.num_tokens // block_size
         if end <= first:
             return []
-        extras = _encoded_extras(request, first, end)
+        extras = _encoded_extras(request, first, end, block_size)
         # The order of bytes is part of the name; on little-endian hosts this is no copy.
         tokens = request.all_token_ids[first * block_size : end * block_size]
         raw = tokens.astype("<i4", copy=False).data.cast("B")
@@ -51,19 +52,37 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
     return BlockHasher(block_size, hash_new_blocks)
 
 
-def _encoded_extras(request: Request, first: int, end: int) -> dict[int, bytes] | None:
+def _encoded_extras(
+    request: Request, first: int, end: int, block_size: int
+) -> dict[int, bytes] | None:
     """Extras by index within the run of blocks `first`..`end`: the salt names the first block of a
-    request (the chain carries it on), the adapter names every block."""
-    lora: list[Extra] = []
-    if request.lora_name is not None:
-        lora.append(("lora", request.lora_name))
+    request (the chain carries it on), the adapter names every block, and embeddings those that they
+    lie in."""
+    salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
+    lora: list[Extra] = [] if request.lora_name is None else [("lora", request.lora_name)]
+    embeds = _embeds_digests(request, first, end, block_size)
     extras: dict[int, bytes] = {}
-    if lora:
-        encoded = encode_extras(lora)
-        extras = dict.fromkeys(range(end - first), encoded)
-    if first == 0 and request.cache_salt is not None:
-        extras[0] = encode_extras([("salt", request.cache_salt), *lora])
+    # In most requests it is the first block at the most.
+    for index in range(end - first if lora or embeds else min(end, 1 - first)):
+        kinds = [*(salt if first + index == 0 else ()), *lora]
+        if index in embeds:
+            kinds.append(("embeds", embeds[index]))
+        if kinds:
+            extras[index] = encode_extras(kinds)
     return extras or None
+
+
+def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
+    """For blocks `first`..`end` that hold embeddings of the prompt: a hash of these numbers and
+    their type, by index within the run."""
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return {}
+    found = {}
+    for block in range(first, min(end, -(-len(embeds) // block_size))):
+        rows = np.ascontiguousarray(embeds[block * block_size : (block + 1) * block_size])
+        found[block - first] = hashlib.sha256(rows.dtype.str.encode() + rows.tobytes()).digest()
+    return found
 
 
 def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
@@ -77,16 +96,20 @@ def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
             return []
         tokens = request.all_token_ids[first * block_size : end * block_size]
         blocks = tokens.reshape(-1, block_size).tolist()
-        extras = _plain_extras(request, first, end)
+        extras = _plain_extras(request, first, end, block_size)
         return chain_digests_sha256_cbor(known[-1] if known else start, blocks, extras)
 
     return BlockHasher(block_size, hash_new_blocks)
 
 
-def _plain_extras(request: Request, first: int, end: int) -> dict[int, Extra] | None:
+def _plain_extras(
+    request: Request, first: int, end: int, block_size: int
+) -> dict[int, Extra] | None:
     """The same extras as bare values, adapter before salt: the order of the form routers know."""
     lora: Extra = () if request.lora_name is None else (request.lora_name,)
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}
     if first == 0 and request.cache_salt is not None:
         extras[0] = (*lora, request.cache_salt)
+    for index, digest in _embeds_digests(request, first, end, block_size).items():
+        extras[index] = (*extras.get(index, ()), digest)
     return extras or None
