@@ -15,12 +15,16 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
+from .embeds import check_params_for_embeds, read_embeds, write_embeds
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
@@ -29,7 +33,7 @@ from .request import pack_token_ids, unpack_token_ids
 from .sampling_params import SamplingParams
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
-from .wire import AddRequest
+from .wire import AddRequest, RequestExtras
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
@@ -83,7 +87,7 @@ class EventLoopThread:
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | npt.NDArray[Any]
 # They can be gone through, but for other things than these, or in no order.
 _NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 # Beyond the time that the tiers are given to write back.
@@ -273,20 +277,24 @@ class LLM:
         _check_salt(cache_salt)
         ready = self._client.ready
         longest = ready.max_model_len - 1
-        if isinstance(prompt, str):
+        extras = None
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 2:
+            extras = _embeds_extras(prompt, params, ready.hidden_size, longest)
+            ids: Sequence[int] = [0] * len(prompt)
+        elif isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
                     f"{self.config.model.path} holds no tokenizer.json; copy the model's there, "
                     "or give prompts as lists of token ids"
                 )
-            ids: Sequence[int] = self.tokenizer.encode(prompt, max_tokens=longest)
+            ids = self.tokenizer.encode(prompt, max_tokens=longest)
         elif isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__len__"):
             raise ValueError(
                 f"a prompt is a text or a list of token ids, not {_kind(prompt)}; put a single "
                 "list of ids into a list"
             )
         else:
-            ids = prompt
+            ids = cast("Sequence[int]", prompt)
         packed = pack_token_ids(ids)
         if len(ids) == 0:
             raise ValueError("it is empty; give at least one token")
@@ -299,7 +307,8 @@ class LLM:
             )
         params = with_spelt_bad_words(params, self.tokenizer)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
-        return AddRequest(f"llm-{next(self._ids)}", packed, params, cache_salt=cache_salt)
+        name = f"llm-{next(self._ids)}"
+        return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)
 
     async def _generate_all(
         self, requests: Sequence[AddRequest], outputs: Sequence[RequestOutput]
@@ -338,6 +347,16 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM was closed; make a new one")
+
+
+def _embeds_extras(
+    prompt: npt.NDArray[Any], params: SamplingParams, hidden_size: int, longest: int
+) -> RequestExtras:
+    """A prompt of numbers, checked as the core checks it; raises ValueError."""
+    check_params_for_embeds(params)
+    data = write_embeds(prompt)
+    read_embeds(data, hidden_size, longest)
+    return RequestExtras(prompt_embeds=data)
 
 
 def _list_of(prompts: Any) -> list[Any]:

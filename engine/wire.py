@@ -34,6 +34,8 @@ class RequestExtras(
 
     session: str = ""  # turns of one conversation, or of one agent's job, have one name
     kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
+    # A safetensors file: what the model reads in place of the prompt's tokens, which are zeros.
+    prompt_embeds: bytes = b""
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -113,6 +115,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     # Where prompt tokens can come from without being computed.
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
+    hidden_size: int = 0  # numbers of a prompt embedding
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -61,7 +61,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The rooms of engine/ from the bottom up: its folders and the modules beside them, each with the
 # rooms it imports. A room lists only rooms above it in this table, so no arrow runs up.
 ENGINE_ROOMS: dict[str, str] = {
-    "embeds": "",
     "extras": "",
     "logprobs": "",
     "logs": "",
@@ -72,6 +71,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "probes": "models",
     "repetition": "",
     "sampling_params": "logprobs",
+    "embeds": "sampling_params",
     "options": "config models not_built offload_config",
     "plan": "config models",
     "request": "sampling_params",
@@ -86,13 +86,13 @@ ENGINE_ROOMS: dict[str, str] = {
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
     "core": (
-        "cache config extras logs models observer offload_config plan request sampling "
+        "cache config embeds extras logs models observer offload_config plan request sampling "
         "sampling_params scheduler wire worker"
     ),
     "client": "config core wire",
     "text": "client logprobs models request sampling_params wire",
-    "api": "client logprobs request sampling_params settings text wire",
-    "llm": "client core logprobs logs models options request sampling_params text wire",
+    "api": "client embeds logprobs request sampling_params settings text wire",
+    "llm": "client core embeds logprobs logs models options request sampling_params text wire",
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "
         "sampling_params settings text wire"

@@ -115,6 +115,7 @@ class EngineCore:
             self._build_engine(layout, num_blocks)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
+                self.spec.hidden_size,
                 self.max_model_len,
                 self._make_hasher(identity.root()),
                 config.tenant_secret,
@@ -140,6 +141,7 @@ class EngineCore:
             block_size=self.config.cache.block_size,
             eos_token_ids=list(self.spec.eos_token_ids),
             tiers=("pool", *self.config.offload.tier_names),
+            hidden_size=self.spec.hidden_size,
             tiers_down=[] if self._connector is None else self._connector.tiers_down(),
         )
 

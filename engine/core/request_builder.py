@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ...tiers.block import tenant_salt
+from ..embeds import EmbedArray, check_params_for_embeds, read_embeds
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams
 from ..wire import AddRequest
@@ -23,11 +24,13 @@ class RequestBuilder:
     def __init__(
         self,
         vocab_size: int,
+        hidden_size: int,
         max_model_len: int,
         hasher: BlockHasher | None,
         tenant_secret: bytes,
     ) -> None:
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self._max_model_len = max_model_len
         self._hasher = hasher
         self._tenant_secret = tenant_secret
@@ -40,6 +43,7 @@ class RequestBuilder:
                 "which they come"
             )
         tokens = self._check_tokens(request.prompt_token_ids)
+        embeds = self._check_embeds(request, len(tokens))
         params = request.sampling_params
         _check_vocabulary(params, self._vocab_size)
         # Cached tokens are not computed, so they have no logits to report.
@@ -50,8 +54,23 @@ class RequestBuilder:
             _fit_max_tokens(params, self._max_model_len - len(tokens)),
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
+            prompt_embeds=embeds,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
         )
+
+    def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
+        """The embeddings that a request brings, as many as its tokens."""
+        data = b"" if request.extras is None else request.extras.prompt_embeds
+        if not data:
+            return None
+        check_params_for_embeds(request.sampling_params)
+        embeds = read_embeds(data, self._hidden_size, self._max_model_len - 1)
+        if len(embeds) != num_tokens:
+            raise ValueError(
+                f"prompt embeddings stand for each of the prompt's {num_tokens} tokens, and they "
+                f"are {len(embeds)}"
+            )
+        return embeds
 
     def _check_tokens(self, packed: bytes) -> TokenArray:
         if not packed or len(packed) % BYTES_PER_TOKEN:

@@ -156,6 +156,7 @@ class StepBuilder:
                         block_ids=entry.block_ids,
                         num_computed_tokens=entry.num_computed_tokens,
                         output_token_ids=list(request.output_token_ids),
+                        prompt_embeds=request.prompt_embeds,
                     )
                 )
                 continue

@@ -6,17 +6,21 @@ Every prompt is checked before the first one starts.
 
 from __future__ import annotations
 
+import base64
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...embeds import check_params_for_embeds, read_embeds
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
+from ..errors import ApiError
 from ..front import Front, as_list
 from .answer import Answer, Part, UsageField
 from .body import decode_body, read_body
@@ -103,16 +107,22 @@ async def create_completion(front: Front, http: Request) -> ASGIApp:
     arrival_seconds = time.monotonic()
     request = decode_body(await read_body(http, front.settings), _decoder)
     check_completion(front, request)
-    prompts = await front.resolve_prompts(
-        request.prompt,
-        add_special_tokens=request.add_special_tokens is not False,
-        keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, request.max_tokens),
-    )
+    embeds: list[bytes] = []
+    if request.prompt_embeds is not None:
+        embeds, prompts = await _resolve_embeds(front, request)
+    elif request.prompt is not None:
+        prompts = await front.resolve_prompts(
+            request.prompt,
+            add_special_tokens=request.add_special_tokens is not False,
+            keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, request.max_tokens),
+        )
+    else:
+        raise ApiError("there is neither `prompt` nor `prompt_embeds`; send one", param="prompt")
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front,
         request,
-        _tasks(front, request, prompts),
+        _tasks(front, request, prompts, embeds),
         f"cmpl-{own_id}",
         arrival_seconds,
         keeps_tokens=request.max_tokens != 0,
@@ -122,7 +132,37 @@ async def create_completion(front: Front, http: Request) -> ASGIApp:
     return await CompletionAnswer(front, answer_id, request, generations, echoes).respond(http)
 
 
-def _tasks(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[Task]:
+async def _resolve_embeds(
+    front: Front, request: CompletionRequest
+) -> tuple[list[bytes], list[bytes]]:
+    """The files that a request brings, and prompts of as many tokens, which stand for them."""
+    wanted = request.prompt_embeds or []
+    given = [wanted] if isinstance(wanted, str) else wanted
+    most = front.settings.max_prompts_per_request
+    if len(given) > most:
+        message = f"`prompt_embeds` holds {len(given)} prompts and at most {most} are taken"
+        raise ApiError(message, param="prompt_embeds", code="too_many_prompts")
+    for name in ("prompt", "echo", "truncate_prompt_tokens"):
+        if getattr(request, name) not in (None, False):
+            message = f"`{name}` is about tokens, and `prompt_embeds` has none; drop one of them"
+            raise ApiError(message, param=name, code="invalid_value")
+    hidden_size, longest = front.client.ready.hidden_size, front.max_prompt_tokens
+
+    def read() -> list[tuple[bytes, int]]:
+        files = [base64.b64decode(text, validate=True) for text in given]
+        return [(data, len(read_embeds(data, hidden_size, longest))) for data in files]
+
+    try:
+        files = await front.off_loop(read, sum(map(len, given)))
+    except ValueError as error:  # no base64, or no such embeddings
+        message = f"`prompt_embeds` cannot be used: {error}"
+        raise ApiError(message, param="prompt_embeds", code="invalid_value") from None
+    return [data for data, _ in files], [bytes(BYTES_PER_TOKEN * count) for _, count in files]
+
+
+def _tasks(
+    front: Front, request: CompletionRequest, prompts: Sequence[bytes], embeds: Sequence[bytes]
+) -> list[Task]:
     asked, max_tokens = request.max_tokens is not None, request.max_tokens
     if max_tokens is None:
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
@@ -137,9 +177,18 @@ def _tasks(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -
     )
     num_choices = len(prompts) * (request.n or 1)
     params = fit_logprobs(front, params, num_choices, asked=asked)
+    if embeds:
+        try:
+            check_params_for_embeds(params)
+        except ValueError as error:
+            raise ApiError(str(error), param="prompt_embeds", code="invalid_value") from None
     return [
-        Task(prompt, fit_max_tokens(front, params, len(prompt) // BYTES_PER_TOKEN, asked=asked))
-        for prompt in prompts
+        Task(
+            prompt,
+            fit_max_tokens(front, params, len(prompt) // BYTES_PER_TOKEN, asked=asked),
+            data,
+        )
+        for prompt, data in zip_longest(prompts, embeds, fillvalue=b"")
     ]
 
 
@@ -152,6 +201,7 @@ def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
     """The texts of the prompts: as they came, where they came as texts and were not cut."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
+    assert request.prompt is not None
     return [
         given
         if isinstance(given, str) and request.truncate_prompt_tokens is None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams
 from ...text.output_processor import TextOutput, generate_text
-from ...wire import OVERLOADED, AddRequest
+from ...wire import OVERLOADED, AddRequest, RequestExtras
 from ..errors import ENGINE, ApiError
 from ..front import Front
 from .protocol import SamplingFields
@@ -29,6 +29,7 @@ class Task(NamedTuple):
 
     prompt: bytes
     params: SamplingParams
+    embeds: bytes = b""  # in place of the prompt's tokens
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ def make_generations(
     n = request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
     generations = []
-    for place, (prompt, params) in enumerate(tasks):
+    for place, (prompt, params, embeds) in enumerate(tasks):
         for child in range(n):
             # In a stream a brother's word on the prompt may come too late.
             with_prompt = child == 0 or bool(request.stream)
@@ -94,6 +95,7 @@ def make_generations(
                 own,
                 cache_salt=request.cache_salt or "",
                 priority=request.priority or 0,
+                extras=RequestExtras(prompt_embeds=embeds) if embeds else None,
             )
             generations.append(Generation(index, message, child, keeps_tokens, arrival_seconds))
     return generations

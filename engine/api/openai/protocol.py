@@ -85,7 +85,8 @@ Prompt = str | list[int | str | list[int]]
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: Prompt
+    prompt: Prompt | None = None
+    prompt_embeds: str | list[str] | None = None  # base64 of safetensors files
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

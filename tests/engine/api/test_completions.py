@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.numpy import load_file, save
 
 from ...tiers.store_contract import wait_until
 
@@ -127,6 +130,28 @@ def test_a_repeated_prompt_comes_from_the_pool(http: httpx.Client) -> None:
     details = again["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == details["cached_tokens_by_tier"]["pool"] == 192
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_prompt_of_numbers(http: httpx.Client, model_path: Path) -> None:
+    (path,) = model_path.glob("*.safetensors")
+    table = load_file(path)["model.embed_tokens.weight"]
+    files = [base64.b64encode(save({"x": table[IDS[:count]]})).decode() for count in (8, 5)]
+    answer = post(http, prompt_embeds=files, max_tokens=6, return_token_ids=True)
+    wanted = post(http, prompt=[IDS, IDS[:5]], max_tokens=6, return_token_ids=True)
+    for one, other in zip(answer["choices"], wanted["choices"], strict=True):
+        assert one["token_ids"] == other["token_ids"]
+    assert answer["usage"]["prompt_tokens"] == 13
+    for fields, words in (
+        ({"prompt_embeds": files, "prompt": "text"}, "`prompt` is about tokens"),
+        ({"prompt_embeds": files, "echo": True}, "`echo` is about tokens"),
+        ({"prompt_embeds": "no base64!"}, "`prompt_embeds` cannot be used"),
+        ({"prompt_embeds": files[0][:-8]}, "and the file has"),
+        ({"prompt_embeds": files, "prompt_logprobs": 1}, "have no tokens whose log"),
+        ({}, "neither `prompt` nor `prompt_embeds`"),
+    ):
+        refused = http.post("/v1/completions", json={**GREEDY, **fields})
+        assert refused.status_code == 400, refused.text
+        assert words in refused.json()["error"]["message"]
 
 
 def test_pausing(http: httpx.Client) -> None:
