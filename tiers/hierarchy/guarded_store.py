@@ -10,7 +10,6 @@ hangs may keep, since slots of the slab would be missing.
 from __future__ import annotations
 
 import copy
-import inspect
 import mmap
 import random
 import time
@@ -19,11 +18,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
 
 from ..base import Answer, StoreTier, TierStats
 from ..block import KEY_BYTES
-from ..context import NO_CONTEXT, RequestContext
+from ..context import NO_CONTEXT, RequestContext, prefetch_lookup_for
 from ..errors import TierBusy
 from ..histogram import IO_SECONDS, Histogram
 from ..mailbox import Mailbox
@@ -220,8 +218,6 @@ class GuardedStore:
         self._open_lookups = 0  # prefetched, and not answered yet
         # The last keys that the store said it had, or else the first it was asked for: for probes.
         self._known: Sequence[bytes] | None = None
-        self._loads_for = takes_context(tier.load)
-        self._looks_up_for = takes_context(tier.prefetch_lookup)
 
     @property
     def allows(self) -> bool:
@@ -275,24 +271,13 @@ class GuardedStore:
             self._known = keys
         return answers
 
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], context: RequestContext
-    ) -> Future[list[Proof | None]]:
-        """The store's `load`. Raises what the store raises."""
-        tier: Any = self.tier
-        if self._loads_for:
-            return cast("Future[list[Proof | None]]", tier.load(keys, buffers, context=context))
-        return self.tier.load(keys, buffers)
-
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """A prompt with these blocks, head first, was queued; a store that is far away asks for
         them now. Whether it does: the mailbox's version changes when it has the answer."""
         if not self.allows:
             return False
         try:
-            tier: Any = self.tier
-            more = {"context": context} if self._looks_up_for else {}
-            future = tier.prefetch_lookup(keys, **more)
+            future = prefetch_lookup_for(self.tier, keys, context)
             when_done = None if future is None else future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self.count_fault(error)
@@ -365,14 +350,6 @@ class GuardedStore:
     def _fail_probe(self, error: Exception) -> None:
         self.count_fault(error)
         self.breaker.probe_ended(answered=False)
-
-
-def takes_context(method: Callable[..., object]) -> bool:
-    """Whether a store's method names the keyword `context`."""
-    try:
-        return "context" in inspect.signature(method).parameters
-    except (TypeError, ValueError):  # nothing is known of it
-        return False
 
 
 def check_answers(answers: Sequence[object], keys: Sequence[bytes]) -> None:

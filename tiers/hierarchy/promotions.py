@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..base import SlabTier
-from ..context import NO_CONTEXT, RequestContext
+from ..context import NO_CONTEXT, RequestContext, load_for
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
@@ -203,7 +203,7 @@ class Promotions:
         self._mailbox.version += 1
         try:
             buffers = [self._slab.buffer(slot) for slot in slots]
-            future = store.load(keys, buffers, ticket.context)
+            future = load_for(store.tier, keys, buffers, ticket.context)
             when_done = future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)
