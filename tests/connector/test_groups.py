@@ -90,6 +90,15 @@ class Engine:
                 self.woken.clear()
             self.step()
 
+    def let_the_disk_keep_up(self) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        self.step()
+        while self.side._hierarchy._write_backs.in_flight:
+            assert time.monotonic() < deadline
+            self.woken.wait(0.02)
+            self.woken.clear()
+            self.step()
+
     def step(self) -> None:
         output = self.scheduler.schedule()
         meta = output.connector_meta
@@ -184,6 +193,7 @@ def test_blocks_of_all_groups_come_from_a_disk(tmp_path: Path) -> None:
     for turn in range(4):
         for number, prompt in enumerate(prompts):
             engine.run(f"{turn}-{number}", prompt, max_tokens=3)
+            engine.let_the_disk_keep_up()
     stats = engine.side.stats()
     engine.close()
     loaded = stats["tokens_loaded"]
