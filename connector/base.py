@@ -4,10 +4,11 @@
 A connector has two sides. The *scheduler side* decides in the engine's step loop and touches
 metadata only; the *worker side* moves bytes between the KV pool and the slab. What the first
 decides travels to the second in `ConnectorMetadata`, what became of it comes back in
-`ConnectorWorkerOutput`.
+`ConnectorWorkerOutput`. The sides share nothing else but a wake-up that the worker side calls, and
+may live in two processes.
 
 One step, in order:
-    scheduler: get_matched_tokens → (blocks allocated) → update_after_alloc → build_meta
+    scheduler: get_matched_tokens → (blocks allocated) → begin_load → build_meta
     worker:    start_step(meta)   stores begin, then loads, in stream order
                wait_before_forward()   blocks this step overwrites have left the pool; those that
                                        are stored ahead of need may still be on their way
@@ -15,13 +16,18 @@ One step, in order:
                poll()             what has finished since the last poll
     scheduler: update_from_worker(output)
 
+A load is *blocking*, and its request waits until it is reported; or *overlapped*, and its request
+computes from the front while blocks come from the back, until the two frontiers meet.
+
 The engine may rely on this:
 - no call of the scheduler side waits for a copy, a disk or a socket;
-- a parked request is reported exactly once, finished or failed, also when its load broke;
+- a request that waits for its load is reported exactly once, finished or failed, also when its load
+  broke;
+- a load brings a position in the blocks of every cache group or not at all;
 - after a failed load the connector never offers the same request more tokens;
 - nothing raised inside the connector reaches the engine as more than a failed load.
 The engine must do this:
-- not reuse the blocks of a parked request before it was reported, even if it was aborted;
+- not reuse the blocks of a waiting request before it was reported, even if it was aborted;
 - hand over evicted blocks in the step that evicts them, before anything is written to them;
 - say so when blocks lost their names in another way (`names_dropped`): they may be overwritten
   without having been evicted, or be worth nothing.
@@ -35,6 +41,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..tiers.context import NO_CONTEXT, RequestContext
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +67,8 @@ class MatchKind(Enum):
     """What the scheduler should do with a request after asking."""
 
     NONE = "none"  # nothing to load: schedule it
-    LOAD = "load"  # allocate blocks, park the request until it is reported
-    # Allocate blocks, run the request while they are loaded from the back (`begin_back_load`); or
-    # treat it as LOAD.
-    BOTH = "both"
+    LOAD = "load"  # allocate blocks, begin a blocking load
+    OVERLAP = "overlap"  # allocate blocks, begin an overlapped load; or treat it as LOAD
     RETRY = "retry"  # blocks are on their way in: ask again after the next wake-up
 
 
@@ -74,6 +80,10 @@ class Match(NamedTuple):
     kind: MatchKind
 
 
+# Nothing to load.
+NO_MATCH = Match(0, MatchKind.NONE)
+
+
 class EvictedBlock(NamedTuple):
     """A pool block that lost its hash in this step and will be overwritten by it."""
 
@@ -81,13 +91,28 @@ class EvictedBlock(NamedTuple):
     key: bytes  # digest | group u16, as the block pool names it
 
 
+# One list of block ids for each cache group, as long as one another.
+GroupBlockIds = Sequence[Sequence[int]]
+
+
+class Part(NamedTuple):
+    """Which of the blocks at one position of a request: that of a cache group, on one rank."""
+
+    group: int = 0
+    rank: int = 0
+
+
+ONLY_PART = Part()
+
+
 @dataclass(slots=True)
 class CopyJob:
-    """Blocks to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
+    """Blocks of one part to copy between the pool and the slab: `block_ids[i]` ↔ `slots[i]`."""
 
     job_id: int
     block_ids: list[int]
     slots: list[int]
+    part: Part = ONLY_PART
 
 
 @dataclass(slots=True)
@@ -119,6 +144,8 @@ class ConnectorWorkerOutput:
     failed_loads: list[int] = field(default_factory=list)
     # For a finished store whose device makes digests: one for each block, in the job's order.
     store_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    # Jobs ended since the start; some may be reported by the next poll only.
+    num_ended: int = field(default=0, compare=False)
     # Costs, for metrics only.
     store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
     load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
@@ -136,10 +163,12 @@ NOTHING_FINISHED = ConnectorWorkerOutput()
 
 @dataclass(slots=True)
 class LoadReport:
-    """The end of one parked request's load."""
+    """The end of one request's load."""
 
     request_id: str
-    num_loaded_tokens: int  # leading tokens of the external part that are whole; 0 on failure
+    # Tokens of the external part that are whole: the leading ones of a blocking load, the last ones
+    # of an overlapped one. 0 on failure.
+    num_loaded_tokens: int
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
     is_whole: bool = field(default=True, compare=False)  # all that was asked for came
@@ -150,43 +179,87 @@ class LoadReport:
     is_cancelled: bool = field(default=False, compare=False)
 
 
-class FrontState(NamedTuple):
-    """How far a request may compute whose blocks are being loaded from the back."""
+class LoadState(NamedTuple):
+    """How far a request may compute whose load is overlapped."""
 
     limit: int  # tokens; all computed up to here: wait for a copy, or for the jump
-    loaded_from: int  # from this token on everything has been loaded, if anything was
-    is_copying: bool  # blocks before `loaded_from` are being written to
+    load_frontier: int  # from this token on everything has been loaded, if anything was
+    is_copying: bool  # blocks before the load frontier are being written to
+    failure: str | None = None  # why blocks have not come; see `LoadReport.failure`
+
+
+class TierEstimates(ABC):
+    """What loading is taken to cost, and which tiers can be loaded from. An optional part."""
+
+    @abstractmethod
+    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
+        """Before the first request, as often as anything is returned: a load by which the
+        connector learns what loads take, to `block_ids`, which are nobody's. Run it like the
+        metadata of a step, without a forward pass. The only call that waits, `seconds` at most."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The estimates, and where loading pays: one line for a person."""
+
+    @abstractmethod
+    def tiers_down(self) -> list[str]:
+        """The names of tiers that cannot be asked at present."""
 
 
 class KVConnectorScheduler(ABC):
     """The side that decides. Called by the engine's step thread only."""
+
+    # None where nothing is estimated.
+    estimates: TierEstimates | None = None
+    # Whether there is anything to load from; only counters look at it.
+    has_tiers = True
+    # Whether blocks are wanted as soon as they are computed, because others wait for them, and not
+    # only when they are about to be evicted. The same from the start to the end.
+    wants_all = False
+
+    def request_queued(  # noqa: B027 - a hint, not a duty
+        self, request: RequestView, context: RequestContext = NO_CONTEXT
+    ) -> None:
+        """A request has come and will be asked about once there is room: reads may begin."""
+
+    def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
+        """A request has ended, in any way; it will not be asked about again."""
 
     @abstractmethod
     def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned)."""
 
     @abstractmethod
-    def update_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    def begin_load(
+        self,
+        request: RequestView,
+        block_ids: GroupBlockIds,
+        num_tokens: int,
+        *,
+        overlapped: bool,
     ) -> None:
-        """Blocks for the external tokens exist: `block_ids` are exactly those blocks, in order.
-        From here on the request counts as parked until a LoadReport names it."""
+        """Blocks for `num_tokens` external tokens exist: `block_ids` are exactly those blocks, in
+        order, for each cache group. From here on the request waits until a LoadReport names it.
+        `overlapped`, only after OVERLAP: it does not wait, but computes these tokens itself, from
+        the first one on, as far as `load_state` allows."""
 
-    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """Before the first request, as often as anything is returned: a load by which the
-        connector learns what loads take, to `block_ids`, which are nobody's. Run it like the
-        metadata of a step, without a forward pass. The only call that waits, `seconds` at most.
-        Optional: by default nothing is tried."""
-        return ConnectorMetadata()
+    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
+        """Asked in each step before a request with an overlapped load gets tokens. Blocks below the
+        limit are the request's own from now on: nothing will be copied to them. Only connectors
+        that answer OVERLAP need this and `end_load`."""
+        raise NotImplementedError
 
-    def describe_estimates(self) -> str:
-        """What loading and computing are taken to cost and where loading pays: one line for a
-        person; empty where nothing is estimated."""
-        return ""
+    def end_load(self, request_id: str) -> LoadReport | None:
+        """End an overlapped load. The report, whose tokens are the last ones and not the first;
+        None where blocks are still being written to: it then comes as that of a failed load of a
+        waiting request (`is_cancelled` unless it had failed), and the blocks must not be reused
+        before."""
+        raise NotImplementedError
 
-    def tiers_down(self) -> list[str]:
-        """The names of tiers that cannot be asked at present."""
-        return []
+    def num_wanted_ahead(self) -> int:
+        """How many cold blocks the connector would store ahead of need in this step. Optional: by
+        default none, and blocks are stored in the step that evicts them."""
+        return 0
 
     @abstractmethod
     def build_meta(
@@ -195,47 +268,23 @@ class KVConnectorScheduler(ABC):
         """End of `schedule()`, also on empty steps: what the worker has to move. `cold`: the
         next eviction candidates, in eviction order and not touched by this step, or (see
         `wants_all`) blocks computed of late, the tail of a sequence before its head. Each is given
-        once; at most as many as `num_wanted_ahead` has just said."""
+        once; at most as many as `num_wanted_ahead` has just said. At an orderly shutdown all
+        computed, named blocks are evicted, in eviction order and without a forward pass, so that
+        as many survive as the tiers have room for; then `shutdown` follows."""
 
-    def begin_back_load(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        """Takes the place of `update_after_alloc` after BOTH: the request is not parked. It
-        computes these tokens from the front while their blocks are loaded from the back. Only
-        connectors that answer BOTH need this and the next three."""
-        raise NotImplementedError
+    @abstractmethod
+    def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        """Take in what finished; the waiting requests that may go on."""
 
-    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
-        """Asked in each step before the request gets tokens. Blocks below the limit are the
-        request's own from now on: nothing will be copied to them."""
-        raise NotImplementedError
+    @abstractmethod
+    def has_pending_work(self) -> bool:
+        """True while a step, even an empty one, has something to move or to report now, or a
+        request that was told RETRY should ask again. False while only waiting for a disk or a
+        copy: the wake-up callback ends that wait."""
 
-    def end_back_load(self, request_id: str) -> LoadReport | None:
-        """Load no more. The report, whose tokens are the last ones and not the first; None where
-        blocks are still being written to: it then comes as that of a failed load of a parked
-        request (`is_cancelled` unless it had failed), and the blocks must not be reused before."""
-        raise NotImplementedError
-
-    def back_load_failure(self, request_id: str) -> str | None:
-        """Why blocks of such a load have not come so far; see `LoadReport.failure`."""
-        raise NotImplementedError
-
-    def note_step(  # noqa: B027 - a hint, not a duty
-        self, num_tokens: int, num_context_tokens: int, seconds: float
-    ) -> None:
-        """Computing `num_tokens` of prompts took `seconds`, whatever else was in the step taken
-        off; `num_context_tokens` are the positions before them, summed over these tokens."""
-
-    @property
-    def wants_all(self) -> bool:
-        """Whether blocks are wanted as soon as they are computed, because others wait for them, and
-        not only when they are about to be evicted. Optional; the same from the start to the end."""
-        return False
-
-    def num_wanted_ahead(self) -> int:
-        """How many cold blocks the connector would store ahead of need in this step. Optional: by
-        default none, and blocks are stored in the step that evicts them."""
-        return 0
+    @abstractmethod
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called from any thread when `has_pending_work` may have become True."""
 
     def names_dropped(  # noqa: B027 - nothing to do where nothing is stored ahead
         self, blocks: Sequence[EvictedBlock]
@@ -248,33 +297,6 @@ class KVConnectorScheduler(ABC):
         may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
         word, is what they are counted under. Optional: by default they stay until evicted."""
 
-    def request_queued(self, request: RequestView) -> None:  # noqa: B027 - a hint, not a duty
-        """A request has come and will be asked about once there is room: reads may begin."""
-
-    def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
-        """A request has ended, in any way; it will not be asked about again."""
-
-    @abstractmethod
-    def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Take in what finished; the parked requests that may go on."""
-
-    @abstractmethod
-    def has_pending_work(self) -> bool:
-        """True while a step, even an empty one, has something to move or to report now, or a
-        request that was told RETRY should ask again. False while only waiting for a disk or a
-        copy: the wake-up callback ends that wait."""
-
-    @abstractmethod
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """`wakeup` is called from any thread when `has_pending_work` may have become True."""
-
-    def build_final_meta(self, resident: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """What the worker has to move at an orderly shutdown so that the pool's blocks survive, as
-        many as the tiers have room for. `resident` are the computed, hashed ones, the least
-        recently used first, as they would be evicted. Run it like the metadata of a step,
-        without a forward pass, then call `shutdown`. Optional: by default nothing is kept."""
-        return ConnectorMetadata()
-
     @abstractmethod
     def reset(self) -> None:
         """Forget what all tiers hold (a prefix-cache reset). Waits a while for disks, so that it
@@ -282,11 +304,53 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
-        """Counters for metrics: plain numbers, per tier."""
+        """Counters for metrics: plain numbers, per tier. Empty: there is nothing to count."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float) -> None:
         """Write back what should survive, within the time; release everything. Idempotent."""
+
+
+class NullConnector(KVConnectorScheduler):
+    """The scheduler side without tiers: nothing is found, nothing is moved."""
+
+    has_tiers = False
+
+    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return NO_MATCH
+
+    def begin_load(
+        self,
+        request: RequestView,
+        block_ids: GroupBlockIds,
+        num_tokens: int,
+        *,
+        overlapped: bool,
+    ) -> None:
+        raise RuntimeError("there are no tiers to load from")
+
+    def build_meta(
+        self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
+    ) -> ConnectorMetadata:
+        return NOTHING_TO_MOVE
+
+    def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
+        return []
+
+    def has_pending_work(self) -> bool:
+        return False
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, object]:
+        return {}
+
+    def shutdown(self, timeout_seconds: float) -> None:
+        pass
 
 
 class KVConnectorWorker(ABC):

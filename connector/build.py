@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts of offloading together: the tiers, the device, and the two sides."""
+"""Puts the parts of offloading together: the tiers and the scheduler side, the device and the
+worker side, which may live in another process."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +15,13 @@ from ..tiers.cpu import CpuSlab
 from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
+from .device.base import SlabMemory
 from .device.choice import make_device
 from .economics import Choice
 from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
+from .rates import PrefillRate
 from .transfer import CopySignal
 
 
@@ -31,6 +35,31 @@ class OffloadSettings(TierSettings):
     read_seconds: float = READ_SECONDS
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What a worker side is built from, in the process of the scheduler side or, since it is plain,
+    in any other that has the slab's file descriptor."""
+
+    layout: BlockLayout
+    slab_fd: int
+    num_slots: int
+    device: str
+    makes_digests: bool  # of what it stores, for tiers below the slab
+
+
+class AttachedSlab:
+    """The memory of a slab of another process."""
+
+    def __init__(self, layout: BlockLayout, fd: int, num_slots: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        self._map = mmap.mmap(fd, num_slots * layout.slot_bytes)
+
+    def memory(self) -> memoryview:
+        """All slots, one after the other."""
+        return memoryview(self._map)
+
+
 def build_offload(
     layout: BlockLayout,
     settings: OffloadSettings,
@@ -38,18 +67,77 @@ def build_offload(
     namespace: bytes,
     progress: Callable[[int, int], None] | None = None,
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
+    num_groups: int = 1,
+    prefill: PrefillRate | None = None,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
-    """The two sides of a connector, sharing one process.
+    """The two sides of a connector in one process; see `build_scheduler_side`. `progress` is called
+    again, on CUDA, from another thread, while memory is page-locked."""
+    slab, side, description = _build_scheduler_side(
+        layout, settings, namespace, progress, wrap_store, num_groups, prefill
+    )
+    try:
+        worker = build_worker_side(description, side.note_ended, slab=slab, progress=progress)
+    except BaseException:
+        side.shutdown(0.0)
+        raise
+    return side, worker
+
+
+def build_scheduler_side(
+    layout: BlockLayout,
+    settings: OffloadSettings,
+    *,
+    namespace: bytes,
+    progress: Callable[[int, int], None] | None = None,
+    wrap_store: Callable[[StoreTier], StoreTier] | None = None,
+    num_groups: int = 1,
+    prefill: PrefillRate | None = None,
+) -> tuple[OffloadScheduler, WorkerDescription]:
+    """The scheduler side, and what the worker side is built from.
 
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
-    `progress` is called with bytes done and bytes in all while memory is faulted in, and on CUDA
-    again, from another thread, while it is page-locked. `wrap_store`
+    `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
-    `tiers/fault_injection/store.py` for a drill.
-    Raises TierConfigError for sizes, paths and names that cannot work, and for a device that is not
-    there; nothing stays open then. A store that is down is waited for behind the scenes, unless the
-    settings require it: then TierDown says which.
+    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
+    layout. `prefill` is what computing costs, where somebody else measures it.
+    Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
+    store that is down is waited for behind the scenes, unless the settings require it: then
+    TierDown says which.
     """
+    _, side, description = _build_scheduler_side(
+        layout, settings, namespace, progress, wrap_store, num_groups, prefill
+    )
+    return side, description
+
+
+def build_worker_side(
+    description: WorkerDescription,
+    wakeup: Callable[[int], None],
+    *,
+    slab: SlabMemory | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> OffloadWorker:
+    """The worker side. `wakeup` has `OffloadScheduler.note_ended` called, in whatever process that
+    lives. `slab`: its memory, where this process has it mapped already. Raises TierConfigError for
+    a device that is not there."""
+    device = make_device(description.device, progress)
+    if slab is None:
+        slab = AttachedSlab(description.layout, description.slab_fd, description.num_slots)
+    device.register_slab(slab)
+    if description.makes_digests:
+        device.make_digests()
+    return OffloadWorker(device, wakeup)
+
+
+def _build_scheduler_side(
+    layout: BlockLayout,
+    settings: OffloadSettings,
+    namespace: bytes,
+    progress: Callable[[int, int], None] | None,
+    wrap_store: Callable[[StoreTier], StoreTier] | None,
+    num_groups: int,
+    prefill: PrefillRate | None,
+) -> tuple[CpuSlab, OffloadScheduler, WorkerDescription]:
     # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores = open_stores(layout, settings, namespace=namespace, codecs={"fp8": Fp8Codec})
     try:
@@ -57,22 +145,26 @@ def build_offload(
             stores = [wrap_store(store) for store in stores]
         slab = make_slab(layout, settings.cpu, progress)
         try:
-            return _connect(slab, stores, settings, progress)
+            side = _connect(slab, stores, settings, num_groups, prefill)
         except BaseException:
             slab.close()
             raise
     except BaseException:
         close_stores(stores)
         raise
+    description = WorkerDescription(
+        slab.layout, slab.fd, slab.num_slots, settings.device, makes_digests=bool(stores)
+    )
+    return slab, side, description
 
 
 def _connect(
     slab: CpuSlab,
     stores: list[StoreTier],
     settings: OffloadSettings,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[OffloadScheduler, OffloadWorker]:
-    device = make_device(settings.device, progress)
+    num_groups: int,
+    prefill: PrefillRate | None,
+) -> OffloadScheduler:
     signal = CopySignal()
     ssd = settings.ssd
     hierarchy = Hierarchy(
@@ -85,10 +177,11 @@ def _connect(
         admission=None if ssd is None else make_admission(slab.layout, ssd),
         tagger=Tagger(slab.layout.layout_id(), slab.layout.page_bytes),
     )
-    device.register_slab(slab)
-    if stores:
-        device.make_digests()
-    scheduler_side = OffloadScheduler(
-        hierarchy, slab.layout.block_size, signal, choice=settings.load
+    return OffloadScheduler(
+        hierarchy,
+        slab.layout.block_size,
+        signal,
+        num_groups=num_groups,
+        choice=settings.load,
+        prefill=prefill,
     )
-    return scheduler_side, OffloadWorker(device, signal)

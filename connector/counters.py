@@ -20,7 +20,7 @@ class OffloadCounters:
     loads: int = 0  # that brought at least one block
     stores: int = 0  # copy jobs
     stored_blocks: int = 0
-    seconds_loaded: float = 0.0  # parked time of all loads, also of those that brought nothing
+    seconds_loaded: float = 0.0  # waiting time of all loads, also of those that brought nothing
     tokens_loaded: dict[str, int] = field(default_factory=dict)  # by tier
     failures: dict[str, int] = field(default_factory=dict)  # by reason
     # Copies between the pool and the slab that ended well.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load, recompute, or both at once: what the tiers hold of a prompt is taken from them only as far
-as that is quicker than computing it.
+"""Load, recompute, or overlap the two: what the tiers hold of a prompt is taken from them only as
+far as that is quicker than computing it.
 
     load       wait for the blocks, then compute what follows them
     recompute  compute everything
-    both       compute from the front while blocks are loaded from the back, until they meet; only
+    overlap    compute from the front while blocks are loaded from the back, until they meet; only
                for a request that has the engine to itself, since in a busy engine others compute
                while it waits
 
@@ -25,7 +25,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from ..tiers.hierarchy.hierarchy import Hierarchy
-from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob
+from .base import ConnectorMetadata, ConnectorWorkerOutput, CopyJob, TierEstimates
 from .rates import LinkRate, PrefillRate
 from .transfer import CopySignal, JobIds
 
@@ -38,7 +38,7 @@ LEAST_READ_BYTES = 2 * 1024**2
 _TYPICAL_PROMPT = 1024  # tokens
 
 
-class Calibration:
+class Calibration(TierEstimates):
     """Times loads of one connector before its first request, so that it is decided on as well as
     later ones.
 
@@ -49,6 +49,7 @@ class Calibration:
     def __init__(
         self, economics: Economics, hierarchy: Hierarchy, signal: CopySignal, job_ids: JobIds
     ) -> None:
+        self._economics = economics
         self._links = economics.links
         self._slab_link = self._links[hierarchy.tiers[0]]
         self._hierarchy = hierarchy
@@ -58,8 +59,7 @@ class Calibration:
         self._job: CopyJob | None = None  # under way
         self._quickest = math.inf  # seconds a byte
 
-    def build_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        """See `KVConnectorScheduler.build_calibration_meta`."""
+    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         if self._job is not None or self._num_copies == COPIES or not block_ids:
             return ConnectorMetadata()
         if not self._num_copies:
@@ -67,6 +67,12 @@ class Calibration:
         self._job = self._next_copy(block_ids)
         self._signal.jobs_given(1)
         return ConnectorMetadata(loads=[self._job])
+
+    def describe(self) -> str:
+        return in_words(self._economics, self.tiers_down())
+
+    def tiers_down(self) -> list[str]:
+        return [store.name for store in self._hierarchy.stores if not store.is_up]
 
     def take(self, output: ConnectorWorkerOutput) -> int:
         """Take the trial's job out of what has ended; how many that are."""
@@ -145,7 +151,7 @@ def in_words(economics: Economics, down: Collection[str] = ()) -> str:
 
 
 # Assumed until measured: seconds of a transfer, however small, and bytes a second.
-SLAB_PRIOR = (1e-3, 4e9)  # a parked request also pays for a step or two
+SLAB_PRIOR = (1e-3, 4e9)  # a waiting request also pays for a step or two
 STORE_PRIOR = (2e-3, 1e9)
 # How much dearer loading may get before it is given up, and how much cheaper before it is resumed.
 STAY, RETURN = 1.15, 0.85
@@ -155,12 +161,12 @@ PROBE_BLOCKS = 16
 GRACE_SECONDS = 0.01
 # Nor later while nobody knows what computing takes.
 UNMEASURED_SECONDS = 0.5
-# In so many parts each of the two goes towards the meeting, and so many pieces are read at once.
-MEETING_PARTS = 4
+# In so many parts each of the two goes until they meet, and so many pieces are read at once.
+OVERLAP_PARTS = 4
 PIECES_AT_ONCE = 2
 # Both at once has to beat the better of the two by this factor. A prompt computed in such parts
 # takes up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
-BOTH_MARGIN = 1.25
+OVERLAP_MARGIN = 1.25
 # Changes of tier within one prefix that are looked at one by one.
 MAX_RUNS = 8
 _BREAK_EVEN_LIMIT = 2**20  # tokens
@@ -171,15 +177,15 @@ class Choice(Enum):
 
     AUTO = "auto"
     LOAD = "always"
-    BOTH = "both"
+    OVERLAP = "both"
 
 
 class Plan(NamedTuple):
-    """Blocks to load, the leading ones; with `front_blocks`, about how many of them will have been
-    computed before the two meet."""
+    """Blocks to load, the leading ones; with `compute_blocks`, about how many of them will have
+    been computed before the two meet."""
 
     num_blocks: int
-    front_blocks: int = 0
+    compute_blocks: int = 0
 
 
 class Run(NamedTuple):
@@ -193,7 +199,8 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy; `tiers` names the slab first."""
+    """The estimates and choices for one hierarchy; `tiers` names the slab first. A position has a
+    block in each of `num_groups`. `prefill` is told by whoever runs steps."""
 
     def __init__(
         self,
@@ -201,29 +208,29 @@ class Economics:
         block_size: int,
         block_bytes: int,
         choice: Choice = Choice.AUTO,
+        *,
+        num_groups: int = 1,
+        prefill: PrefillRate | None = None,
     ) -> None:
         self.choice = choice
-        self.prefill = PrefillRate()
+        self.prefill = PrefillRate() if prefill is None else prefill
         self._slab = tiers[0]
         self.links = {name: LinkRate(*STORE_PRIOR) for name in tiers}
         self.links[self._slab] = LinkRate(*SLAB_PRIOR)
         self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
         self._block_size = block_size
         self._block_bytes = block_bytes
+        self._position_bytes = block_bytes * num_groups
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
         self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
 
-    def note_step(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """See `KVConnectorScheduler.note_step`."""
-        self.prefill.note(num_tokens, num_context_tokens, seconds)
-
     def plan(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
         """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
         nothing. `alone`: the request has the engine to itself."""
         num_blocks = len(tiers)
-        if self.choice is Choice.BOTH and num_blocks > 1:
+        if self.choice is Choice.OVERLAP and num_blocks > 1:
             return Plan(num_blocks, num_blocks // 2)
         if not num_blocks or self.choice is not Choice.AUTO:
             return Plan(num_blocks)
@@ -237,9 +244,9 @@ class Economics:
             if saving is not None and (not chosen or saving > saved):
                 chosen, saved = end, saving
         if alone and num_blocks > 1:
-            front, seconds = self._meeting(first_token, runs, num_blocks)
-            if seconds * BOTH_MARGIN <= compute - saved and 0 < front < num_blocks:
-                return Plan(num_blocks, front)
+            computed, seconds = self._meet(first_token, runs, num_blocks)
+            if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
+                return Plan(num_blocks, computed)
         return Plan(chosen)
 
     def decide(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
@@ -303,11 +310,11 @@ class Economics:
         stays = self._loaded_last.get((tier, end.bit_length()), True)
         return compute - load if load < (STAY if stays else RETURN) * compute else None
 
-    def _meeting(self, first_token: int, runs: Sequence[Run], num_blocks: int) -> tuple[int, float]:
-        """After how many blocks the front meets what is loaded, and when."""
+    def _meet(self, first_token: int, runs: Sequence[Run], num_blocks: int) -> tuple[int, float]:
+        """After how many computed blocks the frontiers meet, and when."""
         low, high = 0, num_blocks
         # Pieces pay for the fixed part of their links more than once.
-        more = self._load(runs, 0, 1) * (MEETING_PARTS / PIECES_AT_ONCE - 1)
+        more = self._load(runs, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
         while low < high:
             middle = (low + high) // 2
             load = more + self._load(runs, middle, num_blocks)
@@ -323,18 +330,19 @@ class Economics:
     def _load(self, runs: Sequence[Run], start: int, end: int) -> float:
         """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
         blocks: dict[str, int] = {}
-        for tier, count in _overlap(runs, start, end):
+        for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
         reads = [self._read(tier, count) for tier, count in blocks.items() if tier != self._slab]
         return max(reads, default=0.0) + self._read(self._slab, end - start)
 
     def _read(self, tier: str, num_blocks: int) -> float:
-        blocks = num_blocks + self.queued.get(tier, 0)
-        return self.links[tier].seconds(blocks * self._block_bytes)
+        queued = self.queued.get(tier, 0)
+        num_bytes = num_blocks * self._position_bytes + queued * self._block_bytes
+        return self.links[tier].seconds(num_bytes)
 
     def _pays(self, tier: str, num_blocks: int) -> bool:
         compute = self._compute(0, num_blocks)
-        num_bytes = num_blocks * self._block_bytes
+        num_bytes = num_blocks * self._position_bytes
         load = self.links[self._slab].seconds(num_bytes)
         if tier != self._slab:
             load += self.links[tier].seconds(num_bytes)
@@ -347,7 +355,7 @@ def _runs(tiers: Sequence[str]) -> list[Run]:
     return [Run(tier, sum(1 for _ in blocks)) for tier, blocks in groupby(tiers)]
 
 
-def _overlap(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
+def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
     """The part of each run that lies between two blocks."""
     first = 0
     for tier, count in runs:

@@ -8,15 +8,17 @@ turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
 from .economics import Economics, Plan
 from .rates import ReadTimes
-from .transfer import Remembered
+from .transfer import Remembered, whole_positions
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.
@@ -29,7 +31,9 @@ AHEAD_SHARE = 0.25
 
 @dataclass(slots=True)
 class Lookup:
-    """The answer of `find` for the blocks `first` to `first + len(keys)` of a request."""
+    """The answer of `find` for the positions `first` to `end` of a request. A position has a key
+    for each cache group, side by side in `keys`, and is found if all of them are; `prefix.tiers`
+    has an entry for each position."""
 
     first: int
     keys: list[bytes]
@@ -41,26 +45,29 @@ class Lookup:
 
 
 class Lookups:
-    """The look-ups of one hierarchy. `suffix` completes a digest to a key."""
+    """The look-ups of one hierarchy. Each of `suffixes`, one for each cache group, completes a
+    digest to a key."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
         block_size: int,
-        suffix: bytes,
+        suffixes: Sequence[bytes],
         counters: OffloadCounters,
         economics: Economics,
         read_times: ReadTimes,
     ) -> None:
         self._hierarchy = hierarchy
         self._block_size = block_size
-        self._suffix = suffix
+        self._suffixes = tuple(suffixes)
+        self._width = len(self._suffixes)
         self._counters = counters
         self._economics = economics
         self._read_times = read_times
         self._lookups: Remembered[Lookup] = Remembered(REMEMBERED_LOOKUPS)
         self._observed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
         self._asked: dict[str, RequestView] = {}  # requests of whose blocks stores were asked
+        self._contexts: dict[str, RequestContext] = {}  # of requests that have one
         self._read_ahead: dict[str, LoadTicket] = {}
         self._blocks_ahead = 0
 
@@ -72,21 +79,25 @@ class Lookups:
         """Requests that wait for what stores were asked."""
         return len(self._asked)
 
-    def queued(self, request: RequestView, alone: bool) -> None:
+    def queued(
+        self, request: RequestView, alone: bool, context: RequestContext = NO_CONTEXT
+    ) -> None:
         """A request has come: the tiers learn of its prompt, stores that are far away are asked
         about it, and what only a store has of it is read while the request waits, if it is worth
         loading."""
         request_id = request.request_id
+        if context is not NO_CONTEXT:
+            self._contexts[request_id] = context
         if self._hierarchy.learns and request_id not in self._observed:
             self._observed.put(request_id, None)
-            self._hierarchy.observe([digest + self._suffix for digest in request.block_hashes])
+            self._hierarchy.observe(self._keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or request_id in self._read_ahead:
             return
         lookup = self.of(request, 0, self.end_of(request))
         if lookup is None:
             return
-        unknown = lookup.keys[len(lookup.prefix.tiers) :]
-        is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown)
+        unknown = lookup.keys[len(lookup.prefix.tiers) * self._width :]
+        is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, context)
         if is_asked or lookup.prefix.asked:
             self._asked[request_id] = request
             self._lookups.pop(request_id, None)  # it was found before anybody was asked
@@ -106,26 +117,36 @@ class Lookups:
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
         if room <= 0:
             return
-        tiers = lookup.prefix.tiers[:room]
+        tiers = lookup.prefix.tiers[: room // self._width]
         if not tiers:
             return
         plan = self._economics.plan(0, tiers, alone=alone)
-        if plan.front_blocks:
+        if plan.compute_blocks:
             return  # it will be read from the back
         tiers = tiers[: plan.num_blocks]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
         self.count(lookup)
-        ticket = self._hierarchy.begin_load(lookup.keys[: len(tiers)])
+        keys = lookup.keys[: len(tiers) * self._width]
+        ticket = self._hierarchy.begin_load(keys, self.context_of(request_id))
         self._read_times.watch(ticket)
         self._read_ahead[request_id] = ticket
         self._blocks_ahead += len(ticket.keys)
 
     def forget(self, request_id: str) -> None:
-        """The request loads by itself now, or is gone: what was read ahead is let go."""
+        """The request loads by itself now: what was read ahead is let go."""
         self._lookups.pop(request_id, None)
         self._asked.pop(request_id, None)
         self.let_go(request_id)
+
+    def finished(self, request_id: str) -> None:
+        """The request is gone."""
+        self._contexts.pop(request_id, None)
+        self.forget(request_id)
+
+    def context_of(self, request_id: str) -> RequestContext:
+        """What came with the request."""
+        return self._contexts.get(request_id, NO_CONTEXT)
 
     def let_go(self, request_id: str) -> None:
         """Release blocks that were read ahead for the request."""
@@ -158,14 +179,17 @@ class Lookups:
         if (
             known is None
             or known.first != first
-            or known.keys[-1] != digests[end - 1] + self._suffix
+            or known.keys[-1] != digests[end - 1] + self._suffixes[-1]
         ):
-            keys = [digest + self._suffix for digest in digests[first:end]]
+            keys = self._keys_of(digests[first:end])
         elif known.version == version:
             return known
         else:
             keys = known.keys
         prefix = self._hierarchy.find(keys)
+        if self._width > 1:
+            tiers = whole_positions(prefix.tiers, self._width, self._hierarchy.tiers)
+            prefix = prefix._replace(tiers=tiers)
         # Blocks read ahead were counted when and where they were found.
         is_counted = request.request_id in self._read_ahead or (
             known is not None and known.keys is keys and known.is_counted
@@ -190,7 +214,14 @@ class Lookups:
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
-            self._counters.count_lookup(self._hierarchy.tiers, found, len(lookup.keys))
+            num_blocks = len(lookup.keys) // self._width
+            self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
+
+    def _keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
+        if self._width == 1:
+            suffix = self._suffixes[0]
+            return [digest + suffix for digest in digests]
+        return [digest + suffix for digest in digests for suffix in self._suffixes]
 
     def origins(self, request_id: str) -> dict[bytes, str]:
         """The tier that each block read ahead for this request came from."""

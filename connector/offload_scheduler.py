@@ -2,10 +2,10 @@
 """The scheduler side of offloading: which blocks go out, which come back, and who waits for them.
 
     request_queued       what only a disk has is read while the request waits for its turn
-    get_matched_tokens   find ──► none, load or retry; none too where computing is quicker
-    update_after_alloc   begin_load ──► parked; ready at once, or when a disk has been read
+    get_matched_tokens   find ──► none, load, overlap or retry; none too where computing is quicker
+    begin_load           blocking or overlapped; ready at once, or when a disk has been read
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
-    update_from_worker   end_store, end_load ──► one report for each parked request
+    update_from_worker   end_store, end_load ──► one report for each waiting request
 
 Knows nothing of tensors, devices or files: blocks and slots are numbers here, and where bytes are
 kept is the hierarchy's business.
@@ -19,28 +19,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ..tiers.block import key_suffix
+from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.mailbox import Alarm
-from .back_loads import BackLoads
 from .base import (
+    NO_MATCH,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
     EvictedBlock,
-    FrontState,
+    GroupBlockIds,
     KVConnectorScheduler,
     LoadReport,
+    LoadState,
     Match,
     MatchKind,
+    Part,
     RequestView,
 )
 from .counters import OffloadCounters
-from .economics import NOTHING, Calibration, Choice, Economics, in_words
-from .incoming import Incoming
+from .economics import NOTHING, Calibration, Choice, Economics
+from .loads import Loads
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
-from .rates import ReadTimes
+from .rates import PrefillRate, ReadTimes
 from .transfer import CopySignal, JobIds, Remembered
 
 log = logging.getLogger(__name__)
@@ -49,12 +52,15 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 2.0
 FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
 _GROUP_BYTES = 2
-_NO_MATCH = Match(0, MatchKind.NONE)
 _RETRY = Match(0, MatchKind.RETRY)
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy."""
+    """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
+
+    `num_groups` cache groups have a block at each position. `prefill` is what computing costs, told
+    by whoever runs steps.
+    """
 
     def __init__(
         self,
@@ -64,16 +70,21 @@ class OffloadScheduler(KVConnectorScheduler):
         *,
         shard_rank: int = 0,
         shard_count: int = 1,
+        num_groups: int = 1,
         choice: Choice = Choice.AUTO,
+        prefill: PrefillRate | None = None,
     ) -> None:
-        suffix = key_suffix(0, shard_rank, shard_count)
+        suffixes = [key_suffix(group, shard_rank, shard_count) for group in range(num_groups)]
+        parts = [Part(group, shard_rank) for group in range(num_groups)]
         job_ids = JobIds()
         self._hierarchy = hierarchy
         self._block_size = block_size
         self._signal = signal
         self._counters = OffloadCounters()
         tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
-        self._economics = Economics(tiers, block_size, block_bytes, choice)
+        self._economics = Economics(
+            tiers, block_size, block_bytes, choice, num_groups=num_groups, prefill=prefill
+        )
         self._links = self._economics.links
         self._read_times = ReadTimes(
             {name: self._links[name] for name in tiers[1:]},
@@ -86,16 +97,16 @@ class OffloadScheduler(KVConnectorScheduler):
         self._alarm = Alarm(signal.wake)
         self._alive: set[str] = set()
         self._lookups = Lookups(
-            hierarchy, block_size, suffix, self._counters, self._economics, self._read_times
+            hierarchy, block_size, suffixes, self._counters, self._economics, self._read_times
         )
         # The pool's keys carry the group already.
-        self._shard = suffix[_GROUP_BYTES:]
-        self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids)
-        self._incoming = Incoming(hierarchy, block_size, self._counters, job_ids, self._read_times)
-        self._back_loads = BackLoads(
-            hierarchy, block_size, self._counters, job_ids, self._read_times
+        self._shard = suffixes[0][_GROUP_BYTES:]
+        self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids, parts)
+        self._loads = Loads(hierarchy, block_size, self._counters, job_ids, self._read_times, parts)
+        self.estimates = self._calibration = Calibration(
+            self._economics, hierarchy, signal, job_ids
         )
-        self._calibration = Calibration(self._economics, hierarchy, signal, job_ids)
+        self.wants_all = hierarchy.is_shared
         self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
@@ -105,25 +116,27 @@ class OffloadScheduler(KVConnectorScheduler):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._signal.set_wakeup(wakeup)
 
-    def note_step(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        self._economics.note_step(num_tokens, num_context_tokens, seconds)
+    def note_ended(self, num_jobs: int) -> None:
+        """The worker side has ended so many jobs since its start. From any thread; returns at
+        once."""
+        self._signal.note_ended(num_jobs)
 
-    def request_queued(self, request: RequestView) -> None:
+    def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         self._alive.add(request.request_id)
-        self._lookups.queued(request, self._is_alone)
+        self._lookups.queued(request, self._is_alone, context)
 
     def request_finished(self, request_id: str) -> None:
         self._alive.discard(request_id)
-        self._lookups.forget(request_id)
+        self._lookups.finished(request_id)
 
     def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         request_id = request.request_id
-        if request_id in self._failed or request_id in self._incoming:
-            return _NO_MATCH
+        if request_id in self._failed or request_id in self._loads:
+            return NO_MATCH
         first = num_computed_tokens // self._block_size
         lookup = self._lookups.of(request, first, self._lookups.end_of(request))
         if lookup is None:
-            return _NO_MATCH
+            return NO_MATCH
         if lookup.prefix.asked:  # a store that is far away will soon say what it has
             self._retry_version = self._version
             return _RETRY
@@ -134,64 +147,63 @@ class OffloadScheduler(KVConnectorScheduler):
             if not plan.num_blocks:
                 self._lookups.count(lookup)
                 self._lookups.let_go(request_id)
-                return _NO_MATCH
+                return NO_MATCH
         # Blocks that another request is loading will be in the pool for this one too.
         if (not tiers and lookup.prefix.pending) or (
-            tiers and self._incoming.brings(lookup.keys[0])
+            tiers and self._loads.will_bring(lookup.keys[0])
         ):
             self._retry_version = self._version
             return _RETRY
         self._lookups.count(lookup)
         if not tiers:
-            return _NO_MATCH
-        kind = MatchKind.BOTH if plan.front_blocks else MatchKind.LOAD
+            return NO_MATCH
+        kind = MatchKind.OVERLAP if plan.compute_blocks else MatchKind.LOAD
         return Match(plan.num_blocks * self._block_size, kind)
 
-    def update_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    def begin_load(
+        self,
+        request: RequestView,
+        block_ids: GroupBlockIds,
+        num_tokens: int,
+        *,
+        overlapped: bool,
     ) -> None:
-        if num_external_tokens == 0:
+        if num_tokens == 0:
             return
         request_id = request.request_id
         lookup = self._lookups.taken(request_id)
-        keys = lookup.keys[: num_external_tokens // self._block_size]
+        num_blocks = num_tokens // self._block_size
+        keys = lookup.keys[: num_blocks * len(block_ids)]
+        first_token = lookup.first * self._block_size
+        context = self._lookups.context_of(request_id)
 
         def max_wait_seconds(index: int) -> float | None:
-            first_token = (lookup.first + index) * self._block_size
-            return self._economics.max_wait_seconds(first_token, len(keys) - index)
+            return self._economics.max_wait_seconds(
+                first_token + index * self._block_size, num_blocks - index
+            )
 
-        origins = self._lookups.origins(request_id)
-        give_up_at = self._incoming.begin(request_id, keys, block_ids, origins, max_wait_seconds)
-        if give_up_at is not None:
-            self._alarm.at(give_up_at)
+        if overlapped:
+            compute_blocks = lookup.plan.compute_blocks if lookup.plan else 0
+            self._loads.begin_overlapped(
+                request_id, first_token, keys, block_ids, compute_blocks, context
+            )
+        else:
+            origins = self._lookups.origins(request_id)
+            give_up_at = self._loads.begin_blocking(
+                request_id, keys, block_ids, origins, max_wait_seconds, context
+            )
+            if give_up_at is not None:
+                self._alarm.at(give_up_at)
         self._lookups.forget(request_id)
 
-    def begin_back_load(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        request_id = request.request_id
-        lookup = self._lookups.taken(request_id)
-        keys = lookup.keys[: num_external_tokens // self._block_size]
-        front_blocks = lookup.plan.front_blocks if lookup.plan else 0
-        first_token = lookup.first * self._block_size
-        self._back_loads.begin(request_id, first_token, keys, block_ids, front_blocks)
-        self._lookups.forget(request_id)
+    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
+        return self._loads.load_state(request_id, num_computed_tokens)
 
-    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
-        return self._back_loads.state(request_id, num_computed_tokens)
-
-    def end_back_load(self, request_id: str) -> LoadReport | None:
-        report = self._back_loads.end(request_id)
+    def end_load(self, request_id: str) -> LoadReport | None:
+        report = self._loads.end_load(request_id)
         if report is not None and not report.is_whole:
             self._failed.put(request_id, None)
         return report
-
-    def back_load_failure(self, request_id: str) -> str | None:
-        return self._back_loads.failure_of(request_id)
-
-    @property
-    def wants_all(self) -> bool:
-        return self._hierarchy.is_shared
 
     def num_wanted_ahead(self) -> int:
         return self._outgoing.num_wanted_ahead()
@@ -204,30 +216,19 @@ class OffloadScheduler(KVConnectorScheduler):
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
         self._counters.count_dropped(cause, len(named))
         self._hierarchy.drop(named)
-        self._incoming.spoil(set(named))
-        self._back_loads.spoil(set(named))
-
-    def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
-        return self._calibration.build_meta(block_ids, seconds)
-
-    def describe_estimates(self) -> str:
-        return in_words(self._economics, self.tiers_down())
-
-    def tiers_down(self) -> list[str]:
-        return [store.name for store in self._hierarchy.stores if not store.is_up]
+        self._loads.spoil(set(named))
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         self._retry_due = False
         self._collect()
-        is_due = self._outgoing.has_due or self._incoming.has_due or self._back_loads.has_due
+        is_due = self._outgoing.has_due or self._loads.has_due
         if not (evicted or cold or is_due):
             return NOTHING_TO_MOVE
         meta = ConnectorMetadata()
         self._outgoing.begin(evicted, cold, meta)
-        self._incoming.copy_ready(meta)
-        self._back_loads.copy_ready(meta)
+        self._loads.copy_ready(meta)
         if meta.loads:
             now = time.monotonic()
             for job in meta.loads:
@@ -236,13 +237,10 @@ class OffloadScheduler(KVConnectorScheduler):
             self._signal.jobs_given(len(meta.stores) + len(meta.ahead) + len(meta.loads))
         return meta
 
-    def build_final_meta(self, resident: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        return self.build_meta(resident)
-
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
         if output is not NOTHING_FINISHED:
             self._take(output)
-        reports = self._incoming.take_reports() + self._back_loads.take_reports()
+        reports = self._loads.take_reports()
         for report in reports:
             if not (report.is_whole or report.is_cancelled):
                 self._failed.put(report.request_id, None)
@@ -250,12 +248,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def has_pending_work(self) -> bool:
         self._collect()
-        return (
-            self._retry_due
-            or self._incoming.has_due
-            or self._back_loads.has_due
-            or self._signal.ended > self._jobs_reported
-        )
+        return self._retry_due or self._loads.has_due or self._signal.ended > self._jobs_reported
 
     def reset(self) -> None:
         self._lookups.clear()
@@ -274,7 +267,7 @@ class OffloadScheduler(KVConnectorScheduler):
         result["estimates"] = self._economics.stats()
         result["declined_tokens"] = dict(self._economics.declined_tokens)
         result["probes"] = self._economics.probes
-        result["loads_in_flight"] = len(self._incoming) + len(self._back_loads)
+        result["loads_in_flight"] = len(self._loads)
         result["stores_in_flight"] = len(self._outgoing)
         return result
 
@@ -306,13 +299,13 @@ class OffloadScheduler(KVConnectorScheduler):
     @property
     def _version(self) -> int:
         """Changes with everything that an answer to the scheduler depends on."""
-        return self._hierarchy.version + self._incoming.num_ended
+        return self._hierarchy.version + self._loads.num_ended
 
     def _collect(self) -> None:
         """Take in what the tiers have finished."""
         self._hierarchy.poll()
         self._read_times.collect()
-        self._incoming.collect()
+        self._loads.collect()
         if self._lookups.num_asked:
             self._lookups.answered(self._is_alone)
         if self._retry_version is not None and self._retry_version != self._version:
@@ -321,6 +314,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def _take(self, output: ConnectorWorkerOutput) -> None:
         """Take in what the worker has finished."""
+        self._signal.catch_up(output.num_ended)
         self._jobs_reported += self._calibration.take(output)
         self._counters.count_costs(output)
         if output.finished_loads or output.failed_loads:
@@ -332,8 +326,7 @@ class OffloadScheduler(KVConnectorScheduler):
         for ids, ok in ((output.finished_loads, True), (output.failed_loads, False)):
             for job_id in ids:
                 self._jobs_reported += 1
-                if not self._back_loads.end_copy(job_id, ok):
-                    self._incoming.end_copy(job_id, ok)
+                self._loads.end_copy(job_id, ok)
 
     def _note_copies(self, output: ConnectorWorkerOutput) -> None:
         """Copies run one after the other; when exactly they ended nobody looked."""

@@ -13,7 +13,9 @@ Knows nothing of keys or requests: blocks and slots are numbers here.
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .base import (
@@ -25,7 +27,6 @@ from .base import (
     KVConnectorWorker,
 )
 from .device.base import CopyDevice, Event, Stream
-from .transfer import CopySignal
 
 if TYPE_CHECKING:
     import torch
@@ -37,24 +38,30 @@ STORE_WAIT_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
-    """Runs copy jobs on a device whose slab is registered already."""
+    """Runs copy jobs on a device whose slab is registered already.
+
+    `wakeup` is called, from any thread, with the number of jobs ended since the start; it must
+    return at once. Calls may be lost or overtake each other, as long as the last number arrives.
+    """
 
     def __init__(
         self,
         device: CopyDevice,
-        signal: CopySignal,
+        wakeup: Callable[[int], None],
         *,
         store_wait_seconds: float = STORE_WAIT_SECONDS,
     ) -> None:
         self._device = device
-        self._signal = signal
+        self._wakeup = wakeup
+        self._counting = threading.Lock()
+        self._num_ended = 0
         self._store_wait_seconds = store_wait_seconds
         self._stores: dict[int, Event] = {}
         self._ahead: set[int] = set()  # those of `_stores` that no forward pass waits for
         self._loads: dict[int, Event] = {}
         self._torn: set[int] = set()  # stores whose blocks were written to while they were read
         self._unreported: ConnectorWorkerOutput | None = None
-        device.set_notify(signal.job_ended)
+        device.set_notify(self._job_ended)
 
     def register_pool(self, pool: torch.Tensor) -> None:
         self._device.register_pool(pool)
@@ -118,6 +125,7 @@ class OffloadWorker(KVConnectorWorker):
         if not (self._stores or self._loads or self._unreported is not None):
             return NOTHING_FINISHED
         output, self._unreported = self._news(), None
+        output.num_ended = self._num_ended
         if self._stores:
             ended = self._collect(self._stores, output.finished_stores, output.failed_stores)
             for job_id in output.finished_stores:
@@ -143,6 +151,12 @@ class OffloadWorker(KVConnectorWorker):
             self._unreported = ConnectorWorkerOutput()
         return self._unreported
 
+    def _job_ended(self) -> None:
+        with self._counting:
+            self._num_ended += 1
+            num_ended = self._num_ended
+        self._wakeup(num_ended)
+
     def _start(
         self, stream: Stream, job: CopyJob, after: list[Event], *, is_held: bool = False
     ) -> None:
@@ -162,7 +176,7 @@ class OffloadWorker(KVConnectorWorker):
         output = self._news()
         failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
         failed.append(job.job_id)
-        self._signal.job_ended()
+        self._job_ended()
 
     def _collect(
         self, running: dict[int, Event], finished: list[int], failed: list[int]

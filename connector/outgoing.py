@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..tiers.block import DIGEST_BYTES
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
-from .base import ConnectorMetadata, CopyJob, EvictedBlock
+from .base import ONLY_PART, ConnectorMetadata, CopyJob, EvictedBlock, Part
 from .counters import OffloadCounters
 from .transfer import JobIds
 
@@ -25,13 +26,20 @@ ALONG_BYTES = 1024**2
 
 
 class Outgoing:
-    """Store jobs, from their slots to their end. `shard` completes the pool's keys."""
+    """Store jobs, from their slots to their end. `shard` completes the pool's keys, which end with
+    the cache group; each of `parts` has jobs of its own."""
 
     def __init__(
-        self, hierarchy: Hierarchy, shard: bytes, counters: OffloadCounters, job_ids: JobIds
+        self,
+        hierarchy: Hierarchy,
+        shard: bytes,
+        counters: OffloadCounters,
+        job_ids: JobIds,
+        parts: Sequence[Part] = (ONLY_PART,),
     ) -> None:
         self._hierarchy = hierarchy
         self._shard = shard
+        self._parts = tuple(parts)
         self._counters = counters
         self._job_ids = job_ids
         self._tickets: dict[int, StoreTicket] = {}
@@ -76,9 +84,12 @@ class Outgoing:
         self._overtake(evicted, meta)
         if evicted and len(cold) <= self._along:
             evicted, cold = [*evicted, *cold], ()
-        if evicted and (job := self._begin(evicted)):
-            meta.stores.append(job)
-        if cold and (job := self._begin(cold)):
+        for part, blocks in self._by_part(evicted):
+            if job := self._begin(blocks, part):
+                meta.stores.append(job)
+        for part, blocks in self._by_part(cold):
+            if not (job := self._begin(blocks, part)):
+                continue
             meta.ahead.append(job)
             keys = self._tickets[job.job_id].keys
             self._ahead[job.job_id] = dict(zip(keys, job.block_ids, strict=True))
@@ -106,7 +117,17 @@ class Outgoing:
             meta.overtaken = sorted(self._overtaken & self._ahead.keys())
         self._overtaken.clear()
 
-    def _begin(self, blocks: Sequence[EvictedBlock]) -> CopyJob | None:
+    def _by_part(self, blocks: Sequence[EvictedBlock]) -> list[tuple[Part, Sequence[EvictedBlock]]]:
+        if not blocks:
+            return []
+        if len(self._parts) == 1:
+            return [(self._parts[0], blocks)]
+        found: dict[int, list[EvictedBlock]] = {}
+        for block in blocks:
+            found.setdefault(int.from_bytes(block.key[DIGEST_BYTES:], "little"), []).append(block)
+        return [(part, found[part.group]) for part in self._parts if part.group in found]
+
+    def _begin(self, blocks: Sequence[EvictedBlock], part: Part) -> CopyJob | None:
         # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
         # have one key; their bytes are the same.
         named = {block.key + self._shard: block.block_id for block in reversed(blocks)}
@@ -114,6 +135,6 @@ class Outgoing:
         self._counters.allocation_failures += bool(ticket.num_refused)
         if not ticket.keys:
             return None
-        job = CopyJob(self._job_ids.next(), [named[key] for key in ticket.keys], ticket.slots)
+        job = CopyJob(self._job_ids.next(), [named[key] for key in ticket.keys], ticket.slots, part)
         self._tickets[job.job_id] = ticket
         return job

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of the connector share about copies: how pairs merge, and when jobs end."""
+"""Small parts about copies: their numbers, how pairs merge, and when jobs end."""
 
 from __future__ import annotations
 
@@ -67,16 +67,26 @@ def merge_runs(sources: Sequence[int], targets: Sequence[int]) -> list[Run]:
     return runs
 
 
+def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:
+    """The tier of each position whose `width` blocks are all there: the one furthest down in
+    `order`, which comes last."""
+    if width == 1:
+        return list(tiers)
+    whole = range(0, len(tiers) - width + 1, width)
+    return [max(tiers[start : start + width], key=order.index) for start in whole]
+
+
 def _nothing() -> None:
     pass
 
 
 class CopySignal:
-    """Counts the jobs the worker side has ended and wakes the scheduler side.
+    """What the scheduler side knows of the jobs that it has given to the worker side.
 
     With it the engine can sleep while copies run, and the scheduler side knows that there is
-    something to collect before the worker side is asked. Every method may be called from any
-    thread; the wake-up itself must return at once.
+    something to collect before the worker side is asked. It belongs to the scheduler side; the
+    worker side is given `note_ended`, or a callable that has it called in another process. Every
+    method may be called from any thread; the wake-up itself must return at once.
     """
 
     def __init__(self) -> None:
@@ -102,12 +112,17 @@ class CopySignal:
         with self._changed:
             self._given += count
 
-    def job_ended(self) -> None:
-        """The worker side has ended a job, well or not: it will be in the next poll."""
-        with self._changed:
-            self._ended += 1
-            self._changed.notify_all()
+    def note_ended(self, num_jobs: int) -> None:
+        """The worker side has ended so many jobs since its start, well or not: they will be in the
+        next poll. Of several such calls the last or the highest is enough."""
+        self.catch_up(num_jobs)
         self.wake()
+
+    def catch_up(self, num_jobs: int) -> None:
+        """As `note_ended`, without waking anybody."""
+        with self._changed:
+            self._ended = max(self._ended, num_jobs)
+            self._changed.notify_all()
 
     @property
     def ended(self) -> int:

@@ -21,13 +21,13 @@ SHARD = bytes([0, 0, 1, 0, 0, 0])
 def is_busy(core: EngineCore) -> bool:
     """Whether something is under way that will end by itself."""
     connector: Any = core._connector
-    if connector is None:
+    if not connector.has_tiers:
         return False
     hierarchy = connector._hierarchy
     return bool(
-        core.scheduler._places.parked
+        core.scheduler._places.loading.num_waiting
         or len(connector._outgoing)
-        or len(connector._incoming)
+        or len(connector._loads)
         or hierarchy._promotions
         or hierarchy._write_backs.in_flight
     )
@@ -51,7 +51,7 @@ def check_nothing_left(core: EngineCore) -> None:
     check_ended(core.scheduler, core._connector)
     runner = core._executor.runner
     assert not (runner._steps.requests or runner.batch.row_of)
-    if core._connector is not None:
+    if core._connector.has_tiers:
         check_bytes(core, core._connector._hierarchy._slab)
 
 
@@ -62,15 +62,14 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     assert manager.pool.is_idle
     assert manager._coordinator._groups[0]._tables == {}
     assert not (places.requests or places.progress or places.running or places.loaded)
-    assert not (len(places.waiting) or len(places.skipped) or len(places.parked))
-    assert not len(places.meetings)
-    if side is None:
+    assert not (len(places.waiting) or len(places.skipped))
+    assert not (places.loading.num_waiting or places.loading.num_overlapped)
+    if side is None or not side.has_tiers:
         return
-    incoming, outgoing = side._incoming, side._outgoing
-    assert not (incoming._parked or incoming._reading or incoming._ready or incoming._copying)
-    assert not (incoming._reports or incoming._coming)
+    loads, outgoing = side._loads, side._outgoing
+    assert not (len(loads) or loads._piece_of or loads._ready or loads._reports or loads._coming)
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
-    assert not (len(side._back_loads) or len(side._read_times))
+    assert not (len(side._read_times) or side._lookups._contexts)
     assert not (side._copies or side._alive)
     assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab

@@ -206,7 +206,7 @@ class Life:
         asked = Asked(prompt, params, expected, rng.choice(self._salts), rng.random() < 0.1)
         # A name may come back once its bearer is gone.
         name = f"r{self._number if rng.random() < 0.8 else rng.randint(0, 2)}"
-        if name in self._asked or name in self.core.scheduler._places.parked:
+        if name in self._asked or name in self.core.scheduler._places.loading:
             name = f"n{self._number}"
         self._number += 1
         self._asked[name] = asked
@@ -226,7 +226,7 @@ class Life:
     def _abort(self) -> None:
         names = self._open()
         if self._rng.random() < 0.5:  # those that are being loaded
-            names = [name for name in names if name in self.core.scheduler._places.parked]
+            names = [name for name in names if name in self.core.scheduler._places.loading]
         for name in names:
             if self._rng.random() < 0.5:
                 self.core.abort([name])

@@ -145,7 +145,7 @@ class Sweep:
         )  # fmt: skip
         device = SimDevice(clock, random.Random(0), 0.0)
         device.register_slab(slab)
-        worker = OffloadWorker(device, signal)
+        worker = OffloadWorker(device, signal.note_ended)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         self._side = OffloadScheduler(self.hierarchy, SIZE, signal, choice=Choice.LOAD)
         self.engine = TinyEngine(

@@ -203,13 +203,14 @@ def test_ordinary_english_is_left_alone(
     assert tool.count(tmp_path).words == []
 
 
-def test_words_for_later_are_counted_apart(tool: ModuleType, tmp_path: Path) -> None:
+def test_words_of_one_kind_of_load_are_asked_for_in_its_folders(
+    tool: ModuleType, tmp_path: Path
+) -> None:
     write(tmp_path, {"engine/scheduler/parking.py": "class CarPark: ...\nMatchKind.BOTH\n"})
     write(tmp_path, {"connector/a.py": "front = loaded_from = x.back_loads\n"})
     write(tmp_path, {"engine/api/a.py": "front: Front = 1\n"})  # the HTTP front end
     house = tool.count(tmp_path)
-    assert house.words == []
-    assert sorted(found.split()[1].rstrip(":") for found in house.later) == [
+    assert sorted(found.split()[1].rstrip(":") for found in house.words) == [
         "BOTH", "CarPark", "back_loads", "front", "loaded_from", "parking",
     ]  # fmt: skip
 

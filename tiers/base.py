@@ -120,7 +120,8 @@ class StoreTier(ABC):
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
         """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
-        `block.ALIGNMENT`). The proof of each block, which was verified; None for a miss."""
+        `block.ALIGNMENT`). The proof of each block, which was verified; None for a miss. A tier
+        whose method has the keyword `context` is told the `RequestContext` of the request too."""
 
     @abstractmethod
     def store(
@@ -140,7 +141,7 @@ class StoreTier(ABC):
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         """A prompt was queued whose blocks are `keys`, head first. A tier that has to ask elsewhere
         does so now, and `lookup` says PENDING of what it asked for. The future ends in a short
-        time, with a result, when `lookup` knows. None: it knows already."""
+        time, with a result, when `lookup` knows. None: it knows already. `context` as in `load`."""
         return None
 
     def trial_read(self, seconds: float) -> ReadSample | None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from .base import Answer, ReadSample, Stored, StoreTier, TierStats
 from .block import BlockLayout
+from .context import NO_CONTEXT, RequestContext, load_for, prefetch_lookup_for
 from .errors import TierDown, TierError
 from .tag import Proof, Proofs
 
@@ -85,13 +86,16 @@ class StandbyStore(StoreTier):
         return [Answer.MISS] * len(keys) if store is None else store.lookup(keys)
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        context: RequestContext = NO_CONTEXT,
     ) -> Future[list[Proof | None]]:
         store = self._store
         if store is None:
             nothing: list[Proof | None] = [None] * len(keys)
             return _done(nothing)
-        return store.load(keys, buffers)
+        return load_for(store, keys, buffers, context)
 
     def store(
         self,
@@ -109,8 +113,11 @@ class StandbyStore(StoreTier):
         if self._store is not None:
             self._store.touch(keys)
 
-    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return None if self._store is None else self._store.prefetch_lookup(keys)
+    def prefetch_lookup(
+        self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT
+    ) -> Future[None] | None:
+        store = self._store
+        return None if store is None else prefetch_lookup_for(store, keys, context)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return None if self._store is None else self._store.trial_read(seconds)

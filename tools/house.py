@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from house_words import LATER, NOW, Identifier, Kind, Rules
+from house_words import NOW, Identifier, Kind, Rules
 
 PRODUCT = ("connector", "engine", "kernels", "proto", "tiers")
 FOLDERS = ("benchmarks", *PRODUCT, "tools", "deploy")  # whose modules are counted
@@ -74,7 +74,6 @@ class House:
     full: list[str] = field(default_factory=list)  # folders
     full_tests: list[str] = field(default_factory=list)  # the same below tests/
     words: list[str] = field(default_factory=list)  # identifiers that the table replaces
-    later: list[str] = field(default_factory=list)  # the same, of words that are not yet asked for
     stamps: list[str] = field(default_factory=list)
     product_lines: int = 0
     benchmark_lines: int = 0
@@ -87,7 +86,6 @@ def count(root: Path) -> House:
     house = House(small_modules(sources), full_folders(sources), full_folders(tests))
     for source in [*sources, *tests]:
         house.words += forbidden_names(source, NOW)
-        house.later += forbidden_names(source, LATER)
         house.stamps += [f"{source.path}:{line}" for line in source.stamps]
     for source in sources:
         house.product_lines += source.num_lines * (source.path.parts[0] in PRODUCT)
@@ -183,7 +181,6 @@ def main(words: Sequence[str] | None = None) -> None:
         (f"folders with more than {FULL_MODULES} modules", house.full),
         ("the same below tests/ (no limit)", house.full_tests),
         ("identifiers that the table of words replaces", house.words),
-        ("identifiers to replace later (no limit)", house.later),
         ("the stamp sentence", house.stamps),
     ):
         print(f"{len(found):7,}  {what}")

@@ -155,12 +155,13 @@ NOW = Rules(
     Rule("second sight", "doorkeeper"),
     Rule("LOGITS_AT_ONCE_THERE", "LOGITS_CHUNK_GPU", exact=True),
     Rule("_do", "_ops", exact=True, where=("engine/models/",)),
-)
-
-# Words of parts that a later change merges. They are counted and have no limit.
-LATER = Rules(
-    Rule("car park|parked|parking", "LoadingRequests, loading", where=("connector/", "engine/")),
-    Rule("meetings?|back loads?", "OverlapLoads", where=("connector/", "engine/")),
+    # `num_parked` is a statistic that users see.
+    Rule(
+        "car park|(?<!num )parked|parking",
+        "LoadingRequests, loading",
+        where=("connector/", "engine/"),
+    ),
+    Rule("meetings?|back loads?", "overlapped loads", where=("connector/", "engine/")),
     Rule("BOTH|BOTH_MARGIN", "OVERLAP", exact=True, where=("connector/", "engine/")),
     # The front of engine/api is the HTTP front end.
     Rule("front", "compute frontier", where=("connector/", "engine/scheduler/")),

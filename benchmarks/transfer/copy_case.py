@@ -104,7 +104,7 @@ class Rig:
         self.device = CpuCopyDevice()
         self.device.register_slab(self._slab)
         self.signal = CopySignal()
-        self.worker = OffloadWorker(self.device, self.signal)
+        self.worker = OffloadWorker(self.device, self.signal.note_ended)
         self.worker.register_pool(self._pool.tensor)
         self._stamp = 0
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from ...tiers.base import SlabTier
+    from ...tiers.block import BlockLayout
 
 
 class DeviceError(Exception):
@@ -63,6 +63,17 @@ class Event(Protocol):
         for an event that is no copy."""
 
 
+class SlabMemory(Protocol):
+    """What a device needs of a slab: its memory, in this process."""
+
+    @property
+    def layout(self) -> BlockLayout: ...
+    @property
+    def num_slots(self) -> int: ...
+    def memory(self) -> memoryview:
+        """As `SlabTier.memory`."""
+
+
 class CopyDevice(ABC):
     """Copies whole blocks between one pool and one slab."""
 
@@ -71,7 +82,7 @@ class CopyDevice(ABC):
         """Call `notify` after each copy that has ended. It must return at once."""
 
     @abstractmethod
-    def register_slab(self, slab: SlabTier) -> None:
+    def register_slab(self, slab: SlabMemory) -> None:
         """Make the slab's memory reachable (page-locked, on CUDA). Once, before the pool."""
 
     def make_digests(self) -> None:  # noqa: B027 - without tiers below the slab there is no use for them

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...tiers.base import SlabTier
 from ...tiers.errors import InvalidBlock
 from ...tiers.tag import payload_digest
 from ..transfer import merge_runs
-from .base import CopyDevice, DeviceError, Event, Stream
+from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
 
 # One job holds all blocks of one request or one step, so a queue this long means a stuck stream.
 QUEUE_JOBS = 1024
@@ -175,7 +174,7 @@ class CpuCopyDevice(CopyDevice):
     def digests(self, store: Event) -> list[bytes] | None:
         return store.digests if isinstance(store, CpuEvent) else None
 
-    def register_slab(self, slab: SlabTier) -> None:
+    def register_slab(self, slab: SlabMemory) -> None:
         self._page_bytes = slab.layout.page_bytes
         self._slab = slab_pages(slab)
 
@@ -258,7 +257,7 @@ def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
     return pages
 
 
-def slab_pages(slab: SlabTier) -> Bytes:
+def slab_pages(slab: SlabMemory) -> Bytes:
     """The slab as bytes `[num_slots, page_bytes]`, sharing its memory; slots may be longer."""
     memory: Bytes = np.frombuffer(slab.memory(), dtype=np.uint8)
     return memory.reshape(slab.num_slots, slab.layout.slot_bytes)[:, : slab.layout.page_bytes]

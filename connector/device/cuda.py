@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from ...kernels.copy.copy_engine import CudaError
-from ...tiers.base import SlabTier
 from ...tiers.errors import InvalidBlock
 from ...tiers.tag import payload_digest
-from .base import CopyDevice, DeviceError, Event, Stream
+from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
 from .copy_plan import Geometry, Way, check_pairs, make_pairs
 from .cpu import DEPENDENCY_SECONDS
 from .cuda_api import STICKY
@@ -93,7 +92,7 @@ class CudaCopyDevice(CopyDevice):
         for lane in self._lanes.values():
             lane.notify = notify
 
-    def register_slab(self, slab: SlabTier) -> None:
+    def register_slab(self, slab: SlabMemory) -> None:
         slot = self._slot_bytes = slab.layout.slot_bytes
         memory = np.frombuffer(slab.memory(), dtype=np.uint8).reshape(slab.num_slots, slot)
         self._slab_rows = torch.from_numpy(memory)[:, : slab.layout.page_bytes]

@@ -20,7 +20,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput, KVConnectorScheduler
+from ...connector.base import (
+    ConnectorMetadata,
+    ConnectorWorkerOutput,
+    KVConnectorScheduler,
+    TierEstimates,
+)
 from ..sampling_params import SamplingParams
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
@@ -120,11 +125,16 @@ class Calibration:
         self._worker.execute(SchedulerOutput(new, CachedRequestData(), counts, total, ended, set()))
 
 
-def try_loads(connector: KVConnectorScheduler, worker: Worker, block_ids: Sequence[int]) -> None:
+def try_loads(
+    connector: KVConnectorScheduler,
+    estimates: TierEstimates,
+    worker: Worker,
+    block_ids: Sequence[int],
+) -> None:
     """Have the connector's calibration loads made, to blocks that are nobody's. All have ended when
     this returns; raises RuntimeError where one does not."""
     deadline = time.monotonic() + STUCK_SECONDS
-    while meta := connector.build_calibration_meta(block_ids, READ_SECONDS):
+    while meta := estimates.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_copies(meta)
         while not (output := worker.poll_copies()):
             if time.monotonic() > deadline:
@@ -140,19 +150,16 @@ def calibrate(
     worker: Worker,
     budget: CalibrationBudget,
     connector: KVConnectorScheduler,
+    estimates: TierEstimates,
     savings: PrefillSavings,
 ) -> str:
     """Seed the estimates; what they are, in words. Where prompts cannot be measured the engine
     learns from its requests instead; RuntimeError as from `try_loads`."""
 
-    def note(cost: PromptCost) -> None:
-        savings.note(cost)
-        connector.note_step(*cost)
-
     began = time.monotonic()
     try:
-        Calibration(worker, budget, note).prefill()
+        Calibration(worker, budget, savings.note).prefill()
     except Exception:
         logger.exception("no prompt could be measured; the first requests will teach instead")
-    try_loads(connector, worker, range(1, budget.num_blocks))
-    return f"offload: {connector.describe_estimates()}; tried in {time.monotonic() - began:.2f} s"
+    try_loads(connector, estimates, worker, range(1, budget.num_blocks))
+    return f"offload: {estimates.describe()}; tried in {time.monotonic() - began:.2f} s"

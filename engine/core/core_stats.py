@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout
 from ...tiers.histogram import Histogram
 from ..config import EngineConfig
@@ -21,8 +22,14 @@ _TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096
 class CoreStats:
     """Told of every step that was computed; a few additions each."""
 
-    def __init__(self, config: EngineConfig, layout: BlockLayout, num_blocks: int) -> None:
-        self.savings = PrefillSavings()
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: BlockLayout,
+        num_blocks: int,
+        prefill: PrefillRate | None = None,
+    ) -> None:
+        self.savings = PrefillSavings(prefill)
         self._step_tokens = Histogram(_TOKENS)
         self._max_tokens = Histogram(_TOKENS)
         self._cache_config = _cache_config(config, layout, num_blocks)

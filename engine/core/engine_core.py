@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-from ...connector.base import NOTHING_FINISHED, KVConnectorScheduler, KVConnectorWorker
+from ...connector.base import (
+    NOTHING_FINISHED,
+    KVConnectorScheduler,
+    KVConnectorWorker,
+    NullConnector,
+)
+from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout, Identity
 from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
@@ -99,9 +105,10 @@ class EngineCore:
         self._observer = observer
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._last_ended = 0.0  # when the last step came back
-        self._connector: KVConnectorScheduler | None = None
+        self._connector: KVConnectorScheduler = NullConnector()
         self._connector_worker: KVConnectorWorker | None = None
         self._executor: Executor | None = None
+        self._prefill = PrefillRate()  # one estimate, read by the tiers too
         try:
             if config.offload.enabled:
                 self._connector, self._connector_worker = open_tiers(
@@ -111,6 +118,7 @@ class EngineCore:
                     identity.root() if config.cache.block_hash == "sha256_cbor" else b"",
                     self._progress,
                     device=config.model.device,
+                    prefill=self._prefill,
                 )
             self._build_engine(layout, num_blocks)
             self._request_builder = RequestBuilder(
@@ -133,6 +141,7 @@ class EngineCore:
 
     def ready(self) -> Ready:
         """The facts that clients need."""
+        estimates = self._connector.estimates
         return Ready(
             protocol_version=PROTOCOL_VERSION,
             max_model_len=self.max_model_len,
@@ -142,7 +151,7 @@ class EngineCore:
             eos_token_ids=list(self.spec.eos_token_ids),
             tiers=("pool", *self.config.offload.tier_names),
             hidden_size=self.spec.hidden_size,
-            tiers_down=[] if self._connector is None else self._connector.tiers_down(),
+            tiers_down=[] if estimates is None else estimates.tiers_down(),
         )
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
@@ -173,10 +182,9 @@ class EngineCore:
         """Answer a `wire.Call` with plain values; raises ValueError, with the reason, for one that
         is unknown or cannot be followed now."""
         if name == "stats":
-            connector = None if self._connector is None else self._connector.stats()
             return {
                 "scheduler": self.scheduler.stats(),
-                "connector": connector,
+                "connector": self._connector.stats() or None,
                 "pool": self.scheduler.manager.pool.residency.stats(),
                 "core": self._stats.stats(),
             }
@@ -221,17 +229,14 @@ class EngineCore:
             self.num_failed_steps = 0
         now = time.monotonic()
         began, self._last_ended = max(began, self._last_ended), now
-        cost = self._stats.note_step(output, result, now - began)
-        if cost is not None and self._connector is not None:
-            self._connector.note_step(*cost)
+        self._stats.note_step(output, result, now - began)
         outputs = self.scheduler.update_from_output(output, result)
         self._stats.savings.record(self.scheduler.counts)
         return outputs
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
-        if self._connector is not None:
-            self._connector.set_wakeup(wakeup)
+        self._connector.set_wakeup(wakeup)
 
     def shutdown(self, timeout_seconds: float | None = None) -> None:
         """Abort what runs, hand the pool's blocks to the tiers, write back. Idempotent.
@@ -246,10 +251,10 @@ class EngineCore:
         deadline = time.monotonic() + timeout_seconds
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self._give_up_steps()
-        if self._connector is not None:
+        if self._connector.has_tiers:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
-            self.executor.start_copies(self._connector.build_final_meta(resident))
+            self.executor.start_copies(self._connector.build_meta(resident))
         self._close(deadline - time.monotonic())
 
     def _build_engine(self, layout: BlockLayout, num_blocks: int | None) -> None:
@@ -260,7 +265,7 @@ class EngineCore:
             num_blocks = executor.num_blocks
             self.max_model_len = executor.max_model_len
         self.num_blocks = num_blocks
-        self._stats = CoreStats(config, layout, num_blocks)
+        self._stats = CoreStats(config, layout, num_blocks, self._prefill)
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
@@ -305,7 +310,8 @@ class EngineCore:
 
     def _try_offload(self) -> None:
         """Seed what loading and computing are taken to cost, and say it."""
-        if self._connector is None:
+        estimates = self._connector.estimates
+        if estimates is None:
             return
         budget = CalibrationBudget(
             self.config.cache.block_size,
@@ -314,7 +320,8 @@ class EngineCore:
             self.config.scheduler.max_num_batched_tokens,
         )
         savings = self._stats.savings
-        self._progress(calibrate(self.executor, budget, self._connector, savings))
+        told = calibrate(self.executor, budget, self._connector, estimates, savings)
+        self._progress(told)
 
     def _make_hasher(self, root: bytes) -> BlockHasher | None:
         cache = self.config.cache
@@ -393,6 +400,5 @@ class EngineCore:
         elif self._connector_worker is not None:
             self._connector_worker.shutdown(copy_seconds)
             output = self._connector_worker.poll()
-        if self._connector is not None:
-            self._connector.update_from_worker(output or NOTHING_FINISHED)
-            self._connector.shutdown(max(0.0, deadline - time.monotonic()))
+        self._connector.update_from_worker(output or NOTHING_FINISHED)
+        self._connector.shutdown(max(0.0, deadline - time.monotonic()))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
 from ...connector.build import OffloadSettings, build_offload
 from ...connector.economics import Choice
+from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.settings.values import ConfigError, show_size
@@ -28,9 +29,11 @@ def open_tiers(
     progress: Progress,
     *,
     device: str = "cpu",
+    prefill: PrefillRate | None = None,
 ) -> tuple[KVConnectorScheduler, KVConnectorWorker]:
     """The two sides of the connector over the tiers that the settings name, for a pool on `device`.
-    Raises ConfigError, and nothing stays open then. `progress` hears what this is busy with."""
+    Raises ConfigError, and nothing stays open then. `progress` hears what this is busy with;
+    `prefill` is what computing costs."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     drill = offload.drill
     if drill is not None:
@@ -46,6 +49,7 @@ def open_tiers(
             namespace=namespace,
             progress=_steps_of(progress, "memory of the cpu tier"),
             wrap_store=None if drill is None else drill.wrap,
+            prefill=prefill,
         )
     except TierDown as error:
         required = "; --require-tiers was given" if offload.require_tiers else ""

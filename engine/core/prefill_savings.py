@@ -27,7 +27,7 @@ REUSED, POSITIONS = "reused_tokens_", "reused_positions_"
 
 
 class PromptCost(NamedTuple):
-    """What the prompts of one step took: the arguments of `KVConnectorScheduler.note_step`."""
+    """What the prompts of one step took: the arguments of `PrefillRate.note`."""
 
     num_tokens: int
     num_context_tokens: int
@@ -35,10 +35,11 @@ class PromptCost(NamedTuple):
 
 
 class PrefillSavings:
-    """Told of every step. All figures are in seconds."""
+    """Told of every step. All figures are in seconds. `rate` learns what computing costs; others
+    may read it."""
 
-    def __init__(self) -> None:
-        self._rate = PrefillRate()
+    def __init__(self, rate: PrefillRate | None = None) -> None:
+        self._rate = PrefillRate() if rate is None else rate
         self._row_seconds: dict[int, float] = {}  # of a step without prompts, by log2 of its rows
         self._recorded: dict[str, float] = {}  # by the scheduler's count
         self.saved_seconds: dict[str, float] = {}  # by source

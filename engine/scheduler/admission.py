@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ...connector.base import KVConnectorScheduler, Match, MatchKind
+from ...connector.base import Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
 from ..observer import Decision
 from ..request import Progress, Request, RequestStatus
-from .meeting import count_reused
+from .loading import count_reused
 from .places import FCFSQueue, Places
 from .pressure import MemoryPressure
 from .step import StepBuilder
@@ -25,7 +25,7 @@ class Verdict(Enum):
     """What became of a waiting request in this step."""
 
     RUNS = "runs"
-    PARKED = "parked"
+    LOADING = "loading"
     LATER = "later"  # stands aside until the next step
     NO_ROOM = "no room"
 
@@ -38,12 +38,11 @@ class Admission:
         config: SchedulerConfig,
         places: Places,
         pressure: MemoryPressure,
-        connector: KVConnectorScheduler | None,
     ) -> None:
         self._places = places
         self._pressure = pressure
         self._manager = places.manager
-        self._connector = connector
+        self._connector = places.connector
         self._max_running = config.max_num_seqs
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -93,16 +92,16 @@ class Admission:
             running = places.running
             if running and not self._pressure.has_room_for(request, hits, running):
                 return Verdict.NO_ROOM
-            if connector is not None and _may_load(request):
+            if _may_load(request):
                 match = connector.get_matched_tokens(request, num_hit_tokens)
                 if match.kind is MatchKind.RETRY:
                     return Verdict.LATER
                 if match.kind is not MatchKind.NONE:
-                    if not self._meets(match, request, hits, num_hit_tokens, connector):
-                        return self._park(request, hits, num_hit_tokens, match.tokens, connector)
+                    if not self._overlaps(match, request, hits, num_hit_tokens):
+                        return self._load(request, hits, num_hit_tokens, match.tokens)
                     hits, num_hit_tokens = None, 0
                     places.note(request, Decision.LOADING)
-        num_tokens = places.meetings.most_tokens(request, places.progress[request.request_id])
+        num_tokens = places.loading.most_tokens(request, places.progress[request.request_id])
         num_tokens -= num_hit_tokens
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
@@ -115,38 +114,28 @@ class Admission:
         self._start(request, num_tokens, step, now)
         return Verdict.RUNS
 
-    def _meets(
-        self,
-        match: Match,
-        request: Request,
-        hits: GroupBlocks,
-        num_hit_tokens: int,
-        connector: KVConnectorScheduler,
+    def _overlaps(
+        self, match: Match, request: Request, hits: GroupBlocks, num_hit_tokens: int
     ) -> bool:
-        """Have it run while it is loaded, where that is wished and can be. Only in chunks can a
-        front move; and without room it is better parked."""
+        """Have it run while it is loaded, where that is wished and can be. Only in chunks can it
+        compute as far as it may; and without room it had better wait."""
         return (
             self._chunked
-            and match.kind is MatchKind.BOTH
-            and self._places.meetings.begin(
-                request, hits, num_hit_tokens, match.tokens, connector, self._keep_free()
+            and match.kind is MatchKind.OVERLAP
+            and self._places.loading.begin_load(
+                request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
         )
 
-    def _park(
-        self,
-        request: Request,
-        hits: GroupBlocks,
-        num_hit_tokens: int,
-        num_external_tokens: int,
-        connector: KVConnectorScheduler,
+    def _load(
+        self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_external_tokens: int
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
             return Verdict.LATER
         places = self._places
-        if not places.parked.park(
-            request, hits, num_hit_tokens, num_external_tokens, connector, self._keep_free()
+        if not places.loading.begin_load(
+            request, hits, num_hit_tokens, num_external_tokens, self._keep_free(), overlapped=False
         ):
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
@@ -156,7 +145,7 @@ class Admission:
         # Tokens that the load does not bring have to be computed after all.
         promised = num_hit_tokens + num_external_tokens
         places.progress[request.request_id].lose(promised, "load_failed")
-        return Verdict.PARKED
+        return Verdict.LOADING
 
     def _allocate(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
@@ -224,7 +213,7 @@ class Admission:
         counts["prompt_tokens"] += request.num_prompt_tokens
         if self._manager.pool.enable_caching and not request.skip_reading_prefix_cache:
             counts["prefix_queried_tokens"] += request.num_prompt_tokens
-            if self._connector is not None:
+            if self._connector.has_tiers:
                 counts["external_queried_tokens"] += request.num_prompt_tokens - in_pool
         for tier, num_tokens in request.cached_tokens_by_tier.items():
             counts[f"cached_tokens_{tier}"] += num_tokens

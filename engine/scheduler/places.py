@@ -5,8 +5,8 @@ The places:
 
     waiting   arrived or preempted; holds no blocks
     skipped   as waiting, but was passed over once, or its load has ended; asked before `waiting`
-    parked    its load is under way; holds blocks, is in no queue
-    running   holds blocks, gets tokens; some are loaded from the back meanwhile (`meeting.py`)
+    loading   its load is under way; holds blocks, is in no queue
+    running   holds blocks, gets tokens; the loads of some are overlapped (`loading.py`)
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...connector.base import KVConnectorScheduler
+from ...connector.base import KVConnectorScheduler, NullConnector
 from ..cache.kv_cache_manager import KVCacheManager
 from ..observer import Decision, Observer
 from ..request import Progress, Request, RequestStatus
-from .meeting import Meetings
-from .parking import CarPark
+from .loading import LoadingRequests
 
 
 class FCFSQueue:
@@ -76,26 +75,25 @@ class Places:
         observer: Observer | None = None,
     ) -> None:
         self.manager = manager
-        self._connector = connector
+        self.connector = NullConnector() if connector is None else connector
         self._observer = observer
         self.requests: dict[str, Request] = {}
         self.progress: dict[str, Progress] = {}
         self.running: list[Request] = []
         self.waiting = FCFSQueue()
         self.skipped = FCFSQueue()
-        self.parked = CarPark(manager)
         # Requests in `skipped` that hold loaded blocks, in the order in which their loads ended.
         self.loaded: dict[str, Request] = {}
         self.finished_ids: set[str] = set()  # the worker has not been told yet
         self.deferred_ids: set[str] = set()  # stood aside in the last round of admission
         self.counts: Counter[str] = Counter()
-        self.meetings = Meetings(manager, self.counts, observer)
+        self.loading = LoadingRequests(manager, self.connector, self.counts, observer)
 
     @property
     def num_deferred(self) -> int:
         """Waiting requests that wait for a load or an answer of the tiers, not for room."""
         standing_aside = sum(request_id in self.requests for request_id in self.deferred_ids)
-        return standing_aside + self.parked.num_unfinished
+        return standing_aside + self.loading.num_unfinished
 
     def enter(self, request: Request, progress: Progress) -> None:
         """A new request waits."""
@@ -122,12 +120,12 @@ class Places:
 
     def preempt_last(self, now: float) -> Request:
         """Send the running request that was let in last back to the head of the queue; or to the
-        parked ones, where a copy still writes to its blocks, which it then keeps until it ends."""
+        loading ones, where a copy still writes to its blocks, which it then keeps until it ends."""
         request = self.running.pop()
-        is_written_to = self.meetings.leave(request)
+        is_written_to = self.loading.stop_overlap(request)
         if is_written_to:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.parked.hold(request)
+            self.loading.hold(request)
         else:
             self.manager.free(request)
             request.status = RequestStatus.PREEMPTED
@@ -165,8 +163,8 @@ class Places:
         """Nobody is to find the blocks of a request again, in the pool or in a tier: one of them
         may be what is wrong. They are counted under `cause`."""
         keys = self.manager.drop_names(request)
-        if self._connector is not None and keys:
-            self._connector.drop(keys, cause)
+        if keys:
+            self.connector.drop(keys, cause)
 
     def end(self, request: Request, status: RequestStatus) -> None:
         """A request is finished, wherever it is. `sweep` must follow before the next step."""
@@ -178,12 +176,11 @@ class Places:
         self.finished_ids.add(request_id)
         self.counts[f"ended_{status.finish_reason}"] += 1
         self.note(request, Decision.FINISHED)
-        if self._connector is not None:
-            self._connector.request_finished(request_id)
+        self.connector.request_finished(request_id)
         if place is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return  # a copy may be writing to its blocks; the car park gives them back
-        if place is RequestStatus.RUNNING and self.meetings.leave(request):
-            self.parked.hold(request)
+            return  # a copy may be writing to its blocks; they are given back when it is reported
+        if place is RequestStatus.RUNNING and self.loading.stop_overlap(request):
+            self.loading.hold(request)
             return
         self.manager.free(request)
         if place is not RequestStatus.RUNNING:

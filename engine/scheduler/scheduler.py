@@ -35,6 +35,7 @@ from ...connector.base import (
     EvictedBlock,
     KVConnectorScheduler,
 )
+from ...tiers.context import NO_CONTEXT, RequestContext
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
@@ -80,18 +81,19 @@ class RunningRound:
             if not places.give_up_last_load(spare=places.running[0]):
                 victim = places.preempt_last(now)
                 step.preempted_ids.add(victim.request_id)
-                if victim.request_id in places.parked:
+                if victim.request_id in places.loading:
                     return  # its blocks come back when a copy to them has ended
 
     def _go_on(self, step: StepBuilder, now: float) -> None:
         running = self._places.running
-        meetings, progress = self._places.meetings, self._places.progress
+        loading, progress = self._places.loading, self._places.progress
         allocate = self._places.manager.allocate_slots
+        any_overlapped = loading.num_overlapped > 0
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
-            if meetings:
-                num_tokens = meetings.most_tokens(request, progress[request.request_id])
+            if any_overlapped:
+                num_tokens = loading.most_tokens(request, progress[request.request_id])
             else:
                 num_tokens = request.num_tokens - request.num_computed_tokens
             if num_tokens == 0:  # it waits for a copy
@@ -119,7 +121,7 @@ class RunningRound:
             return False
         victim = places.preempt_last(now)
         step.preempted_ids.add(victim.request_id)
-        return victim is not request and victim.request_id not in places.parked
+        return victim is not request and victim.request_id not in places.loading
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
@@ -219,18 +221,17 @@ class Scheduler:
         self.manager = manager
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.connector = connector
-        if connector is not None:
-            manager.pool.tell_dropped(connector.names_dropped)
-            if connector.wants_all:
-                manager.pool.offer_all()
         self._fails_with_load = fails_with_load
         self._observer = None if observer is None else GuardedObserver(observer)
         manager.pool.observer = self._observer
         self._places = Places(manager, connector, self._observer)
+        self.connector = self._places.connector
+        manager.pool.tell_dropped(self.connector.names_dropped)
+        if self.connector.wants_all:
+            manager.pool.offer_all()
         pressure = MemoryPressure(config, manager)
         self._running = RunningRound(config, self._places, pressure)
-        self._admission = Admission(config, self._places, pressure, connector)
+        self._admission = Admission(config, self._places, pressure)
         self._writer = OutputWriter(self._places, max_model_len)
         # Upper bound on blocks that two steps can allocate (ignoring one per running request),
         # capped at a quarter of the pool.
@@ -265,7 +266,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Unfinished requests that do not run, parked ones among them."""
+        """Unfinished requests that do not run, loading ones among them."""
         return len(self._places.requests) - len(self._places.running)
 
     def has_runnable_work(self) -> bool:
@@ -274,10 +275,10 @@ class Scheduler:
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         else:
-            is_due = len(self._places.requests) > self._places.parked.num_unfinished
+            is_due = len(self._places.requests) > self._places.loading.num_unfinished
+        if is_due:  # what the connector has to do, that step does too
+            return True
         connector = self.connector
-        if is_due or connector is None:  # what the connector has to do, that step does too
-            return is_due
         return connector.has_pending_work() or bool(
             self.manager.pool.has_fresh and connector.num_wanted_ahead()
         )
@@ -288,17 +289,17 @@ class Scheduler:
         if self.num_waiting >= self.config.max_waiting_requests:
             raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for one that can never run or whose id is taken, and
-        QueueFull if too many wait."""
+    def add_request(self, request: Request, context: RequestContext = NO_CONTEXT) -> None:
+        """Queue a request. `context` is for the tiers. Raises ValueError for one that can never run
+        or whose id is taken, and QueueFull if too many wait."""
         places = self._places
-        if request.request_id in places.requests or request.request_id in places.parked:
+        if request.request_id in places.requests or request.request_id in places.loading:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager, self.max_model_len)
         self.check_queue()
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
-        if self.connector is not None and not request.skip_reading_prefix_cache:
-            self.connector.request_queued(request)
+        if not request.skip_reading_prefix_cache:
+            self.connector.request_queued(request, context)
         self._stalled = False
 
     def finish_requests(
@@ -330,16 +331,14 @@ class Scheduler:
         self._step_id += 1
         self.manager.pool.begin_step(self._step_id)
         step = StepBuilder(self.manager, self._step_id, self.config.max_num_batched_tokens)
-        num_parked = len(places.parked)
+        num_loading = places.loading.num_waiting
         retry = False
         if self._paused is not Pause.ALL:
             self._running.run(step, now)
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
-        # Taken also without a connector, or the list would grow.
-        evicted = self.manager.pool.take_evicted()
-        meta = None if self.connector is None else self._build_meta(self.connector, evicted)
+        meta = self._build_meta(self.manager.pool.take_evicted())
         step.preempted_ids |= self._preempted_again
         output = step.build(places.finished_ids, meta, self._last_failed_id)
         places.finished_ids = set()
@@ -347,7 +346,7 @@ class Scheduler:
         total = output.total_num_scheduled_tokens
         if total:
             self._in_flight.append(StepInFlight(output, list(step.entries.values())))
-        self._stalled = total == 0 and len(places.parked) == num_parked
+        self._stalled = total == 0 and places.loading.num_waiting == num_loading
         self._retry_at = now + RETRY_SECONDS if retry else None
         places.counts["steps"] += 1
         places.counts["scheduled_tokens"] += total
@@ -456,7 +455,7 @@ class Scheduler:
         False, and nothing changed, while any request holds blocks."""
         if not self.manager.pool.reset_prefix_cache():
             return False
-        if self.connector is not None and reset_tiers:
+        if reset_tiers:
             self.connector.reset()
         self._stalled = False
         return True
@@ -467,7 +466,7 @@ class Scheduler:
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
-            "num_parked": self._places.parked.num_unfinished,
+            "num_parked": self._places.loading.num_unfinished,
             "num_deferred": self._places.num_deferred,
             "num_blocks": pool.num_blocks,
             "num_free_blocks": pool.num_free,
@@ -476,10 +475,9 @@ class Scheduler:
             **self._places.counts,
         }
 
-    def _build_meta(
-        self, connector: KVConnectorScheduler, evicted: list[EvictedBlock]
-    ) -> ConnectorMetadata:
+    def _build_meta(self, evicted: list[EvictedBlock]) -> ConnectorMetadata:
         """The step's copies, among them those of blocks that one of the next steps may evict."""
+        connector = self.connector
         wanted = connector.num_wanted_ahead()
         pool = self.manager.pool
         ahead = pool.take_fresh(wanted) if wanted and pool.has_fresh else []
@@ -492,14 +490,12 @@ class Scheduler:
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
         """Requests whose loads have ended go on; or end, if they have failed and are to."""
-        if self.connector is None:
-            return []
         places = self._places
         failures: list[tuple[str, str]] = []
         if worker_output is None:
             worker_output = NOTHING_FINISHED
         reports = self.connector.update_from_worker(worker_output)
-        for request, report in places.parked.release(reports):
+        for request, report in places.loading.release(reports):
             places.put_loaded(request)
             progress = places.progress[request.request_id]
             progress.load_seconds += report.seconds
@@ -511,12 +507,14 @@ class Scheduler:
                 failures.append((request.request_id, report.failure))
         if reports:
             self._stalled = False
-        if not self._fails_with_load:
+        failures += places.loading.take_failures()
+        if not (self._fails_with_load and failures):
             return []
         ended = RequestStatus.FINISHED_ERROR
         return [
             self._writer.end(places.requests[request_id], ended, now, LOAD_FAILED.format(failure))
-            for request_id, failure in failures + places.meetings.broken()
+            for request_id, failure in dict(failures).items()
+            if request_id in places.requests
         ]
 
     def _land(self, scheduler_output: SchedulerOutput) -> list[StepEntry]:

@@ -75,7 +75,7 @@ class Walk:
         self.hierarchy = Hierarchy(self.slab, [], wakeup=signal.wake)
         keys = [pack_key(digest("kept", i)) for i in range(LOADABLE)]
         self.hierarchy.end_store(self.hierarchy.begin_store(keys), ok=True)
-        self.worker = worker(device, signal)
+        self.worker = worker(device, signal.note_ended)
         self.side = scheduler(self.hierarchy, LAYOUT.block_size, signal)
         self.worker.register_pool(torch.empty(0))
         # All blocks were computed by a pass that may still run.
@@ -140,7 +140,7 @@ class Walk:
         stats = self.slab.stats()
         assert (stats.pinned_blocks, stats.reserved_blocks) == (0, 0)
         assert not (self.worker._stores or self.worker._loads or self.worker._ahead)
-        assert not (self.worker._torn or len(self.side._outgoing) or len(self.side._incoming))
+        assert not (self.worker._torn or len(self.side._outgoing) or len(self.side._loads))
         assert not (self.side._outgoing._ahead or self.side._outgoing._ahead_job_of)
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class Walk:
         if match.kind is not MatchKind.LOAD:
             return
         self.loads += 1
-        self.side.update_after_alloc(asks, [block], match.tokens)
+        self.side.begin_load(asks, [[block]], match.tokens, overlapped=False)
         self.loading[asks.request_id] = asks
 
     def _poll(self) -> None:

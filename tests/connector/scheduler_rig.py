@@ -69,7 +69,7 @@ class Rig:
         stores = [job.job_id for job in (*meta.stores, *meta.ahead)]
         loads = [job.job_id for job in meta.loads]
         for _ in [*stores, *loads]:
-            self.signal.job_ended()
+            self.signal.note_ended(self.signal.ended + 1)
         output = ConnectorWorkerOutput()
         if fail:
             output.failed_stores, output.failed_loads = stores, loads

@@ -29,14 +29,15 @@ class CalibrationRig(Rig):
         super().__init__()
         device = CpuCopyDevice()
         device.register_slab(self.slab)
-        self.worker = OffloadWorker(device, self.signal)
+        # The rig's own worker ends jobs too.
+        self.worker = OffloadWorker(device, lambda _: self.signal.note_ended(self.signal.ended + 1))
         self.pool = torch.ones((NUM_BLOCKS, 1, 2, 4, 1, 8))
         self.worker.register_pool(self.pool)
         self.block_ids = range(1, NUM_BLOCKS)
 
     def begin(self) -> bool:
         """Whether the connector wanted another copy."""
-        meta = self.side.build_calibration_meta(self.block_ids, SECONDS)
+        meta = self.side.estimates.build_calibration_meta(self.block_ids, SECONDS)
         self.worker.start_step(meta)
         return bool(meta)
 
@@ -83,7 +84,7 @@ def test_a_copy_that_ends_among_others_teaches_nothing_and_is_counted_once(
     assert rig.begin()
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [3], 4)
+    rig.side.begin_load(asks, [[3]], 4, overlapped=False)
     rig.worker.start_step(rig.side.build_meta([]))
     assert rig.signal.wait_idle(WAIT_SECONDS)
     (report,) = rig.side.update_from_worker(rig.worker.poll())
@@ -93,8 +94,8 @@ def test_a_copy_that_ends_among_others_teaches_nothing_and_is_counted_once(
 
 
 def test_a_copy_that_fails_teaches_nothing(rig: CalibrationRig) -> None:
-    (job,) = rig.side.build_calibration_meta(rig.block_ids, SECONDS).loads
-    rig.signal.job_ended()
+    (job,) = rig.side.estimates.build_calibration_meta(rig.block_ids, SECONDS).loads
+    rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(failed_loads=[job.job_id], load_copy_seconds=1.0)
     assert rig.side.update_from_worker(output) == []
     assert not rig.side._links["cpu"].is_measured
@@ -102,7 +103,7 @@ def test_a_copy_that_fails_teaches_nothing(rig: CalibrationRig) -> None:
 
 
 def test_one_copy_at_a_time_and_none_without_a_pool(rig: CalibrationRig) -> None:
-    assert not rig.side.build_calibration_meta([], SECONDS)
+    assert not rig.side.estimates.build_calibration_meta([], SECONDS)
     assert rig.begin()
     assert not rig.begin()
     rig.end()
@@ -145,7 +146,7 @@ def test_the_first_request_is_decided_on_as_later_ones_are(
     rig: CalibrationRig, seconds_a_token: float, expected: MatchKind
 ) -> None:
     """Without the trial it would be loaded, whatever computing takes."""
-    rig.side.note_step(512, 512 * 511 // 2, 512 * seconds_a_token)
+    rig.side._economics.prefill.note(512, 512 * 511 // 2, 512 * seconds_a_token)
     while rig.begin():
         rig.end()
     rig.put(*range(1, 11))
@@ -158,7 +159,7 @@ def test_the_line_says_what_is_estimated_and_where_loading_pays() -> None:
     assert in_words(economics) == (
         "prefill not measured, cpu loads 4 GB/s (not measured), ssd loads 1 GB/s (not measured)"
     )
-    economics.note_step(1000, 0, 0.1)
+    economics.prefill.note(1000, 0, 0.1)
     economics.links["cpu"].believe(10**9, 0.5)
     economics.links["ssd"].believe(10**9, 1000.0)
     assert in_words(economics) == (

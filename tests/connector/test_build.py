@@ -63,9 +63,8 @@ class Engine:
         self.pool = torch.randn(shape).to(torch.bfloat16)
         self.worker.register_pool(self.pool)
 
-    def step(self, evicted: list[EvictedBlock] | None = None, final: bool = False) -> list:
-        build = self.scheduler.build_final_meta if final else self.scheduler.build_meta
-        self.worker.start_step(build(evicted or []))
+    def step(self, evicted: list[EvictedBlock] | None = None) -> list:
+        self.worker.start_step(self.scheduler.build_meta(evicted or []))
         self.worker.wait_before_forward()
         return self.scheduler.update_from_worker(self.worker.poll())
 
@@ -73,7 +72,7 @@ class Engine:
         request = FakeRequest("r", names)
         match = self.scheduler.get_matched_tokens(request, 0)
         assert match.tokens == len(names) * LAYOUT.block_size
-        self.scheduler.update_after_alloc(request, block_ids, match.tokens)
+        self.scheduler.begin_load(request, [block_ids], match.tokens, overlapped=False)
         deadline = time.monotonic() + WAIT_SECONDS
         while not (reports := self.step()):
             while not self.scheduler.has_pending_work():
@@ -104,7 +103,7 @@ def test_blocks_come_back_from_the_disk_after_a_restart(tmp_path: Path) -> None:
     out = [EvictedBlock(i, names[i] + b"\0\0") for i in range(NUM_BLOCKS)]
     first.step(out[:10])
     # The others are still in the pool when the engine goes down.
-    first.step(out[10:], final=True)
+    first.step(out[10:])
     first.shutdown()
 
     second = Engine(tmp_path, slots=32)
@@ -183,7 +182,7 @@ def test_a_damaged_record_is_a_failed_load_and_is_forgotten(tmp_path: Path) -> N
     names = digests(4)
     first = Engine(tmp_path, slots=8)
     pages = first.pool.clone()
-    first.step([EvictedBlock(i, names[i] + b"\0\0") for i in range(4)], final=True)
+    first.step([EvictedBlock(i, names[i] + b"\0\0") for i in range(4)])
     first.shutdown()
     assert damage(tmp_path, pages[2]) == 1
 

@@ -22,7 +22,7 @@ def learn(rig: Rig, *, prefill: float, cpu: float = 1e-5, ssd: float = 1e-5) -> 
         rig.side._links[name].fixed_seconds = seconds
         rig.side._links[name].seconds_per_byte = 1e-12
     for _ in range(200):
-        rig.side.note_step(100, 100 * 50, 100 * prefill)
+        rig.side._economics.prefill.note(100, 100 * 50, 100 * prefill)
 
 
 def test_what_is_quicker_to_compute_is_not_offered(rig: Rig) -> None:
@@ -46,7 +46,7 @@ def test_only_the_quick_part_is_offered_and_loaded(rig: Rig) -> None:
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 0, "nothing is read in vain"
     assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"cpu": 4}
 
@@ -56,7 +56,7 @@ def test_who_computes_does_not_wait_for_anothers_load(rig: Rig) -> None:
     rig.slow_reads()
     first = request("a", 1)
     rig.side.get_matched_tokens(first, 0)
-    rig.side.update_after_alloc(first, [20], 4)
+    rig.side.begin_load(first, [[20]], 4, overlapped=False)
     learn(rig, prefill=1e-6, ssd=1.0)
     assert rig.side.get_matched_tokens(request("b", 1), 0) == NONE
     rig.wait()
@@ -71,7 +71,7 @@ def test_a_load_slower_than_computing_is_given_up_and_not_offered_again(rig: Rig
     asks = request("a", 1, 2, 3)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 12
     began = time.monotonic()
-    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
     before = rig.side._links["ssd"].seconds(1)
     rig.wait()  # woken by the alarm, since the disk is silent
     waited = time.monotonic() - began
@@ -100,7 +100,7 @@ def test_a_load_given_up_with_nothing_there_is_reported_without_a_copy(rig: Rig)
     rig.side.request_queued(asks)  # what is given up is a read that began here
     before = rig.side._links["ssd"].seconds(1)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 4
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     rig.wait()
     assert not rig.side.build_meta([])
     assert rig.side._links["ssd"].seconds(1) > 2 * before
@@ -120,7 +120,7 @@ def test_probes_find_out_that_a_slow_tier_is_quick_again(rig: Rig) -> None:
         match = rig.side.get_matched_tokens(asks, 0)
         if match.kind is MatchKind.LOAD:
             loads.append(seen)
-            rig.side.update_after_alloc(asks, [20], 4)
+            rig.side.begin_load(asks, [[20]], 4, overlapped=False)
             rig.wait()
             rig.work(rig.side.build_meta([]))
             rig.side.has_pending_work()
@@ -151,10 +151,10 @@ def test_copies_teach_how_slow_the_slab_is(rig: Rig) -> None:
     rig.put(1)
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (job,) = rig.side.build_meta([]).loads
     before = rig.side._links["cpu"].seconds(1)
-    rig.signal.job_ended()
+    rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(finished_loads=[job.job_id], load_copy_seconds=1.0)
     assert len(rig.side.update_from_worker(output)) == 1
     assert rig.side._links["cpu"].seconds(1) > 2 * before
@@ -176,11 +176,11 @@ def test_one_alone_is_loaded_from_the_back_where_that_wins(rig: Rig) -> None:
     asks = request("a", *range(1, 11))
     rig.side.request_queued(asks)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 0, "not read from the front"
-    assert rig.side.get_matched_tokens(asks, 0) == (40, MatchKind.BOTH)
+    assert rig.side.get_matched_tokens(asks, 0) == (40, MatchKind.OVERLAP)
     rig.side.request_queued(request("b", 99))
-    assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.BOTH, "decided once"
+    assert rig.side.get_matched_tokens(asks, 0).kind is MatchKind.OVERLAP, "decided once"
     rig.side.request_finished("a")
     other = request("c", *range(1, 11))
     rig.side.request_queued(other)
-    assert rig.side.get_matched_tokens(other, 0).kind is not MatchKind.BOTH
+    assert rig.side.get_matched_tokens(other, 0).kind is not MatchKind.OVERLAP
     assert rig.slab.pin([pack_key(digest(1))]) == [None]

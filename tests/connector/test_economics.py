@@ -33,7 +33,7 @@ def economics(
     for name, (fixed, block) in {"cpu": cpu, "ssd": ssd}.items():
         set_link(made, name, fixed, block)
     if prefill is not None:
-        made.note_step(1000, 1000 * 500, 1000 * prefill)
+        made.prefill.note(1000, 1000 * 500, 1000 * prefill)
     return made
 
 
@@ -79,7 +79,7 @@ def test_tokens_that_cost_more_are_worth_more() -> None:
     made = economics(ssd=(6e-3, 1e-5))
     for start in (0, 4000) * 50:
         positions = 100 * start + 100 * 99 // 2
-        made.note_step(100, positions, 100 * 1e-5 + 1e-8 * positions)
+        made.prefill.note(100, positions, 100 * 1e-5 + 1e-8 * positions)
     assert made.plan(0, ["ssd"] * 10) == Plan(0)
     assert made.plan(6000, ["ssd"] * 10) == Plan(10)
 
@@ -154,11 +154,11 @@ def test_both_at_once_where_it_wins_by_a_margin_for_one_alone() -> None:
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
     plan = made.plan(0, ["ssd"] * 100, alone=True)
     assert plan.num_blocks == 100
-    assert 48 <= plan.front_blocks <= 52
-    assert made.plan(0, ["ssd"] * 100, alone=False).front_blocks == 0
+    assert 48 <= plan.compute_blocks <= 52
+    assert made.plan(0, ["ssd"] * 100, alone=False).compute_blocks == 0
     # Two and a half times slower it still saves two sevenths, nine times less than the margin.
     slow = economics(cpu=(0.0, 0.0), ssd=(0.0, 2.5 * 1.6e-3)).plan(0, ["ssd"] * 100, alone=True)
-    assert 69 <= slow.front_blocks <= 75
+    assert 69 <= slow.compute_blocks <= 75
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 9 * 1.6e-3))
     assert made.plan(0, ["ssd"] * 100, alone=True) == Plan(0)
     assert economics().plan(0, ["cpu"] * 100, alone=True) == Plan(100)
@@ -166,8 +166,8 @@ def test_both_at_once_where_it_wins_by_a_margin_for_one_alone() -> None:
 
 def test_a_choice_can_be_forced() -> None:
     assert economics(choice=Choice.LOAD, ssd=(9.0, 9.0)).decide(0, ["ssd"] * 9) == Plan(9)
-    assert economics(choice=Choice.BOTH).decide(0, ["ssd"] * 9) == Plan(9, 4)
-    assert economics(choice=Choice.BOTH).decide(0, ["ssd"]) == Plan(1)
+    assert economics(choice=Choice.OVERLAP).decide(0, ["ssd"] * 9) == Plan(9, 4)
+    assert economics(choice=Choice.OVERLAP).decide(0, ["ssd"]) == Plan(1)
 
 
 def test_break_even_is_where_the_choice_changes() -> None:

@@ -3,7 +3,7 @@
 
 The engine here has a pool of blocks, a prefix map, and an oracle that knows the bytes of every
 key. Stores fail, hang, come late and refuse; copies fail; requests are aborted while they load.
-Whatever happens: never a wrong byte, every parked request reported exactly once, and in the end
+Whatever happens: never a wrong byte, every loading request reported exactly once, and in the end
 no slot pinned or reserved.
 """
 
@@ -112,7 +112,7 @@ class FakeEngine:
         device = FaultyDevice(rng, rng.choice([0.0, 0.0, 0.3]))
         device.register_slab(slab)
         self.scheduler = OffloadScheduler(hierarchy, LAYOUT.block_size, self.signal)
-        self.worker = OffloadWorker(device, self.signal)
+        self.worker = OffloadWorker(device, self.signal.note_ended)
         self.woken = threading.Event()
         self.scheduler.set_wakeup(self.woken.set)
         pool = torch.zeros(self.num_blocks, 1, 2, 2, 1, 4)
@@ -121,7 +121,7 @@ class FakeEngine:
         self.free: OrderedDict[int, bytes | None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
-        self.parked: dict[str, FakeRequest] = {}
+        self.loading: dict[str, FakeRequest] = {}
         self.evicted: list[EvictedBlock] = []
 
     def _fault(self, op: str, _keys: Sequence[bytes]) -> float | None:
@@ -152,7 +152,7 @@ class FakeEngine:
         return moved
 
     def _admit(self, request: FakeRequest) -> bool:
-        """True if the request is running or parked now, False if it must wait."""
+        """True if the request is running or loading now, False if it must wait."""
         by_name = {name: block_id for block_id, name in self.free.items() if name is not None}
         local = []
         for digest in request.block_hashes[: (request.num_tokens - 1) // LAYOUT.block_size]:
@@ -178,8 +178,8 @@ class FakeEngine:
             return True
         request.num_local, request.num_external = len(local), asked
         external = request.block_ids[len(local) : len(local) + asked]
-        self.scheduler.update_after_alloc(request, external, asked * LAYOUT.block_size)
-        self.parked[request.request_id] = request
+        self.scheduler.begin_load(request, [external], asked * LAYOUT.block_size, overlapped=False)
+        self.loading[request.request_id] = request
         return True
 
     def _allocate(self) -> int:
@@ -200,7 +200,7 @@ class FakeEngine:
             self.pool[block_id] = page_of(digest)
 
     def _resume(self, report: LoadReport) -> None:
-        request = self.parked.pop(report.request_id)  # KeyError: reported twice, or never parked
+        request = self.loading.pop(report.request_id)  # KeyError: reported twice, or never loading
         loaded = report.num_loaded_tokens // LAYOUT.block_size
         assert 0 <= loaded <= request.num_external
         assert sum(report.tokens_by_tier.values()) == report.num_loaded_tokens
@@ -227,7 +227,7 @@ class FakeEngine:
             self.woken.clear()
 
     def drain(self) -> None:
-        while self.waiting or self.running or self.parked:
+        while self.waiting or self.running or self.loading:
             if not self.step():
                 self.wait()
 
@@ -245,7 +245,7 @@ class FakeEngine:
     def shut_down(self) -> None:
         """As an engine does it: what is in the pool goes to the tiers."""
         resident = [EvictedBlock(i, name + b"\0\0") for i, name in self.free.items() if name]
-        self.worker.start_step(self.scheduler.build_final_meta(resident))
+        self.worker.start_step(self.scheduler.build_meta(resident))
         self.worker.wait_before_forward()
         self.scheduler.update_from_worker(self.worker.poll())
         self.check_nothing_is_held()
@@ -272,8 +272,8 @@ def run(seed: int) -> Counter[str]:
     for number in range(STEPS):
         if rng.random() < 0.6:
             engine.waiting.append(random_request(rng, number, documents))
-        if engine.parked and rng.random() < 0.1:
-            rng.choice(list(engine.parked.values())).aborted = True
+        if engine.loading and rng.random() < 0.1:
+            rng.choice(list(engine.loading.values())).aborted = True
         if rng.random() < 0.02:
             engine.drain()
             engine.scheduler.reset()

@@ -90,7 +90,7 @@ def test_blocks_in_the_slab_are_copied_in_the_same_step(rig: Rig) -> None:
     rig.put(1, 2, 3)
     asks = request("a", 1, 2, 3)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
     meta = rig.side.build_meta([])
     (job,) = meta.loads
     assert job.block_ids == [20, 21, 22]
@@ -107,7 +107,7 @@ def test_fewer_tokens_than_matched_may_be_taken(rig: Rig) -> None:
     rig.put(1, 2, 3)
     asks = request("a", 1, 2, 3)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.num_loaded_tokens == 4
 
@@ -115,7 +115,7 @@ def test_fewer_tokens_than_matched_may_be_taken(rig: Rig) -> None:
 def test_no_external_tokens_park_nobody(rig: Rig) -> None:
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [], 0)
+    rig.side.begin_load(asks, [[]], 0, overlapped=False)
     assert not rig.side.build_meta([])
     assert not rig.side.has_pending_work()
 
@@ -126,7 +126,7 @@ def test_blocks_on_the_disk_are_copied_after_the_wake_up(rig: Rig) -> None:
     rig.slow_reads()
     asks = request("a", 1, 2, 3)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 12
-    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
     assert not rig.side.build_meta([])
     assert not rig.side.has_pending_work()
     assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE), "it is parked"
@@ -148,11 +148,11 @@ def test_a_copy_that_ended_is_pending_work_until_it_is_collected(rig: Rig) -> No
     rig.put(1)
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     meta = rig.side.build_meta([])
     assert not rig.side.has_pending_work(), "a copy under way is no reason to run steps"
     rig.woken.clear()
-    rig.signal.job_ended()
+    rig.signal.note_ended(rig.signal.ended + 1)
     assert rig.woken.is_set()
     assert rig.side.has_pending_work()
     output = ConnectorWorkerOutput(finished_loads=[meta.loads[0].job_id])
@@ -166,7 +166,7 @@ def test_who_needs_what_another_one_loads_waits_for_it(rig: Rig) -> None:
     rig.slow_reads()
     first, second = request("a", 1, 2), request("b", 1, 2)
     rig.side.get_matched_tokens(first, 0)
-    rig.side.update_after_alloc(first, [20, 21], 8)
+    rig.side.begin_load(first, [[20, 21]], 8, overlapped=False)
     assert rig.side.get_matched_tokens(second, 0) == (0, MatchKind.RETRY)
     assert rig.side.stats()["lookup_queries"] == {"cpu": 2, "ssd": 2}  # the first one's alone
     assert not rig.side.build_meta([])
@@ -179,7 +179,7 @@ def test_who_needs_what_another_one_loads_waits_for_it(rig: Rig) -> None:
     rig.put(9)
     assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
     assert rig.side.stats()["lookup_hits"] == {"cpu": 2, "ssd": 2}, "a prompt was counted twice"
-    rig.side.update_after_alloc(second, [30, 31], 8)
+    rig.side.begin_load(second, [[30, 31]], 8, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"cpu": 8}
 
@@ -189,9 +189,9 @@ def test_who_needs_other_blocks_first_does_not_wait(rig: Rig) -> None:
     rig.slow_reads()
     first, second = request("a", 1, 2), request("b", 3, 2)
     rig.side.get_matched_tokens(first, 0)
-    rig.side.update_after_alloc(first, [20, 21], 8)
+    rig.side.begin_load(first, [[20, 21]], 8, overlapped=False)
     assert rig.side.get_matched_tokens(second, 0) == (8, MatchKind.LOAD)
-    rig.side.update_after_alloc(second, [30, 31], 8)
+    rig.side.begin_load(second, [[30, 31]], 8, overlapped=False)
     reports = []
     while len(reports) < 2:
         rig.wait()
@@ -206,7 +206,7 @@ def test_a_read_under_way_is_joined(rig: Rig) -> None:
     rig.hierarchy.end_load(ticket)
     asks = request("a", 1)
     assert rig.side.get_matched_tokens(asks, 0) == (4, MatchKind.LOAD)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     assert rig.hierarchy.traffic()["ssd"].active_promotions == 1
     rig.wait()
     assert [report.num_loaded_tokens for report in rig.work(rig.side.build_meta([]))] == [4]
@@ -233,7 +233,7 @@ def test_what_only_a_disk_has_is_read_while_its_request_waits(rig: Rig) -> None:
     while not ticket.done():
         rig.wait_for_wakeup()
     assert rig.side.get_matched_tokens(asks, 0) == (8, MatchKind.LOAD)
-    rig.side.update_after_alloc(asks, [20, 21], 8)
+    rig.side.begin_load(asks, [[20, 21]], 8, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]))
     assert report.tokens_by_tier == {"ssd": 8}, "where it came from, although it is in the slab"
     assert rig.side.stats()["lookup_hits"] == {"cpu": 0, "ssd": 2}
@@ -261,7 +261,7 @@ def test_cold_blocks_are_stored_ahead_and_not_again_when_they_go(rig: Rig) -> No
     assert not meta.stores
     (job,) = meta.ahead
     assert job.block_ids == [5, 6]
-    rig.signal.job_ended()
+    rig.signal.note_ended(rig.signal.ended + 1)
     rig.side.update_from_worker(ConnectorWorkerOutput(finished_stores=[job.job_id]))
     assert not rig.side.build_meta([evicted(6, 2), evicted(5, 1)])
     assert rig.side.get_matched_tokens(request("a", 1, 2), 0).tokens == 8
@@ -279,7 +279,7 @@ def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
     assert rig.side.build_meta([]).overtaken == [job_id], "it may be overwritten now"
     assert not rig.side.build_meta([]).overtaken
     for _ in range(2):
-        rig.signal.job_ended()
+        rig.signal.note_ended(rig.signal.ended + 1)
     output = ConnectorWorkerOutput(finished_stores=[job_id, job_id + 1])
     rig.side.update_from_worker(output)
 
@@ -304,7 +304,7 @@ def test_a_step_with_nothing_to_do_leaves_what_all_of_them_share_as_it_was(rig: 
     rig.work(rig.side.build_meta([evicted(1, 1)]))
     assert rig.side.update_from_worker(NOTHING_FINISHED) == []
     assert not rig.side.build_meta([])
-    assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], {}, 0.0, 0.0, 0.0)
+    assert dataclasses.astuple(NOTHING_FINISHED) == ([], [], [], [], {}, 0, 0.0, 0.0, 0.0)
 
 
 def test_storing_ahead_is_bounded(rig: Rig) -> None:
@@ -314,7 +314,7 @@ def test_storing_ahead_is_bounded(rig: Rig) -> None:
         metas.append(rig.side.build_meta([], [evicted(number, number)]))
         assert len(metas) < 10
     for meta in metas:
-        rig.signal.job_ended()
+        rig.signal.note_ended(rig.signal.ended + 1)
         ids = [job.job_id for job in meta.ahead]
         rig.side.update_from_worker(ConnectorWorkerOutput(failed_stores=ids))
     assert rig.side.num_wanted_ahead() > 0
@@ -327,7 +327,7 @@ def test_a_load_that_breaks_in_the_middle_keeps_its_leading_part(rig: Rig) -> No
     asks = request("a", 1, 2, 3)
     assert rig.side.get_matched_tokens(asks, 0).tokens == 12
     rig.store.drop([pack_key(digest(3))])
-    rig.side.update_after_alloc(asks, [20, 21, 22], 12)
+    rig.side.begin_load(asks, [[20, 21, 22]], 12, overlapped=False)
     meta = rig.side.build_meta([])
     assert [job.block_ids for job in meta.loads] == [[20, 21]]
     (report,) = rig.work(meta)
@@ -346,7 +346,7 @@ def test_a_load_of_which_nothing_is_left_is_reported_without_a_copy(rig: Rig) ->
     rig.store.fault = broken
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     assert not rig.side.build_meta([])
     assert rig.side.has_pending_work(), "there is something to report"
     assert rig.side.update_from_worker(ConnectorWorkerOutput()) == [
@@ -362,7 +362,7 @@ def test_a_failed_copy_is_a_failed_load(rig: Rig) -> None:
     rig.put(1)
     asks = request("a", 1)
     rig.side.get_matched_tokens(asks, 0)
-    rig.side.update_after_alloc(asks, [20], 4)
+    rig.side.begin_load(asks, [[20]], 4, overlapped=False)
     (report,) = rig.work(rig.side.build_meta([]), fail=True)
     assert (report.num_loaded_tokens, report.tokens_by_tier) == (0, {})
     assert rig.side.get_matched_tokens(asks, 0) == (0, MatchKind.NONE)
@@ -410,7 +410,7 @@ def test_reset_forgets_every_tier(rig: Rig) -> None:
 
 
 def test_what_is_left_in_the_pool_survives_a_shutdown(rig: Rig) -> None:
-    meta = rig.side.build_final_meta([evicted(2, 2), evicted(1, 1)])
+    meta = rig.side.build_meta([evicted(2, 2), evicted(1, 1)])
     rig.work(meta)
     kept: list[list[Answer]] = []
     close = rig.store.close

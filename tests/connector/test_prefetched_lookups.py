@@ -115,7 +115,7 @@ def test_no_answer_is_a_counted_miss(rig: Rig) -> None:
 
 def test_what_is_near_is_not_asked_for(rig: Rig) -> None:
     stores = rig.side.build_meta([evicted(2, 2), evicted(1, 1)])
-    rig.signal.job_ended()
+    rig.signal.note_ended(rig.signal.ended + 1)
     rig.side.update_from_worker(ConnectorWorkerOutput([stores.stores[0].job_id]))
     rig.side.request_queued(request("a", 1, 2))
     assert rig.store.questions == []

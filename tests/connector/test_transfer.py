@@ -39,10 +39,10 @@ def test_the_signal_counts_and_wakes() -> None:
     signal.set_wakeup(woken.set)
     assert signal.wait_idle(0.0)
     signal.jobs_given(2)
-    signal.job_ended()
+    signal.note_ended(signal.ended + 1)
     assert woken.is_set()
     assert not signal.wait_idle(0.01)
-    threading.Timer(0.01, signal.job_ended).start()
+    threading.Timer(0.01, lambda: signal.note_ended(2)).start()
     assert signal.wait_idle(10.0)
     assert signal.ended == 2
 
@@ -54,7 +54,7 @@ def test_a_wake_up_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> 
     signal = CopySignal()
     signal.set_wakeup(broken)
     signal.jobs_given(1)
-    signal.job_ended()
+    signal.note_ended(signal.ended + 1)
     assert signal.wait_idle(0.0)
     assert "wake-up" in caplog.text
     signal.set_wakeup(None)

@@ -71,7 +71,7 @@ class Tiny:
         self.device = SimDevice(clock, rng, 0.0, copy_seconds=10.0)
         self.device.register_slab(slab)
         self.side = OffloadScheduler(self.hierarchy, SIZE, signal, choice=Choice.LOAD)
-        worker = OffloadWorker(self.device, signal)
+        worker = OffloadWorker(self.device, signal.note_ended)
         worker.register_pool(self.slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
             Parts(self.side, worker),
@@ -275,7 +275,7 @@ def test_e03_a_device_that_fails_where_a_step_begins(tiny: Callable[..., Tiny]) 
 
 def test_e03_every_job_of_the_step_is_reported() -> None:
     signal = CopySignal()
-    worker = OffloadWorker(RaisingDevice(VirtualClock(), random.Random(1), 0.0), signal)
+    worker = OffloadWorker(RaisingDevice(VirtualClock(), random.Random(1), 0.0), signal.note_ended)
     jobs = [CopyJob(number, [number], [number]) for number in range(3)]
     meta = ConnectorMetadata(jobs[:1], jobs[1:2], jobs[2:])
     worker.start_step(meta)
@@ -424,7 +424,7 @@ def test_e06_a_preempted_request_may_load_again(
             lookup = self._lookups._lookups[request.request_id]
             blocks = match.tokens // SIZE
             lookup.plan = Plan(blocks, blocks // 2)
-            match = Match(match.tokens, MatchKind.BOTH)
+            match = Match(match.tokens, MatchKind.OVERLAP)
         matches.append(match)
         return match
 
@@ -439,4 +439,4 @@ def test_e06_a_preempted_request_may_load_again(
     rig.settle()
     assert not request_.external_load_failed
     assert "again" not in rig.side._failed
-    assert [match.kind for match in matches].count(MatchKind.BOTH) == 2, "it loads again"
+    assert [match.kind for match in matches].count(MatchKind.OVERLAP) == 2, "it loads again"

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector import back_loads
+from stratakv.connector import loads
 from stratakv.connector.base import ConnectorMetadata, CopyJob, EvictedBlock, LoadReport
 from stratakv.connector.device.base import Stream
 from stratakv.connector.offload_scheduler import OffloadScheduler
@@ -207,7 +207,7 @@ update_from_worker = OffloadScheduler.update_from_worker
         (OffloadScheduler, "drop", drop_nothing),
         (OffloadWorker, "_fail", report_nothing),
         (StepBatch, "follow", go_on_dirty),
-        (back_loads, "LoadReport", report_a_failure),
+        (loads, "LoadReport", report_a_failure),
     ],
 )
 def test_a_planted_bug_is_found(

@@ -229,10 +229,9 @@ def is_busy(engine: TinyEngine) -> bool:
     """Whether something is under way that will end by itself."""
     side: Any = engine.parts.side
     return bool(
-        engine.scheduler._places.parked
+        engine.scheduler._places.loading.num_waiting
         or len(side._outgoing)
-        or len(side._incoming)
-        or len(side._back_loads)
+        or len(side._loads)
         or side._hierarchy._is_used()
     )
 
@@ -240,7 +239,7 @@ def is_busy(engine: TinyEngine) -> bool:
 def shut_down(engine: TinyEngine, timeout_seconds: float) -> None:
     """As the engine core does it."""
     parts = engine.parts
-    parts.worker.start_step(parts.side.build_final_meta(engine.manager.pool.resident()))
+    parts.worker.start_step(parts.side.build_meta(engine.manager.pool.resident()))
     parts.worker.shutdown()
     parts.side.update_from_worker(parts.worker.poll())
     parts.side.shutdown(timeout_seconds)

@@ -154,7 +154,7 @@ class World:
         side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice)
         side.set_wakeup(self._woken.set)
         max_wait_seconds = rng.choice([0.02, 30.0])
-        worker = OffloadWorker(self.device, signal, store_wait_seconds=max_wait_seconds)
+        worker = OffloadWorker(self.device, signal.note_ended, store_wait_seconds=max_wait_seconds)
         worker.register_pool(slots.pool)  # type: ignore[arg-type]
         self.engine = TinyEngine(
             Parts(side, worker),
@@ -298,7 +298,7 @@ class World:
         if counts:
             context = sum(count * count // 2 for count in counts)
             seconds = sum(counts) * self._token_seconds
-            self.engine.parts.side.note_step(sum(counts), context, seconds)
+            self.engine.parts.side._economics.prefill.note(sum(counts), context, seconds)
 
     def _check_books(self) -> None:
         assert not self.wrong, self.wrong

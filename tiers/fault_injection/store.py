@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..base import Answer, ReadSample, Stored, StoreTier, TierStats
+from ..context import NO_CONTEXT, RequestContext, load_for, prefetch_lookup_for
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
 from ..mailbox import Alarm
 from ..tag import Proof, Proofs
@@ -95,10 +96,14 @@ class FaultyStore(StoreTier):
         return [Answer.MISS if i in missing else answer for i, answer in enumerate(answers)]
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        context: RequestContext = NO_CONTEXT,
     ) -> Future[list[Proof | None]]:
         def load(chosen: Sequence[int]) -> Future[list[Proof | None]]:
-            return self._inner.load([keys[i] for i in chosen], [buffers[i] for i in chosen])
+            wanted, into = [keys[i] for i in chosen], [buffers[i] for i in chosen]
+            return load_for(self._inner, wanted, into, context)
 
         return self._run("load", keys, buffers, load, None)
 
@@ -129,8 +134,10 @@ class FaultyStore(StoreTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         self._inner.touch(keys)
 
-    def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
-        return self._inner.prefetch_lookup(keys)
+    def prefetch_lookup(
+        self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT
+    ) -> Future[None] | None:
+        return prefetch_lookup_for(self._inner, keys, context)
 
     def trial_read(self, seconds: float) -> ReadSample | None:
         return self._inner.trial_read(seconds)

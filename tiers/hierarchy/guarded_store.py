@@ -21,6 +21,7 @@ from enum import Enum
 
 from ..base import Answer, StoreTier, TierStats
 from ..block import KEY_BYTES
+from ..context import NO_CONTEXT, RequestContext, prefetch_lookup_for
 from ..errors import TierBusy
 from ..histogram import IO_SECONDS, Histogram
 from ..mailbox import Mailbox
@@ -270,13 +271,13 @@ class GuardedStore:
             self._known = keys
         return answers
 
-    def prefetch_lookup(self, keys: Sequence[bytes]) -> bool:
+    def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """A prompt with these blocks, head first, was queued; a store that is far away asks for
         them now. Whether it does: the mailbox's version changes when it has the answer."""
         if not self.allows:
             return False
         try:
-            future = self.tier.prefetch_lookup(keys)
+            future = prefetch_lookup_for(self.tier, keys, context)
             when_done = None if future is None else future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             self.count_fault(error)

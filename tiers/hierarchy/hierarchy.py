@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, SlabTier, StoreTier, TierStats
+from ..context import NO_CONTEXT, RequestContext
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import GuardedStore, Traffic, find_stores
@@ -224,11 +225,11 @@ class Hierarchy:
             if store.tier.learns:
                 store.attempt(partial(store.tier.observe, chain, now))
 
-    def prefetch_lookup(self, keys: Sequence[bytes]) -> bool:
+    def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """A prompt was queued whose blocks are `keys`, head first. A store that is far away knows
         of a block only after it asked, so it asks now. True if one does; `version` changes when it
         has the answer."""
-        is_open = [store.prefetch_lookup(keys) for store in self._stores]
+        is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
     def find(self, keys: Sequence[bytes]) -> Prefix:
@@ -242,11 +243,11 @@ class Hierarchy:
         """HIT, MISS or PENDING for each key on its own. Changes nothing."""
         return self._look_up.answers(keys)
 
-    def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
+    def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
         """Pin what the slab has and promote the rest. Where the slab has no room for all, the
-        leading part that fits is loaded. Keys come head first."""
+        leading part that fits is loaded. Keys come head first. `context`: of the request."""
         self._mailbox.is_due = True
-        return self._promotions.begin_load(keys)
+        return self._promotions.begin_load(keys, context)
 
     def end_load(self, ticket: LoadTicket) -> None:
         """Give back the pins. Reads still under way go on, for whoever asks next."""

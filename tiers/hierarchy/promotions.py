@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..base import SlabTier
+from ..context import NO_CONTEXT, RequestContext, load_for
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
@@ -38,6 +39,7 @@ class LoadTicket:
     ended: bool = False
     begun: int = 0
     fault: str | None = None
+    context: RequestContext = NO_CONTEXT
 
     def done(self) -> bool:
         return self.waiting == 0
@@ -102,10 +104,11 @@ class Promotions:
         """The promotion that brings this block."""
         return self._by_key.get(key)
 
-    def begin_load(self, keys: Sequence[bytes]) -> LoadTicket:
+    def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
         pinned = self._slab.pin(keys)
-        ticket = LoadTicket(list(keys), pinned, [self._slab.name] * len(keys), begun=len(keys))
+        tiers = [self._slab.name] * len(keys)
+        ticket = LoadTicket(list(keys), pinned, tiers, begun=len(keys), context=context)
         self._write_backs.used(
             [key for key, slot in zip(keys, pinned, strict=True) if slot is not None]
         )
@@ -199,7 +202,8 @@ class Promotions:
             promotion.join(ticket, i)
         self._mailbox.version += 1
         try:
-            future = store.tier.load(keys, [self._slab.buffer(slot) for slot in slots])
+            buffers = [self._slab.buffer(slot) for slot in slots]
+            future = load_for(store.tier, keys, buffers, ticket.context)
             when_done = future.add_done_callback
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)

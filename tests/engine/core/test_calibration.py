@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput
+from stratakv.connector.rates import PrefillRate
 from stratakv.engine.core import calibration
 from stratakv.engine.core.calibration import Calibration, CalibrationBudget, calibrate
 from stratakv.engine.core.engine_core import EngineCore
@@ -110,13 +111,18 @@ def test_steps_too_small_to_be_measured_are_not_made() -> None:
     assert runner.steps == []
 
 
-class Stuck:
-    """A connector one of whose copies never ends."""
+class CountingRate(PrefillRate):
+    """Counts what it is told."""
 
     notes = 0
 
-    def note_step(self, *_: float) -> None:
+    def note(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         self.notes += 1
+        super().note(num_tokens, num_context_tokens, seconds)
+
+
+class Stuck:
+    """Estimates by a copy that never ends."""
 
     def __init__(self, *, copies: bool = True) -> None:
         self._meta = ConnectorMetadata(overtaken=[1] if copies else [])
@@ -124,17 +130,18 @@ class Stuck:
     def build_calibration_meta(self, block_ids: object, seconds: float) -> ConnectorMetadata:
         return self._meta
 
-    def describe_estimates(self) -> str:
+    def describe(self) -> str:
         return "nothing"
 
 
 def test_nobody_is_served_beside_a_copy_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could still write to its blocks when they are a request's."""
     monkeypatch.setattr(calibration, "STUCK_SECONDS", 0.05)
-    both, savings = Stuck(), PrefillSavings()
+    rate = CountingRate()
+    both, savings = Stuck(), PrefillSavings(rate)
     with pytest.raises(RuntimeError, match="did not end within"):
-        calibrate(Runner(lambda *_: 0.0), budget(), both, savings)  # type: ignore[arg-type]
-    assert both.notes == 2
+        calibrate(Runner(lambda *_: 0.0), budget(), both, both, savings)  # type: ignore[arg-type]
+    assert rate.notes == 2
     assert savings.seconds_per_token is not None
 
 
@@ -144,7 +151,7 @@ def test_a_runner_that_fails_does_not_fail_the_start(caplog: pytest.LogCaptureFi
 
     both, savings = Stuck(copies=False), PrefillSavings()
     with caplog.at_level(logging.ERROR):
-        line = calibrate(Runner(fail), budget(), both, savings)  # type: ignore[arg-type]
+        line = calibrate(Runner(fail), budget(), both, both, savings)  # type: ignore[arg-type]
     assert line.startswith("offload: nothing")
     assert "no such device" in caplog.text
 

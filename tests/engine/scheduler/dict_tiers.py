@@ -16,9 +16,10 @@ from stratakv.connector.base import (
     ConnectorWorkerOutput,
     CopyJob,
     EvictedBlock,
-    FrontState,
+    GroupBlockIds,
     KVConnectorScheduler,
     LoadReport,
+    LoadState,
     Match,
     MatchKind,
     RequestView,
@@ -48,22 +49,22 @@ class Copy:
 
 
 @dataclass
-class BackLoad:
+class OverlappedLoad:
     """A load from the back. All are indices of its blocks."""
 
     first_token: int
     block_ids: list[int]
     keys: list[bytes]
-    loaded_from: int
+    load_frontier: int
     next_end: int  # from here on blocks were copied, or have failed
-    front: int = 0
+    compute_frontier: int = 0
     copies: list[Copy] = field(default_factory=list)
     is_over: bool = False
     has_failed: bool = False
 
     @property
     def lowest(self) -> int:
-        return min([copy.start for copy in self.copies], default=self.loaded_from)
+        return min([copy.start for copy in self.copies], default=self.load_frontier)
 
 
 class DictTiers(KVConnectorScheduler):
@@ -77,7 +78,7 @@ class DictTiers(KVConnectorScheduler):
         self.rng = rng
         self.kept: dict[bytes, list[int]] = {}
         self.loads: list[Load] = []
-        self.back_loads: dict[str, BackLoad] = {}
+        self.overlapped: dict[str, OverlappedLoad] = {}
         self.from_back = False
         self.piece_fails: Callable[[Copy], bool] = lambda copy: False
         self.has_news = False
@@ -94,7 +95,7 @@ class DictTiers(KVConnectorScheduler):
     def busy_blocks(self) -> set[int]:
         return {block for load in self.loads for block in load.block_ids} | {
             block
-            for load in self.back_loads.values()
+            for load in self.overlapped.values()
             for copy in load.copies
             for block in load.block_ids[copy.start : copy.end]
         }
@@ -106,7 +107,7 @@ class DictTiers(KVConnectorScheduler):
 
     def tick(self) -> bool:
         """Time passes on the disk; whether anything is under way there."""
-        for load in (*self.loads, *[c for b in self.back_loads.values() for c in b.copies]):
+        for load in (*self.loads, *[c for b in self.overlapped.values() for c in b.copies]):
             load.ticks -= 1
         return self.is_busy
 
@@ -123,50 +124,52 @@ class DictTiers(KVConnectorScheduler):
         if self.rng is not None and self.rng.random() < 0.2:
             return Match(0, MatchKind.RETRY)
         from_back = self.from_back if self.rng is None else self.rng.random() < 0.5
-        return Match((end - first) * SIZE, MatchKind.BOTH if from_back else MatchKind.LOAD)
+        return Match((end - first) * SIZE, MatchKind.OVERLAP if from_back else MatchKind.LOAD)
 
-    def update_after_alloc(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
+    def begin_load(
+        self,
+        request: RequestView,
+        block_ids: GroupBlockIds,
+        num_tokens: int,
+        *,
+        overlapped: bool,
     ) -> None:
-        assert len(block_ids) * SIZE == num_external_tokens > 0
-        assert request.request_id not in {load.request_id for load in self.loads}
-        first = request.num_computed_tokens // SIZE  # type: ignore[attr-defined]
-        digests = request.block_hashes[first : first + len(block_ids)]
-        ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
-        keys = [digest + b"\0\0" for digest in digests]
-        self.loads.append(Load(request.request_id, list(block_ids), keys, ticks))
-
-    def begin_back_load(
-        self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        assert len(block_ids) * SIZE == num_external_tokens > 0
+        (blocks,) = block_ids
+        assert len(blocks) * SIZE == num_tokens > 0
+        request_id = request.request_id
         first_token = request.num_computed_tokens  # type: ignore[attr-defined]
-        digests = request.block_hashes[first_token // SIZE :][: len(block_ids)]
+        digests = request.block_hashes[first_token // SIZE :][: len(blocks)]
         keys = [digest + b"\0\0" for digest in digests]
-        count = len(keys)
-        load = BackLoad(first_token, list(block_ids), keys, count, count)
-        assert self.back_loads.setdefault(request.request_id, load) is load
+        if overlapped:
+            load = OverlappedLoad(first_token, list(blocks), keys, len(keys), len(keys))
+            assert self.overlapped.setdefault(request_id, load) is load
+            return
+        assert request_id not in {load.request_id for load in self.loads}
+        ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
+        self.loads.append(Load(request_id, list(blocks), keys, ticks))
 
-    def front_state(self, request_id: str, num_computed_tokens: int) -> FrontState:
-        load = self.back_loads[request_id]
+    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
+        load = self.overlapped[request_id]
         chunk = SIZE if self.rng is None else self.rng.randint(1, 3 * SIZE)
         bound = load.first_token + SIZE * load.lowest
         assert num_computed_tokens <= bound
         limit = min(bound, num_computed_tokens + chunk)
-        load.front = max(load.front, -(-(limit - load.first_token) // SIZE))
-        return FrontState(limit, load.first_token + SIZE * load.loaded_from, bool(load.copies))
+        frontier = -(-(limit - load.first_token) // SIZE)
+        load.compute_frontier = max(load.compute_frontier, frontier)
+        failure = "torn" if load.has_failed else None
+        load_frontier = load.first_token + SIZE * load.load_frontier
+        return LoadState(limit, load_frontier, bool(load.copies), failure)
 
-    def end_back_load(self, request_id: str) -> LoadReport | None:
-        load = self.back_loads[request_id]
+    def end_load(self, request_id: str) -> LoadReport | None:
+        load = self.overlapped[request_id]
         load.is_over = True
+        failure = "torn" if load.has_failed else None
         if load.copies:
             return None
-        del self.back_loads[request_id]
-        tokens = SIZE * (len(load.keys) - load.loaded_from)
-        return LoadReport(request_id, tokens, {"cpu": tokens} if tokens else {})
-
-    def back_load_failure(self, request_id: str) -> str | None:
-        return "torn" if self.back_loads[request_id].has_failed else None
+        del self.overlapped[request_id]
+        tokens = SIZE * (len(load.keys) - load.load_frontier)
+        by_tier = {"cpu": tokens} if tokens else {}
+        return LoadReport(request_id, tokens, by_tier, failure=failure)
 
     def num_wanted_ahead(self) -> int:
         return 0 if self.rng is None else self.rng.choice([0, 0, 2])
@@ -178,7 +181,7 @@ class DictTiers(KVConnectorScheduler):
         self.stores = list(evicted)
         self.ahead = list(cold)
         self.has_news = False
-        for load in self.back_loads.values():
+        for load in self.overlapped.values():
             self._copy_more(load)
         jobs = [CopyJob(1, [block.block_id for block in evicted], [])] if evicted else []
         return ConnectorMetadata(stores=jobs)
@@ -194,15 +197,15 @@ class DictTiers(KVConnectorScheduler):
             by_tier = {"cpu": count * SIZE} if count else {}
             failure = None if count == len(load.keys) else "lost"
             reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure))
-        for request_id, back_load in list(self.back_loads.items()):
-            self._land(back_load)
-            if back_load.is_over and not back_load.copies:
-                del self.back_loads[request_id]
+        for request_id, load_ in list(self.overlapped.items()):
+            self._land(load_)
+            if load_.is_over and not load_.copies:
+                del self.overlapped[request_id]
                 reports.append(LoadReport(request_id, 0))
         return reports
 
     def has_pending_work(self) -> bool:
-        copies = [load.copies[0] for load in self.back_loads.values() if load.copies]
+        copies = [load.copies[0] for load in self.overlapped.values() if load.copies]
         return self.has_news or any(load.ticks <= 0 for load in (*self.loads, *copies))
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
@@ -217,9 +220,9 @@ class DictTiers(KVConnectorScheduler):
     def shutdown(self, timeout_seconds: float) -> None:
         self.loads.clear()
 
-    def _copy_more(self, load: BackLoad) -> None:
+    def _copy_more(self, load: OverlappedLoad) -> None:
         """Begin to write to blocks that the front has not claimed."""
-        most = load.next_end - load.front
+        most = load.next_end - load.compute_frontier
         if most <= 0 or load.is_over or load.has_failed or len(load.copies) == 2:
             return
         if self.rng is not None and self.rng.random() < 0.4:
@@ -237,7 +240,7 @@ class DictTiers(KVConnectorScheduler):
             for offset in range(SIZE):
                 self.slots[block, offset] = -1
 
-    def _land(self, load: BackLoad) -> None:
+    def _land(self, load: OverlappedLoad) -> None:
         while load.copies and load.copies[0].ticks <= 0:
             copy = load.copies.pop(0)
             self.has_news = True
@@ -248,8 +251,8 @@ class DictTiers(KVConnectorScheduler):
             for index in range(copy.start, copy.end):
                 for offset, state in enumerate(self.kept[load.keys[index]]):
                     self.slots[load.block_ids[index], offset] = state
-            if copy.end == load.loaded_from:
-                load.loaded_from = copy.start
+            if copy.end == load.load_frontier:
+                load.load_frontier = copy.start
 
     def _luck(self, load: Load) -> int:
         assert self.rng is not None

@@ -314,7 +314,7 @@ def test_a_report_for_nobody_is_only_noted(
     engine.add("r", prompt(5))
     tiers.update_from_worker = lambda output: [LoadReport("ghost", 4)]
     engine.step()
-    assert "ghost, which is not parked" in caplog.text
+    assert "ghost, which does not wait for one" in caplog.text
 
 
 def test_the_connector_hears_of_every_step(make_engine: Make, tiers: Any) -> None:

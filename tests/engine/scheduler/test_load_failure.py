@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .test_meeting import PROMPT, keep, prompt
+from .test_overlapped_loads import PROMPT, keep, prompt
 
 Make = Any
 

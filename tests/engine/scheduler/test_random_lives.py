@@ -115,7 +115,7 @@ def check_invariants(engine: Any) -> None:
     pool = engine.manager.pool
     references = [0] * pool.num_blocks
     places = engine.scheduler._places
-    holders = {*places.requests, *places.parked._requests}
+    holders = {*places.requests, *places.loading._waiting}
     for name in holders:
         for block in engine.table(name):
             references[block] += 1
@@ -128,7 +128,7 @@ def check_invariants(engine: Any) -> None:
     assert (
         len(waiting)
         == len(set(waiting))
-        == len(places.requests) - len(places.running) - (places.parked.num_unfinished)
+        == len(places.requests) - len(places.running) - (places.loading.num_unfinished)
     )
     held = {request.request_id for request in waiting if engine.table(request.request_id)}
     assert held == set(places.loaded)
@@ -146,8 +146,8 @@ def check_end(
     assert engine.manager.pool.num_free == engine.manager.pool.num_blocks - 1
     assert all(block.ref_cnt == 0 for block in engine.manager.pool.blocks)
     assert engine.scheduler._places.progress == {}
-    assert len(engine.scheduler._places.meetings) == 0
-    assert not (engine.tiers and engine.tiers.back_loads)
+    assert engine.scheduler._places.loading.num_overlapped == 0
+    assert not (engine.tiers and engine.tiers.overlapped)
     for name, (tokens, max_tokens) in prompts.items():
         told = engine.outputs[name]
         assert [output.finish_reason is not None for output in told].count(True) == 1

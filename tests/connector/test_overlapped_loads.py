@@ -19,9 +19,9 @@ BLOCK = 4
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     rig = Rig()
-    rig.side._economics.choice = Choice.BOTH
+    rig.side._economics.choice = Choice.OVERLAP
     yield rig
-    assert len(rig.side._back_loads) == 0
+    assert len(rig.side._loads) == 0
     assert len(rig.side._read_times) == 0
     assert rig.slab.stats().pinned_blocks == 0
     rig.side.shutdown(WAIT_SECONDS)
@@ -29,8 +29,8 @@ def rig() -> Iterator[Rig]:
 
 def begin(rig: Rig, count: int, name: str = "a") -> FakeRequest:
     asks = request(name, *range(1, count + 1))
-    assert rig.side.get_matched_tokens(asks, 0) == (BLOCK * count, MatchKind.BOTH)
-    rig.side.begin_back_load(asks, list(range(20, 20 + count)), BLOCK * count)
+    assert rig.side.get_matched_tokens(asks, 0) == (BLOCK * count, MatchKind.OVERLAP)
+    rig.side.begin_load(asks, [list(range(20, 20 + count))], BLOCK * count, overlapped=True)
     return asks
 
 
@@ -42,18 +42,18 @@ def test_pieces_come_from_the_back_and_the_front_stops_before_them(rig: Rig) -> 
     rig.put(*range(1, 9))
     begin(rig, 8)
     # Four of eight blocks are expected from each side: pieces and chunks of one.
-    assert rig.side.front_state("a", 0) == (4, 32, False)
+    assert rig.side.load_state("a", 0)[:3] == (4, 32, False)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads) == [[27], [26]]
-    assert rig.side.front_state("a", 4) == (8, 32, True)
+    assert rig.side.load_state("a", 4)[:3] == (8, 32, True)
     rig.work(meta)
     assert rig.side.has_pending_work(), "the scheduler should hear of it"
-    assert rig.side.front_state("a", 8) == (12, 24, False)
+    assert rig.side.load_state("a", 8)[:3] == (12, 24, False)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads) == [[25], [24]]
-    assert rig.side.front_state("a", 12) == (16, 24, True)
-    assert rig.side.front_state("a", 16) == (16, 24, True), "it has to wait for the copies"
-    assert rig.side.end_back_load("a") is None
+    assert rig.side.load_state("a", 12)[:3] == (16, 24, True)
+    assert rig.side.load_state("a", 16)[:3] == (16, 24, True), "it has to wait for the copies"
+    assert rig.side.end_load("a") is None
     (report,) = rig.work(meta)
     assert report == LoadReport("a", 0)
     assert not report.is_whole
@@ -62,15 +62,15 @@ def test_pieces_come_from_the_back_and_the_front_stops_before_them(rig: Rig) -> 
 def test_they_meet(rig: Rig) -> None:
     rig.put(*range(1, 9))
     begin(rig, 8)
-    assert rig.side.front_state("a", 0).limit == 4
+    assert rig.side.load_state("a", 0).limit == 4
     rig.work(rig.side.build_meta([]))
     rig.work(rig.side.build_meta([]))
-    assert rig.side.front_state("a", 4) == (8, 16, False)
+    assert rig.side.load_state("a", 4)[:3] == (8, 16, False)
     rig.work(rig.side.build_meta([]))
     # The front had claimed the second block.
-    assert rig.side.front_state("a", 8) == (8, 8, False)
+    assert rig.side.load_state("a", 8)[:3] == (8, 8, False)
     assert not rig.side.build_meta([])
-    assert rig.side.end_back_load("a") == LoadReport("a", 24, {"cpu": 24})
+    assert rig.side.end_load("a") == LoadReport("a", 24, {"cpu": 24})
     assert rig.side.stats()["tokens_loaded"] == {"cpu": 24}
     assert rig.side.stats()["loads_in_flight"] == 0
 
@@ -81,13 +81,13 @@ def test_what_the_front_has_passed_is_never_copied(rig: Rig) -> None:
         begin(rig, 8)
         computed = 0
         while computed < 28:
-            computed = rig.side.front_state("a", computed).limit
+            computed = rig.side.load_state("a", computed).limit
             assert not rig.side.build_meta([]).loads
     rig.wait()
-    assert rig.side.front_state("a", 28).limit == 32
+    assert rig.side.load_state("a", 28).limit == 32
     assert not rig.side.build_meta([]).loads, "the front has claimed all of it"
-    assert rig.side.front_state("a", 32) == (32, 32, False)
-    assert rig.side.end_back_load("a") == LoadReport("a", 0)
+    assert rig.side.load_state("a", 32)[:3] == (32, 32, False)
+    assert rig.side.end_load("a") == LoadReport("a", 0)
     while len(rig.side._read_times):
         rig.side.has_pending_work()
 
@@ -99,15 +99,15 @@ def test_a_broken_read_ends_it_and_the_front_goes_on_to_what_was_loaded(rig: Rig
     asks = request("a", *range(1, 9))
     rig.side.get_matched_tokens(asks, 0)
     rig.store.clear()
-    rig.side.begin_back_load(asks, list(range(20, 28)), 32)
+    rig.side.begin_load(asks, [list(range(20, 28))], 32, overlapped=True)
     meta = rig.side.build_meta([])
     assert blocks(meta.loads) == [[27]]
     rig.work(meta)
     for computed in range(0, 28, BLOCK):
-        assert rig.side.front_state("a", computed) == (computed + BLOCK, 28, False)
+        assert rig.side.load_state("a", computed)[:3] == (computed + BLOCK, 28, False)
         assert not rig.side.build_meta([]).loads
-    assert rig.side.front_state("a", 28) == (28, 28, False)
-    report = rig.side.end_back_load("a")
+    assert rig.side.load_state("a", 28)[:3] == (28, 28, False)
+    report = rig.side.end_load("a")
     assert report == LoadReport("a", 4, {"cpu": 4}) and not report.is_whole
     assert rig.side.stats()["failures"] == {"partial": 1}
     assert rig.side.get_matched_tokens(asks, 0).tokens == 0, "offered again after a failure"
@@ -117,9 +117,9 @@ def test_a_failed_copy_ends_it_too(rig: Rig) -> None:
     rig.put(*range(1, 9))
     begin(rig, 8)
     rig.work(rig.side.build_meta([]), fail=True)
-    assert rig.side.front_state("a", 0) == (4, 32, False)
+    assert rig.side.load_state("a", 0)[:3] == (4, 32, False)
     assert not rig.side.build_meta([])
-    assert rig.side.end_back_load("a") == LoadReport("a", 0)
+    assert rig.side.end_load("a") == LoadReport("a", 0)
     assert rig.side.stats()["failures"] == {"load_copy": 2}
 
 
@@ -132,18 +132,18 @@ def test_no_copy_ever_touches_what_the_front_has_claimed(rig: Rig, trial: int) -
     rig.put(*range(1, count + 1))
     for number in range(1, count + 1):  # some only below, and slow
         rig.put_below(number)
-    rig.side._economics.choice = Choice.BOTH
+    rig.side._economics.choice = Choice.OVERLAP
     rig.slow_reads(0.001)
     begin(rig, count)
     computed, claimed, flying = 0, 0, ConnectorMetadata()
     loaded: set[int] = set()
     while True:
-        state = rig.side.front_state("a", computed)
+        state = rig.side.load_state("a", computed)
         claimed = max(claimed, state.limit)
-        if computed == state.loaded_from and not state.is_copying:
+        if computed == state.load_frontier and not state.is_copying:
             break
-        assert computed <= state.limit <= state.loaded_from
-        assert all(b in loaded for b in range(20 + state.loaded_from // BLOCK, 20 + count))
+        assert computed <= state.limit <= state.load_frontier
+        assert all(b in loaded for b in range(20 + state.load_frontier // BLOCK, 20 + count))
         if rng.random() < 0.6:
             computed = rng.randint(computed, state.limit)
         meta = rig.side.build_meta([])
@@ -157,7 +157,7 @@ def test_no_copy_ever_touches_what_the_front_has_claimed(rig: Rig, trial: int) -
             rig.work(ended, fail=fails)
             loaded.update(ended.loads[0].block_ids if not fails else ())
     rig.work(flying)
-    report = rig.side.end_back_load("a")
+    report = rig.side.end_load("a")
     assert report is not None
     assert report.num_loaded_tokens == BLOCK * count - computed
 
@@ -166,6 +166,6 @@ def test_reads_of_one_that_is_over_are_let_go(rig: Rig) -> None:
     rig.put_below(*range(1, 9))
     rig.slow_reads(0.02)
     begin(rig, 8)
-    assert rig.side.end_back_load("a") == LoadReport("a", 0)
+    assert rig.side.end_load("a") == LoadReport("a", 0)
     while len(rig.side._read_times):
         rig.side.has_pending_work()

@@ -150,7 +150,7 @@ def test_blocks_of_one_that_ends_come_back_after_its_copies(
         engine.add("r", prompt(PROMPT))
     engine.run_all()
     assert engine.manager.pool.is_idle
-    assert not tiers.back_loads
+    assert not tiers.overlapped
 
 
 def test_one_that_is_preempted_keeps_its_blocks_until_its_copies_end(
@@ -198,7 +198,7 @@ def test_one_that_is_preempted_between_two_copies_gives_its_blocks_back_at_once(
         tiers.tick()
         engine.step()
     assert request.status is RequestStatus.PREEMPTED
-    assert not tiers.back_loads
+    assert not tiers.overlapped
     engine.run_all()
     assert engine.said("r") == say(prompt(PROMPT), 5)
 
@@ -209,7 +209,7 @@ def test_without_chunks_it_is_parked(make_engine: Make, tiers: Any, say: Any) ->
     request = engine.add("r", prompt(PROMPT))
     engine.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert len(tiers.loads) == 1 and not tiers.back_loads
+    assert len(tiers.loads) == 1 and not tiers.overlapped
     engine.run_all()
     assert engine.said("r") == say(prompt(PROMPT), 5)
 

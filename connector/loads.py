@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads: blocks on their way from the tiers to the pool, for requests that wait or compute.
+
+    load ──► pieces: reading (a store answers) ──► copying to the pool ──► landed ──► report
+
+A *blocking* load is one piece. Its request waits until it is reported: with what has come from the
+front of its blocks, or without it where computing is quicker by now.
+
+An *overlapped* load brings pieces from the back while its request computes from the front:
+
+    | computed, or soon | nobody's yet | read into the slab | copied to the pool | loaded |
+      compute frontier ──►                                   ◄── load frontier
+
+Only a copy writes to the request's blocks, so only blocks being copied stop the computing; what is
+still being read when the compute frontier comes by is computed, and its piece forgotten. The loaded
+part has no gaps and reaches to the end: a piece that fails is the last one, and the request goes on
+to what was loaded behind it.
+
+Blocks are counted by their position in the request. A position has a block in each cache group, and
+is there when all of them are; its keys lie side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from ..tiers.context import NO_CONTEXT, RequestContext
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.promotions import LoadTicket
+from .base import (
+    ONLY_PART,
+    ConnectorMetadata,
+    CopyJob,
+    GroupBlockIds,
+    LoadReport,
+    LoadState,
+    Part,
+)
+from .counters import OffloadCounters
+from .economics import OVERLAP_PARTS, PIECES_AT_ONCE
+from .rates import ReadTimes
+from .transfer import JobIds, whole_positions
+
+COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
+SPOILT = "dropped"  # the tiers were told to forget blocks of a load that was under way
+
+
+@dataclass(slots=True)
+class Piece:
+    """Positions `start` to `end` of a load."""
+
+    start: int
+    end: int
+    ticket: LoadTicket
+    jobs: set[int] = field(default_factory=set)  # copies under way
+    is_good: bool = True  # so far
+
+
+@dataclass(slots=True)
+class Load:
+    """The blocks that one request is to get."""
+
+    request_id: str
+    first_token: int
+    keys: list[bytes]
+    block_ids: GroupBlockIds
+    num_blocks: int  # positions
+    started: float
+    load_frontier: int  # positions from here on have been loaded
+    next_end: int  # positions from here on have been asked for
+    give_up_at: float | None = None  # on the monotonic clock
+    reading: deque[Piece] = field(default_factory=deque)
+    copying: deque[Piece] = field(default_factory=deque)
+    is_over: bool = False  # only the copies under way are waited for
+    is_spoilt: bool = False  # what it brings may be wrong
+    failure: str | None = None
+    fault: str | None = None  # see `LoadReport.failure`
+    context: RequestContext = NO_CONTEXT
+    blocks_by_tier: Counter[str] = field(default_factory=Counter)
+    # Of an overlapped load:
+    is_overlapped: bool = False
+    piece_blocks: int = 0
+    chunk_tokens: int = 0  # grows while nothing comes, so that a late store costs few steps
+    compute_frontier: int = 0  # positions below are computed by the request itself
+
+
+def fault_of(ticket: LoadTicket) -> str | None:
+    """What went wrong with reads that have ended, in words; None where all that was begun came."""
+    if ticket.fault is None:
+        return None
+    missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]
+    tiers = " and ".join(sorted({ticket.tiers[i] for i in missing}))
+    return f"{len(missing)} of {ticket.begun} blocks did not come from {tiers} ({ticket.fault})"
+
+
+class Loads:
+    """The loads of one connector, by request."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        block_size: int,
+        counters: OffloadCounters,
+        job_ids: JobIds,
+        read_times: ReadTimes,
+        parts: Sequence[Part] = (ONLY_PART,),
+    ) -> None:
+        """`parts`: of the blocks at a position, in the order of their keys."""
+        self._hierarchy = hierarchy
+        self._block_size = block_size
+        self._counters = counters
+        self._job_ids = job_ids
+        self._read_times = read_times
+        self._parts = tuple(parts)
+        self._num_parts = len(self._parts)
+        self._position_bytes = hierarchy.block_bytes * self._num_parts
+        self._loads: dict[str, Load] = {}
+        self._piece_of: dict[int, tuple[Load, Piece]] = {}  # by copy job
+        self._ready: list[Load] = []  # to be copied by the next step
+        self._reports: list[LoadReport] = []
+        self._coming: Counter[bytes] = Counter()  # keys of blocking loads
+        self._has_news = False  # of overlapped loads, that the scheduler has not asked for
+        self.num_ended = 0  # blocking ones
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._loads
+
+    @property
+    def has_due(self) -> bool:
+        """Whether a step would have something to copy, to compute or to report."""
+        return bool(self._has_news or self._reports or self._ready)
+
+    def will_bring(self, key: bytes) -> bool:
+        """Whether a blocking load will bring this block, which others then find in the pool."""
+        return key in self._coming
+
+    def begin_blocking(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        block_ids: GroupBlockIds,
+        origins: Mapping[bytes, str],
+        max_wait_seconds: Callable[[int], float | None],
+        context: RequestContext = NO_CONTEXT,
+    ) -> float | None:
+        """Begin a load whose request waits for it. `origins`: where blocks came from that were read
+        ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at most,
+        given the first position that is not there yet. When the load is given up, if ever."""
+        num_blocks = len(keys) // self._num_parts
+        load = Load(
+            request_id, 0, list(keys), block_ids, num_blocks, time.monotonic(), num_blocks, 0,
+            context=context,
+        )  # fmt: skip
+        ticket = self._read(load, 0, num_blocks)
+        if origins:
+            ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
+        self._loads[request_id] = load
+        self._coming.update(keys)
+        if not ticket.done():
+            seconds = max_wait_seconds(ticket.slots.index(None) // self._num_parts)
+            load.give_up_at = None if seconds is None else load.started + seconds
+        return load.give_up_at
+
+    def begin_overlapped(
+        self,
+        request_id: str,
+        first_token: int,
+        keys: Sequence[bytes],
+        block_ids: GroupBlockIds,
+        compute_blocks: int,
+        context: RequestContext = NO_CONTEXT,
+    ) -> None:
+        """Begin a load whose request computes meanwhile, and is expected to come to what was loaded
+        after about `compute_blocks`."""
+        num_blocks = len(keys) // self._num_parts
+        compute_blocks = min(compute_blocks, num_blocks)
+        self._loads[request_id] = load = Load(
+            request_id,
+            first_token,
+            list(keys),
+            block_ids,
+            num_blocks,
+            time.monotonic(),
+            load_frontier=num_blocks,
+            next_end=num_blocks,
+            context=context,
+            is_overlapped=True,
+            piece_blocks=-(-(num_blocks - compute_blocks) // OVERLAP_PARTS) or 1,
+            chunk_tokens=(-(-compute_blocks // OVERLAP_PARTS) or 1) * self._block_size,
+        )
+        self._read_more(load)
+
+    def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
+        """See `KVConnectorScheduler.load_state`."""
+        load = self._loads[request_id]
+        lowest = min([piece.start for piece in load.copying], default=load.load_frontier)
+        bound = load.first_token + lowest * self._block_size
+        limit = min(bound, num_computed_tokens + load.chunk_tokens)
+        frontier = -(-(limit - load.first_token) // self._block_size)
+        if (
+            frontier > load.compute_frontier > 0
+            and load.load_frontier == load.num_blocks
+            and not load.copying
+        ):
+            load.chunk_tokens *= 2
+        load.compute_frontier = max(load.compute_frontier, frontier)
+        load_frontier = load.first_token + load.load_frontier * self._block_size
+        return LoadState(limit, load_frontier, bool(load.copying), load.fault)
+
+    def end_load(self, request_id: str) -> LoadReport | None:
+        """See `KVConnectorScheduler.end_load`."""
+        load = self._loads[request_id]
+        load.is_over = True
+        self._stop_reading(load)
+        if load.copying:
+            return None
+        del self._loads[request_id]
+        report = self._report_of(load)
+        self._counters.count_load(report)
+        return report
+
+    def collect(self) -> None:
+        """Look which reads have ended, or have taken too long."""
+        now = time.monotonic() if self._loads else 0.0
+        self._ready = [load for load in self._loads.values() if _is_ready(load, now)]
+
+    def copy_ready(self, meta: ConnectorMetadata) -> None:
+        """Have what has been read copied to the pool, and more read."""
+        self._has_news = False
+        ready, self._ready = self._ready, []
+        for load in ready:
+            if not load.is_overlapped:
+                self._copy_blocking(load, load.reading.popleft(), meta)
+                continue
+            # The clock says nothing about these.
+            while _is_ready(load, load.started):
+                self._copy_piece(load, load.reading.popleft(), meta)
+            self._read_more(load)
+
+    def end_copy(self, job_id: int, ok: bool) -> None:
+        """A copy has ended, well or not."""
+        load, piece = self._piece_of.pop(job_id)
+        piece.jobs.remove(job_id)
+        piece.is_good = piece.is_good and ok and not load.is_spoilt
+        if not load.is_overlapped:
+            if not piece.jobs:
+                self._end_blocking(load, piece, None if piece.is_good else "load_copy")
+            return
+        self._has_news = True
+        while load.copying and not load.copying[0].jobs:
+            self._land(load, load.copying.popleft())
+        if load.is_over and not load.copying:
+            del self._loads[load.request_id]
+            self._reports.append(
+                LoadReport(
+                    load.request_id,
+                    0,
+                    is_whole=False,
+                    failure=load.fault,
+                    is_cancelled=load.failure is None,
+                )
+            )
+
+    def spoil(self, keys: AbstractSet[bytes]) -> None:
+        """Nothing that loads with one of these keys bring is to be used; their requests compute."""
+        for load in self._loads.values():
+            if load.is_spoilt or keys.isdisjoint(load.keys):
+                continue
+            load.is_spoilt = True
+            if load.is_overlapped:
+                load.load_frontier = load.num_blocks
+                load.blocks_by_tier.clear()
+                self._fail(load, SPOILT, None)
+                self._has_news = True
+
+    def take_reports(self) -> list[LoadReport]:
+        """The reports of blocking loads that have ended, and of overlapped ones that were ended
+        while blocks were being written to."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _read(self, load: Load, start: int, end: int) -> LoadTicket:
+        ticket = self._hierarchy.begin_load(
+            load.keys[start * self._num_parts : end * self._num_parts], load.context
+        )
+        self._read_times.watch(ticket)
+        load.reading.append(Piece(start, end, ticket))
+        return ticket
+
+    def _read_more(self, load: Load) -> None:
+        while (
+            len(load.reading) < PIECES_AT_ONCE
+            and load.next_end > load.compute_frontier
+            and not (load.is_over or load.failure)
+        ):
+            end = load.next_end
+            start = load.next_end = max(load.compute_frontier, end - load.piece_blocks)
+            self._read(load, start, end)
+
+    def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
+        """Have the leading whole part copied, or report that there is none."""
+        slots = piece.ticket.slots
+        missing = slots.index(None) if None in slots else len(slots)
+        piece.end = missing // self._num_parts
+        if load.is_spoilt:
+            self._end_blocking(load, piece, SPOILT)
+        elif not piece.end:
+            reason = "unavailable" if piece.ticket.done() else "slow"
+            self._end_blocking(load, piece, reason)
+        else:
+            self._copy(load, piece, slots[: piece.end * self._num_parts], meta)
+
+    def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
+        """Copy what has come of a piece and still is in front of the compute frontier, from its end
+        on."""
+        width = self._num_parts
+        slots = piece.ticket.slots
+        lowest = max(0, load.compute_frontier - piece.start)
+        first = len(slots) // width
+        wanted = first - lowest
+        while first > lowest and None not in slots[(first - 1) * width : first * width]:
+            first -= 1
+        num_whole = len(slots) // width - first
+        if num_whole > 0:
+            piece.start = piece.end - num_whole
+            self._copy(load, piece, slots[first * width :], meta)
+        if num_whole < wanted:
+            self._fail(load, "partial", fault_of(piece.ticket))
+        if not num_whole:
+            self._read_times.let_go(piece.ticket)
+
+    def _copy(
+        self, load: Load, piece: Piece, slots: Sequence[int | None], meta: ConnectorMetadata
+    ) -> None:
+        """One job for each part of a piece; `slots` are all there."""
+        load.copying.append(piece)
+        for index, part in enumerate(self._parts):
+            job = CopyJob(
+                self._job_ids.next(),
+                list(load.block_ids[index][piece.start : piece.end]),
+                [slot for slot in slots[index :: self._num_parts] if slot is not None],
+                part,
+            )
+            piece.jobs.add(job.job_id)
+            self._piece_of[job.job_id] = load, piece
+            meta.loads.append(job)
+
+    def _end_blocking(self, load: Load, piece: Piece, failure: str | None) -> None:
+        """Give back the pins and report the request. `failure`: nothing of it was loaded."""
+        if load.is_spoilt:
+            failure = SPOILT
+        ticket = piece.ticket
+        is_late = not ticket.done()
+        self._read_times.let_go(ticket)
+        del self._loads[load.request_id]
+        self.num_ended += 1
+        for key in load.keys:
+            self._coming[key] -= 1
+            if not self._coming[key]:
+                del self._coming[key]
+        num_blocks = 0 if failure else piece.end
+        if num_blocks:
+            self._counters.count_load_copy(num_blocks * self._position_bytes)
+        if num_blocks < load.num_blocks:
+            load.failure = failure or ("slow" if is_late else "partial")
+            self._counters.count_failure(load.failure)
+        # Given up while it was late, it has not failed.
+        late_fault = None if is_late else fault_of(ticket)
+        load.fault = COPY_FAULT if failure == "load_copy" else late_fault
+        load.blocks_by_tier.update(self._tiers_of(ticket)[:num_blocks])
+        report = self._report_of(load)
+        report.seconds = time.monotonic() - load.started
+        self._counters.count_load(report)
+        self._reports.append(report)
+
+    def _land(self, load: Load, piece: Piece) -> None:
+        """The copy of the next piece of an overlapped load has ended."""
+        self._read_times.let_go(piece.ticket)
+        if not piece.is_good:
+            # Of one that is over nobody hears how it went on.
+            self._fail(load, "load_copy", None if load.is_over else COPY_FAULT)
+        elif piece.end == load.load_frontier:
+            load.load_frontier = piece.start
+            num_blocks = piece.end - piece.start
+            load.blocks_by_tier.update(self._tiers_of(piece.ticket)[-num_blocks:])
+            self._counters.count_load_copy(num_blocks * self._position_bytes)
+
+    def _tiers_of(self, ticket: LoadTicket) -> list[str]:
+        return whole_positions(ticket.tiers, self._num_parts, self._hierarchy.tiers)
+
+    def _report_of(self, load: Load) -> LoadReport:
+        tokens = {t: n * self._block_size for t, n in load.blocks_by_tier.items()}
+        return LoadReport(
+            load.request_id,
+            sum(tokens.values()),
+            tokens,
+            is_whole=load.failure is None,
+            failure=load.fault,
+        )
+
+    def _fail(self, load: Load, reason: str, fault: str | None) -> None:
+        """Give a load up: every block that is not on its way to the pool will be computed."""
+        load.failure = reason
+        load.fault = load.fault or fault
+        self._counters.count_failure(reason)
+        self._stop_reading(load)
+
+    def _stop_reading(self, load: Load) -> None:
+        while load.reading:
+            self._read_times.let_go(load.reading.pop().ticket)
+
+
+def _is_ready(load: Load, now: float) -> bool:
+    """Whether its next piece can be copied, or is not waited for any longer."""
+    if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
+        return False
+    is_late = load.give_up_at is not None and load.give_up_at <= now
+    return is_late or load.reading[0].ticket.done()
