@@ -38,6 +38,9 @@ class RequestExtras(
     prompt_embeds: bytes = b""
 
 
+NO_EXTRAS = RequestExtras()
+
+
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
 

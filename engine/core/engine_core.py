@@ -17,12 +17,10 @@ import torch
 from ...connector.base import (
     NOTHING_FINISHED,
     KVConnectorScheduler,
-    KVConnectorWorker,
     NullConnector,
 )
 from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout, Identity
-from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
@@ -41,9 +39,9 @@ from .calibration import CalibrationBudget, calibrate
 from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
-from .offload import open_tiers
+from .offload import OpenTiers, open_tiers
 from .process_executor import ProcessExecutor
-from .request_builder import RequestBuilder
+from .request_builder import RequestBuilder, context_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +104,12 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
-        self._connector_worker: KVConnectorWorker | None = None
+        self._tiers: OpenTiers | None = None
         self._executor: Executor | None = None
         self._prefill = PrefillRate()  # one estimate, read by the tiers too
         try:
             if config.offload.enabled:
-                self._connector, self._connector_worker = open_tiers(
+                self._tiers = open_tiers(
                     config.offload,
                     layout,
                     # Digests of the other form do not carry the identity, so the store must.
@@ -119,7 +117,9 @@ class EngineCore:
                     self._progress,
                     device=config.model.device,
                     prefill=self._prefill,
+                    with_worker=config.executor != "mp",
                 )
+                self._connector = self._tiers.side
             self._build_engine(layout, num_blocks)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
@@ -159,7 +159,9 @@ class EngineCore:
         code = None
         try:
             self.scheduler.check_queue()
-            self.scheduler.add_request(self._request_builder.make_request(request))
+            self.scheduler.add_request(
+                self._request_builder.make_request(request), context_of(request)
+            )
             return []
         except QueueFull as error:
             text, code = str(error), OVERLOADED
@@ -251,7 +253,7 @@ class EngineCore:
         deadline = time.monotonic() + timeout_seconds
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self._give_up_steps()
-        if self._connector.has_tiers:
+        if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
             self.executor.start_copies(self._connector.build_meta(resident))
@@ -290,12 +292,7 @@ class EngineCore:
         config = self.config
         self._progress(f"loading {config.model.path}")
         if config.executor == "mp":
-            if config.offload.enabled:
-                raise ConfigError(
-                    "--distributed-executor-backend mp does not copy blocks to tiers yet; drop it, "
-                    "or --kv-offload"
-                )
-            return ProcessExecutor(config, num_blocks, self.max_model_len)
+            return ProcessExecutor(config, num_blocks, self.max_model_len, self._tiers)
         runner = load_runner(
             config,
             num_blocks,
@@ -303,7 +300,7 @@ class EngineCore:
             spec=self.spec,
             dtype=self._dtype,
             placement=self._placement,
-            connector=self._connector_worker,
+            connector=None if self._tiers is None else self._tiers.worker,
             progress=self._progress,
         )
         return InProcessExecutor(runner)
@@ -397,8 +394,8 @@ class EngineCore:
         output = None
         if self._executor is not None:
             output = self._executor.shutdown(copy_seconds)
-        elif self._connector_worker is not None:
-            self._connector_worker.shutdown(copy_seconds)
-            output = self._connector_worker.poll()
+        elif self._tiers is not None and self._tiers.worker is not None:
+            self._tiers.worker.shutdown(copy_seconds)
+            output = self._tiers.worker.poll()
         self._connector.update_from_worker(output or NOTHING_FINISHED)
         self._connector.shutdown(max(0.0, deadline - time.monotonic()))

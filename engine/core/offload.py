@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
-from ...connector.build import OffloadSettings, build_offload
+from ...connector.build import (
+    OffloadSettings,
+    WorkerDescription,
+    build_offload,
+    build_scheduler_side,
+)
 from ...connector.economics import Choice
 from ...connector.rates import PrefillRate
 from ...tiers.block import BlockLayout
@@ -22,6 +28,16 @@ Progress = Callable[[str], None]
 _PROGRESS_STEPS = 10
 
 
+class OpenTiers(NamedTuple):
+    """The scheduler side of a connector, and the worker side; or what that is built from in another
+    process, and the number of ended jobs is to be told to."""
+
+    side: KVConnectorScheduler
+    worker: KVConnectorWorker | None
+    description: WorkerDescription | None = None
+    note_ended: Callable[[int], None] | None = None
+
+
 def open_tiers(
     offload: OffloadConfig,
     layout: BlockLayout,
@@ -30,10 +46,11 @@ def open_tiers(
     *,
     device: str = "cpu",
     prefill: PrefillRate | None = None,
-) -> tuple[KVConnectorScheduler, KVConnectorWorker]:
-    """The two sides of the connector over the tiers that the settings name, for a pool on `device`.
-    Raises ConfigError, and nothing stays open then. `progress` hears what this is busy with;
-    `prefill` is what computing costs."""
+    with_worker: bool = True,
+) -> OpenTiers:
+    """The connector over the tiers that the settings name, for a pool on `device`; without its
+    worker side where that lives in another process. Raises ConfigError, and nothing stays open
+    then. `progress` hears what this is busy with; `prefill` is what computing costs."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     drill = offload.drill
     if drill is not None:
@@ -42,15 +59,18 @@ def open_tiers(
             " and ".join(drill.plans),
             offload.faults,
         )
+    options: dict[str, Any] = {
+        "namespace": namespace,
+        "progress": _steps_of(progress, "memory of the cpu tier"),
+        "wrap_store": None if drill is None else drill.wrap,
+        "prefill": prefill,
+    }
+    settings = offload_settings(offload, device)
     try:
-        return build_offload(
-            layout,
-            offload_settings(offload, device),
-            namespace=namespace,
-            progress=_steps_of(progress, "memory of the cpu tier"),
-            wrap_store=None if drill is None else drill.wrap,
-            prefill=prefill,
-        )
+        if with_worker:
+            return OpenTiers(*build_offload(layout, settings, **options))
+        side, description = build_scheduler_side(layout, settings, **options)
+        return OpenTiers(side, None, description, side.note_ended)
     except TierDown as error:
         required = "; --require-tiers was given" if offload.require_tiers else ""
         raise ConfigError(f"{error}{required}") from error

@@ -8,13 +8,16 @@ left. A worker that ends, answers out of order or answers too late is given up w
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from ..config import EngineConfig
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .executor import Executor, ExecutorDied, StepHandle
+from .offload import OpenTiers
 from .start import encode_start
 from .worker_messages import (
     Begin,
@@ -50,6 +54,8 @@ START_SECONDS = 1800.0  # a large model from a slow disk
 STEP_SECONDS = 600.0  # far beyond the longest step; then the worker is taken to be stuck
 # -P: a file in the working directory must not take the place of a package.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "stratakv.engine.core.worker_process")
+_NUMBER = struct.Struct("<I")
+_ALL = 2**32
 _POLL_SECONDS = 0.2
 _END_SECONDS = 10.0  # beyond the time for copies
 
@@ -67,6 +73,7 @@ class ProcessExecutor(Executor):
         config: EngineConfig,
         num_blocks: int | None,
         max_model_len: int,
+        tiers: OpenTiers | None = None,
         *,
         step_seconds: float = STEP_SECONDS,
         command: Sequence[str] = WORKER_COMMAND,
@@ -83,14 +90,24 @@ class ProcessExecutor(Executor):
         self._socket.set_hwm(0)  # a step or two are under way, never more
         endpoint = f"ipc://{self._directory}/worker"
         self._socket.bind(endpoint)
+        copies = None if tiers is None else tiers.description
+        wake_read, wake_write = os.pipe()
         self._process = subprocess.Popen(
             command,
+            pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
             stdin=subprocess.PIPE,
             stdout=2,  # its words are for people
             start_new_session=True,  # Ctrl-C is for this process, which then ends the other
         )
+        os.close(wake_write)
+        note_ended = None if tiers is None else tiers.note_ended
+        threading.Thread(
+            target=_pass_on, args=(wake_read, note_ended), name="worker-wake", daemon=True
+        ).start()
         level = logging.getLevelName(logging.getLogger("stratakv").getEffectiveLevel())
-        start = WorkerStart(config, endpoint, num_blocks, max_model_len, level)
+        start = WorkerStart(
+            config, endpoint, num_blocks, max_model_len, level, copies, wake_fd=wake_write
+        )
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(encode_start(start))
@@ -241,3 +258,14 @@ class ProcessExecutor(Executor):
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _pass_on(fd: int, note_ended: Callable[[int], None] | None) -> None:
+    """Tell the connector how many of its copies have ended; all of them, once the worker is gone:
+    nobody will ever end the others."""
+    with os.fdopen(fd, "rb", buffering=0) as pipe:
+        while len(number := pipe.read(_NUMBER.size)) == _NUMBER.size:
+            if note_ended is not None:
+                note_ended(_NUMBER.unpack(number)[0])
+    if note_ended is not None:
+        note_ended(_ALL)

@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 
 from ...tiers.block import tenant_salt
+from ...tiers.context import NO_CONTEXT, RequestContext
 from ..embeds import EmbedArray, check_params_for_embeds, read_embeds
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams
-from ..wire import AddRequest
+from ..wire import NO_EXTRAS, AddRequest
 
 
 class RequestBuilder:
@@ -88,6 +89,20 @@ class RequestBuilder:
                 "hold it and at least one new token; shorten it"
             )
         return tokens.astype(np.int32, copy=False)
+
+
+def context_of(request: AddRequest) -> RequestContext:
+    """What the tiers may know of who asks."""
+    extras = request.extras
+    if not request.tenant and extras is None:
+        return NO_CONTEXT
+    extras = extras or NO_EXTRAS
+    return RequestContext(
+        tenant=request.tenant or None,
+        session=extras.session or None,
+        priority=request.priority,
+        transfer=extras.kv_transfer or None,
+    )
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

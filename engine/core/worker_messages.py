@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
+from ...connector.build import WorkerDescription
 from ..config import EngineConfig
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -27,6 +28,8 @@ class WorkerStart(msgspec.Struct):
     num_blocks: int | None  # of the pool; None: what the device has left
     max_model_len: int
     log_level: str
+    copies: WorkerDescription | None = None  # for the worker side of a connector
+    wake_fd: int = -1  # where it writes how many copies have ended, u32 little-endian
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):
@@ -82,12 +85,8 @@ class Returned(msgspec.Struct, tag="returned", array_like=True):
     output: ConnectorWorkerOutput | None = None
 
 
-class Woken(msgspec.Struct, tag="woken", array_like=True):
-    """A copy has ended, and a step would report it. Comes at any time and answers nothing."""
-
-
 ToWorker = Begin | Sample | Call | Stop
-FromWorker = Up | Done | Failed | Returned | Woken
+FromWorker = Up | Done | Failed | Returned
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import struct
 import sys
 import threading
 from collections import deque
@@ -14,6 +15,9 @@ from collections import deque
 import torch
 import zmq
 
+from ...connector.base import KVConnectorWorker
+from ...connector.build import build_worker_side
+from ...tiers.errors import TierConfigError
 from ...tiers.settings.values import ConfigError
 from .. import logs
 from ..models.spec import load_model_spec
@@ -62,9 +66,10 @@ class WorkerServer:
         try:
             self._runner = self._load()
         except Exception as error:
-            if not isinstance(error, ConfigError):
+            is_config = isinstance(error, ConfigError | TierConfigError)
+            if not is_config:
                 logger.error("the worker cannot start", exc_info=error)
-            self._send(Failed(_words(error), is_config_error=isinstance(error, ConfigError)))
+            self._send(Failed(_words(error), is_config_error=is_config))
             self._close()
             return EXIT_FAILED
         gc.collect()
@@ -90,9 +95,19 @@ class WorkerServer:
             spec=spec,
             dtype=dtype_for(config, spec, placement.device),
             placement=placement,
-            connector=None,
+            connector=self._copies(),
             progress=logger.info,
         )
+
+    def _copies(self) -> KVConnectorWorker | None:
+        description, fd = self._start.copies, self._start.wake_fd
+        if description is None:
+            return None
+
+        def wake(num_ended: int) -> None:
+            os.write(fd, struct.pack("<I", num_ended))
+
+        return build_worker_side(description, wake)
 
     def _handle(self, message: Begin | Sample | Call) -> None:
         if isinstance(message, Begin):
@@ -141,7 +156,8 @@ class WorkerServer:
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    is_config = isinstance(error, ConfigError | TierConfigError)
+    return str(error) if is_config else f"{type(error).__name__}: {error}"
 
 
 def _leave_with_launcher() -> None:

@@ -68,6 +68,69 @@ def test_random_requests_get_the_tokens_of_one_process(
     assert core.scheduler.counts["preemptions"] > 0
 
 
+def test_blocks_go_to_the_tiers_and_come_back(
+    make_core: MakeCore, greedy_reference: Reference, tmp_path: Path
+) -> None:
+    """The slab is filled and read by the other process; what it wrote outlives both."""
+    options = {
+        "distributed_executor_backend": "mp",
+        "num_blocks": 24,
+        "kv_offload": "cpu,ssd",
+        "kv_offload_load": "always",
+        "kv_offload_cpu_bytes": "1MiB",
+        "kv_offload_ssd_bytes": "64MiB",
+        "kv_offload_ssd_path": str(tmp_path),
+    }
+    prompts = {f"r{i}": prompt_of(60, i) for i in range(8)}
+    seen: dict[str, int] = {}
+    for _ in range(2):
+        core = make_core(**options)
+        for turn in range(2):
+            for name, prompt in prompts.items():
+                core.add(request(f"{name} {turn}", prompt))
+                answer = finish(core, [], 1)[f"{name} {turn}"]
+                assert answer.new_token_ids == greedy_reference(prompt, 6)
+                for tier, tokens in (answer.cached_tokens_by_tier or {}).items():
+                    seen[tier] = seen.get(tier, 0) + tokens
+        core.shutdown(10.0)
+    assert seen["cpu"] > 0
+    assert seen["ssd"] > 0
+
+
+def test_what_was_stored_outlives_a_worker_that_is_killed(
+    tiny_model: Path, greedy_reference: Reference, tmp_path: Path
+) -> None:
+    """Its copies end with it, so nobody waits for them, and the slab goes down to the disk."""
+    options = {
+        "kv_offload": "cpu,ssd",
+        "kv_offload_load": "always",
+        "kv_offload_cpu_bytes": "1MiB",
+        "kv_offload_ssd_bytes": "64MiB",
+        "kv_offload_ssd_path": str(tmp_path),
+        "num_blocks": 24,
+    }
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp", **options))
+    assert isinstance(core.executor, ProcessExecutor)
+    for i in range(6):
+        core.add(request(f"r{i}", prompt_of(60, i)))
+        finish(core, [], 1)
+    os.kill(core.executor.pid, signal.SIGKILL)
+    core.add(request("late", prompt_of(20)))
+    with pytest.raises(ExecutorDied):
+        finish(core, [], 1)
+    began = time.monotonic()
+    core.shutdown(30.0)
+    assert time.monotonic() - began < 25.0, "it waited for copies that nobody makes"
+    again = EngineCore(config_of(tiny_model, **options))
+    try:
+        again.add(request("a", prompt_of(60, 0)))
+        answer = finish(again, [], 1)["a"]
+        assert answer.new_token_ids == greedy_reference(prompt_of(60, 0), 6)
+        assert (answer.cached_tokens_by_tier or {})["ssd"] > 0
+    finally:
+        again.shutdown(5.0)
+
+
 def test_a_worker_that_is_killed_ends_the_engine_with_the_reason(tiny_model: Path) -> None:
     core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
     assert isinstance(core.executor, ProcessExecutor)
