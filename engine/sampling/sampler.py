@@ -6,7 +6,8 @@
 
 Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
 one uniform number each. A seeded row's number is a hash of its seed and of how many tokens it has,
-so it needs no generator state: it is the same whatever else is in the batch, and after preemption.
+draft tokens before it included, so it needs no generator state: it is the same whatever else is in
+the batch, and after preemption.
 The logits stay on the device that computed them; parameters go there and one answer comes back.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,7 @@ from ..batch.batch_update import BatchUpdate, IntArray
 from ..logprobs import PositionLogprobs
 from .copies import to_device, to_host
 from .logprobs import position_entries, position_tensors, raw_logprobs
-from .processors.base import LogitsProcessor, ProcessorContext
+from .processors.base import Drafts, LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, SamplingRows
@@ -34,6 +36,21 @@ from .truncation import truncate
 
 # Penalties are last of those before the choice: repetition looks at the sign that biases leave.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (MinTokens, BadWords, LogitBias, Penalties, MinP)
+
+
+class LogitsRows(NamedTuple):
+    """To what each row of logits belongs, as `LogitsProcessor.apply` explains it."""
+
+    rows: IntArray  # of the batch
+    offsets: IntArray | None = None
+    drafts: Drafts | None = None
+
+    def at(self, indices: IntArray) -> LogitsRows:
+        """Some of them."""
+        if self.offsets is None or self.drafts is None:
+            return LogitsRows(self.rows[indices])
+        drafts = [self.drafts[index] for index in indices.tolist()]
+        return LogitsRows(self.rows[indices], self.offsets[indices], drafts)
 
 
 class ProcessorSet:
@@ -56,19 +73,31 @@ class ProcessorSet:
         for processor in self._all:
             processor.update_state(update)
 
-    def before_choice(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def before_choice(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
-        return _apply(self._before_choice, logits, rows)
+        return _apply(self._before_choice, logits, LogitsRows(rows, offsets, drafts))
 
-    def after_temperature(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def after_temperature(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         """Apply the processors that matter to random draws only. May overwrite `logits`."""
-        return _apply(self._after_temperature, logits, rows)
+        return _apply(self._after_temperature, logits, LogitsRows(rows, offsets, drafts))
 
 
-def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: IntArray) -> Tensor:
+def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRows) -> Tensor:
     for processor in processors:
         if processor.is_active:
-            logits = processor.apply(logits, rows)
+            logits = processor.apply(logits, *rows)
     return logits
 
 
@@ -121,11 +150,20 @@ class Sampler:
         rows: IntArray,
         mask: TokenMask | None = None,
         masked: Sequence[int] = (),
+        *,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
     ) -> Sampled:
         """One token for each row of `logits` `[len(rows), vocab]`, which belong to these rows of
-        the batch; where there is a mask, `masked` are the indices of the rows it is for. The logits
+        the batch; where there is a mask, `masked` are the indices of the rows it is for. `offsets`
+        and `drafts` are those of `LogitsProcessor.apply`: a row behind draft tokens gets the token
+        that its request would get after them; raises ValueError where they do not fit. The logits
         are overwritten where a request changes them. Waits for the device
         once, for the answer; twice in the rare step in which top-p needed more candidates."""
+        belongs = LogitsRows(rows)
+        if offsets is not None:
+            belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
+            _check_drafts(belongs)
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         # A sum is finite only where every term is; one pass, and no temporary of the same size.
@@ -136,14 +174,14 @@ class Sampler:
             raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
         if mask is not None:
             mask.apply(logits, masked)
-        logits = self._processors.before_choice(logits, rows)
+        logits = self._processors.before_choice(logits, *belongs)
         best = logits.max(dim=-1)
-        drawn = _Drawn(logits, best.values, best.indices, rows)
+        drawn = _Drawn(logits, best.values, best.indices, belongs)
         known = torch.stack((is_finite, torch.isfinite(best.values)))
         random = np.flatnonzero(self._rows.temperature[rows] > 0.0)
         if len(random) == 0:
             return self._fetch(drawn, known, raw, [])[0]
-        numbers = self._uniform(rows[random])
+        numbers = self._uniform(belongs.at(random))
         short = self._draw_all(drawn, random, numbers)
         sampled, is_short = self._fetch(drawn, known, raw, short)
         if is_short.any():
@@ -186,7 +224,7 @@ class Sampler:
         for part in parts:
             index = to_device(random[part], logits.device)
             from_best = logits[index].sub_(drawn.best[index, None])
-            part_rows = drawn.rows[random[part]]
+            part_rows = drawn.rows.at(random[part])
             tokens, is_short = self._draw(
                 from_best, to_device(numbers[part], logits.device), part_rows, all_candidates
             )
@@ -202,14 +240,15 @@ class Sampler:
         ]
 
     def _draw(
-        self, from_best: Tensor, numbers: Tensor, rows: IntArray, all_candidates: bool
+        self, from_best: Tensor, numbers: Tensor, belongs: LogitsRows, all_candidates: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Random tokens by uniform `numbers`, and what `truncate` says; overwrites `from_best`, the
         logits less the highest of each row, so that no small temperature can overflow. No row has a
         temperature of 0."""
+        rows = belongs.rows
         temperatures = to_device(self._rows.temperature[rows][:, None], from_best.device)
         scaled = from_best.div_(temperatures.to(from_best.dtype))
-        scaled = self._processors.after_temperature(scaled, rows)
+        scaled = self._processors.after_temperature(scaled, *belongs)
         is_short = truncate(
             scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
         )
@@ -223,12 +262,16 @@ class Sampler:
         # Only rows that are not finite get beyond.
         return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
-    def _uniform(self, rows: IntArray) -> npt.NDArray[np.float64]:
+    def _uniform(self, belongs: LogitsRows) -> npt.NDArray[np.float64]:
         """One number in [0, 1) for each row."""
+        rows, offsets, _ = belongs
         drawn = torch.rand(len(rows), dtype=torch.float64, generator=self._generator)
         numbers: npt.NDArray[np.float64] = drawn.numpy()
         for index, seeded in self._rows.seeded.of(rows):
-            numbers[index] = uniform_of(seeded.seed, len(seeded.output_token_ids))
+            position = len(seeded.output_token_ids)
+            if offsets is not None:
+                position += int(offsets[index])
+            numbers[index] = uniform_of(seeded.seed, position)
         return numbers
 
 
@@ -239,7 +282,7 @@ class _Drawn:
     logits: Tensor  # [rows, vocab], as the requests want them; a draw works on copies
     best: Tensor  # [rows] the highest of each
     chosen: Tensor  # int64 [rows], which draws overwrite
-    rows: IntArray  # of the batch
+    rows: LogitsRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +300,19 @@ class _Raw:
         for index, entry in zip(self.asked.tolist(), made, strict=True):
             entries[index] = entry
         return entries
+
+
+def _check_drafts(belongs: LogitsRows) -> None:
+    rows, offsets, drafts = belongs
+    assert offsets is not None and drafts is not None
+    lengths = [len(tokens) for tokens in drafts]
+    if len(offsets) != len(rows) or len(lengths) != len(rows):
+        raise ValueError(
+            f"{len(rows)} rows of logits need as many offsets and lists of draft tokens, not "
+            f"{len(offsets)} and {len(lengths)}"
+        )
+    if (offsets < 0).any() or (offsets > lengths).any():
+        raise ValueError(f"offsets {offsets.tolist()} for lists of {lengths} draft tokens")
 
 
 def _take(tensor: Tensor, indices: IntArray) -> Tensor:

@@ -5,6 +5,17 @@
 
 State is kept by row of the persistent batch and follows requests through BatchUpdates alone
 (`RowStates` and `RowValues` in row_states.py do that).
+
+A row of logits is not a request. With speculation a request has several: one after its newest
+token, one after each of its draft tokens. `offsets` and `drafts` of `apply` say which is which:
+
+    output so far    a b c
+    draft tokens           x y
+    rows of logits        0 1 2        the offsets: draft tokens that lie before
+
+`LogitsProcessor`, `StatefulProcessor`, `ProcessorContext` and the BatchUpdate are the public
+interface (`docs/logits-processors.md`), frozen since 0.1.0: names, arguments and their meaning
+stay, and what is added later has a default.
 """
 
 from __future__ import annotations
@@ -22,6 +33,16 @@ from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
 from ..copies import to_device
 from ..row_states import RowStates
 
+# For each row of logits the draft tokens of its request; rows of one request may share a list.
+Drafts = Sequence[Sequence[int]]
+
+
+def drafted(index: int, offsets: IntArray | None, drafts: Drafts | None) -> Sequence[int]:
+    """The draft tokens before the row of logits `index`."""
+    if offsets is None or drafts is None:
+        return ()
+    return drafts[index][: offsets[index]]
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessorContext:
@@ -37,13 +58,14 @@ class LogitsProcessor(ABC):
 
     A caller may rely on: rows it has not asked for stay as they are; a row whose request asked for
     nothing comes back unchanged, bit for bit; what a row becomes depends on its own request alone,
-    not on its index nor on other rows; nothing is kept of a removed row; token ids of a request
-    that lie outside the vocabulary are ignored.
+    not on its index nor on other rows; a row behind draft tokens becomes what it would if they were
+    the end of the output; nothing is kept of a removed row, nor of draft tokens; token ids of a
+    request that lie outside the vocabulary are ignored.
 
     A processor may rely on: one thread calls it; every BatchUpdate arrives before the next `apply`;
     an output list only grows while its request holds a row, and has every token sampled before;
-    a request that returns after preemption is added again. It must not change that list, nor keep
-    `logits` or `rows` after `apply`.
+    draft tokens are never in it; a request that returns after preemption is added again. It must
+    not change what it is given but `logits`, nor keep it after `apply`.
     """
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -65,10 +87,20 @@ class LogitsProcessor(ABC):
         """Take in one step's changes: rows removed, then added, then moved."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         """Change `logits` `[len(rows), vocab]`, float32 or float64, in place or not, and return
         them, of the same shape and type. `rows` are the rows of the batch that they belong to, in
-        any order and not always all of them. A logit of -inf is a banned token and must stay so."""
+        any order and not always all of them. A logit of -inf is a banned token and must stay so.
+
+        `offsets` `[len(rows)]` says how many draft tokens of its request lie before each row of
+        logits: they are `drafts[i][: offsets[i]]`, and `drafts[i]` may go on behind them. A row of
+        the batch may then stand in `rows` several times. None, both at once: there are none."""
 
 
 State = TypeVar("State")

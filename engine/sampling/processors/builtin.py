@@ -21,7 +21,16 @@ from torch import Tensor
 from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
 from ..copies import to_device
 from ..row_states import RowValues
-from .base import LogitsProcessor, ProcessorContext, StatefulProcessor, ban, entries_of, known_ids
+from .base import (
+    Drafts,
+    LogitsProcessor,
+    ProcessorContext,
+    StatefulProcessor,
+    ban,
+    drafted,
+    entries_of,
+    known_ids,
+)
 
 
 class Minimum(NamedTuple):
@@ -35,13 +44,20 @@ class Minimum(NamedTuple):
 class MinTokens(StatefulProcessor[Minimum]):
     """Bans stop ids, and the model's own end unless it is ignored."""
 
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         parts = []
         for index, minimum in self._states.of(rows):
-            if len(minimum.output_token_ids) < minimum.length:
-                parts.append((index, minimum.banned))
-            else:
+            length = len(minimum.output_token_ids)
+            if length >= minimum.length:
                 self._states.discard(int(rows[index]))
+            elif offsets is None or length + offsets[index] < minimum.length:
+                parts.append((index, minimum.banned))
         return ban(logits, parts)
 
     def _state_of(self, added: AddedRow) -> Minimum | None:
@@ -74,7 +90,13 @@ class MinP(LogitsProcessor):
     def update_state(self, update: BatchUpdate) -> None:
         self._log_shares.update(update)
 
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         log_shares = self._log_shares.values[rows]
         asked = np.flatnonzero(log_shares > -np.inf)
         if len(asked) == 0:
@@ -107,7 +129,13 @@ class Biases(NamedTuple):
 class LogitBias(StatefulProcessor[Biases]):
     """Adds. A token named twice gets both numbers."""
 
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         asked = self._states.of(rows)
         if asked:
             parts = [(index, biases.token_ids) for index, biases in asked]
@@ -145,10 +173,13 @@ class BadSequences:
         self._prompt_end: list[int] = added.prompt_token_ids[start:].tolist()
         self._output_token_ids = added.output_token_ids
 
-    def banned_now(self) -> list[IntArray]:
-        """The ids that would complete a sequence; one of them may be named twice."""
+    def banned_after(self, drafts: Sequence[int] = ()) -> list[IntArray]:
+        """The ids that would complete a sequence after the output and these draft tokens; one of
+        them may be named twice."""
         longest = self._lengths[-1]
         newest = self._output_token_ids[-longest:] if longest else []
+        if longest and drafts:
+            newest = [*newest, *drafts][-longest:]
         if len(newest) < longest:
             newest = self._prompt_end + newest
         size = len(newest)
@@ -163,9 +194,22 @@ class BadSequences:
 class BadWords(StatefulProcessor[BadSequences]):
     """Bans what would complete a bad sequence."""
 
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         asked = self._states.of(rows)
-        parts = [(index, ids) for index, bad in asked for ids in bad.banned_now()]
+        if offsets is None:
+            parts = [(index, ids) for index, bad in asked for ids in bad.banned_after()]
+            return ban(logits, parts)
+        parts = [
+            (index, ids)
+            for index, bad in asked
+            for ids in bad.banned_after(drafted(index, offsets, drafts))
+        ]
         return ban(logits, parts)
 
     def _state_of(self, added: AddedRow) -> BadSequences | None:
@@ -225,6 +269,21 @@ class SeenTokens:
                 self._counts[counted] += 1
         self._num_counted = len(output)
 
+    def after(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """Ids and counts as if the output went on with these draft tokens, which are not kept."""
+        if not drafts:
+            return self.token_ids, self.counts
+        counts = self.counts.copy()
+        new: dict[int, int] = {}
+        for token in drafts:
+            place = self._place_of.get(token)
+            if place is not None:
+                counts[place] += 1
+            elif 0 <= token < self._vocab_size:
+                new[token] = new.get(token, 0) + 1
+        ids = np.concatenate([self.token_ids, np.array(list(new), np.int64)])
+        return ids, np.concatenate([counts, np.array(list(new.values()), np.int64)])
+
     def _place(self, token: int) -> int:
         place = self._place_of.get(token)
         if place is None:
@@ -241,17 +300,29 @@ class SeenTokens:
 class Penalties(StatefulProcessor[SeenTokens]):
     """All three, of all rows at once."""
 
-    def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Tensor:
         asked = self._states.of(rows)
         if not asked:
             return logits
-        seen = [tokens for _, tokens in asked]
-        for tokens in seen:
+        parts: list[tuple[int, IntArray]] = []
+        counts: list[IntArray] = []
+        for index, tokens in asked:
             tokens.count_new()
+            ids, there = tokens.token_ids, tokens.counts
+            if offsets is not None:
+                ids, there = tokens.after(drafted(index, offsets, drafts))
+            parts.append((index, ids))
+            counts.append(there)
         device = logits.device
-        entries = entries_of([(index, tokens.token_ids) for index, tokens in asked], device)
+        entries = entries_of(parts, device)
         values = logits[tuple(entries)]
-        repetition, subtracted = _by_entry(seen)
+        repetition, subtracted = _by_entry([tokens.strengths for _, tokens in asked], counts)
         divisor = to_device(repetition, device).to(values.dtype)
         values = torch.where(values > 0, values / divisor, values * divisor)
         values -= to_device(subtracted, device).to(values.dtype)
@@ -275,11 +346,10 @@ class Penalties(StatefulProcessor[SeenTokens]):
 
 
 def _by_entry(
-    seen: Sequence[SeenTokens],
+    strengths: Sequence[Strengths], counts_by_row: Sequence[IntArray]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """For each token of each row: the repetition penalty, and what the other two subtract."""
-    sizes = [len(tokens.token_ids) for tokens in seen]
-    strengths = np.array([tokens.strengths for tokens in seen], np.float64)
-    repetition, frequency, presence = np.repeat(strengths, sizes, axis=0).T
-    counts = np.concatenate([tokens.counts for tokens in seen])
+    sizes = [len(counts) for counts in counts_by_row]
+    repetition, frequency, presence = np.repeat(np.array(strengths, np.float64), sizes, axis=0).T
+    counts = np.concatenate(counts_by_row)
     return np.ascontiguousarray(repetition), counts * frequency + (counts > 0) * presence

@@ -33,6 +33,7 @@ def check_processor(
     _does_something(make(CONTEXT), wishes, rng)
     _follows_its_requests(make, wishes, rng, steps)
     _forgets(make(CONTEXT), wishes, rng)
+    check_drafts(make, wishes, rng, steps)
 
 
 def _logits(rng: random.Random, num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -113,3 +114,46 @@ def _forgets(
     assert not processor.is_active
     gc.collect()
     assert watched and all(reference() is None for reference in watched)
+
+
+def check_drafts(
+    make: Callable[[ProcessorContext], LogitsProcessor],
+    wishes: Sequence[dict[str, Any]],
+    rng: random.Random,
+    steps: int,
+) -> None:
+    """A row behind draft tokens becomes what it does where they are the end of the output, bit for
+    bit in float64, and nothing of them is kept."""
+    processor = make(CONTEXT)
+    batch = RandomBatch(rng, MAX_ROWS, CONTEXT.vocab_size)
+    for _ in range(steps):
+        processor.update_state(batch.change([*wishes, PLAIN]))
+        rows, offsets, drafts = draft_rows(batch, rng)
+        logits = _logits(rng, len(rows), torch.float64)
+        without = processor.apply(logits.clone(), rows)
+        result = processor.apply(logits.clone(), rows, offsets, drafts)
+        for index, row in enumerate(rows.tolist()):
+            one = batch.rows[row]
+            output = [*one.output_token_ids, *drafts[index][: offsets[index]]]
+            really = make(CONTEXT)
+            really.update_state(added(one._replace(row=0, output_token_ids=output)))
+            expected = really.apply(logits[index : index + 1].clone(), np.array([0]))
+            assert torch.equal(result[index : index + 1], expected)
+        assert torch.equal(processor.apply(logits.clone(), rows), without)
+        assert torch.equal(processor.apply(logits.clone(), rows, 0 * offsets, drafts), without)
+        batch.grow()
+
+
+def draft_rows(
+    batch: RandomBatch, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
+    """Rows of logits in any order: none, one or several for each row of the batch."""
+    found: list[tuple[int, int, list[int]]] = []
+    for row in batch.rows:
+        # Few ids, so that sequences complete, and one that no vocabulary has.
+        draft = [rng.choice([2, 4, 5, 6, 6, 8, 999]) for _ in range(rng.randint(0, 5))]
+        offsets = rng.sample(range(len(draft) + 1), rng.randint(0, len(draft) + 1))
+        found += [(row, offset, draft) for offset in offsets]
+    rng.shuffle(found)
+    rows, offsets = (np.array([one[i] for one in found], np.int64) for i in (0, 1))
+    return rows, offsets, [one[2] for one in found]

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stratakv.engine.sampling.processors.base import LogitsProcessor
@@ -72,27 +76,74 @@ class Keeps(MinTokens):
 class Spills(LogitBias):
     """Changes rows that asked for nothing."""
 
-    def apply(self, logits: Any, rows: Any) -> Any:
-        return super().apply(logits, rows).mul_(1.0000001)
+    def apply(self, logits: Any, rows: Any, *drafts: Any) -> Any:
+        return super().apply(logits, rows, *drafts).mul_(1.0000001)
 
 
 class Lifts(Penalties):
     """Makes banned tokens possible again."""
 
-    def apply(self, logits: Any, rows: Any) -> Any:
-        return super().apply(logits, rows).clamp_(min=-1e9)
+    def apply(self, logits: Any, rows: Any, *drafts: Any) -> Any:
+        return super().apply(logits, rows, *drafts).clamp_(min=-1e9)
 
 
 class Recalls(Penalties):
     """Counts a token only when it is told of a row."""
 
-    def apply(self, logits: Any, rows: Any) -> Any:
+    def apply(self, logits: Any, rows: Any, *drafts: Any) -> Any:
         for _, tokens in self._states.of(rows):
             tokens._num_counted = len(tokens._output_token_ids)
+        return super().apply(logits, rows, *drafts)
+
+
+class Deaf(BadWords):
+    """Does not hear of draft tokens."""
+
+    def apply(self, logits: Any, rows: Any, *drafts: Any) -> Any:
         return super().apply(logits, rows)
 
 
-@pytest.mark.parametrize("broken", [Stays, Keeps, Spills, Lifts, Recalls])
+class RunsAhead(Penalties):
+    """Takes the draft tokens behind a row for ones before it."""
+
+    def apply(self, logits: Any, rows: Any, offsets: Any = None, drafts: Any = None) -> Any:
+        if offsets is not None:
+            offsets = np.array([len(tokens) for tokens in drafts])
+        return super().apply(logits, rows, offsets, drafts)
+
+
+class Believes(Penalties):
+    """Keeps draft tokens as if they were there to stay."""
+
+    def apply(self, logits: Any, rows: Any, offsets: Any = None, drafts: Any = None) -> Any:
+        for index, tokens in self._states.of(rows) if offsets is not None else ():
+            for token in drafts[index][: offsets[index]]:
+                tokens._output_token_ids.append(token)
+        return super().apply(logits, rows)
+
+
+class Ends(MinTokens):
+    """Forgets a minimum that draft tokens reach."""
+
+    def apply(self, logits: Any, rows: Any, offsets: Any = None, drafts: Any = None) -> Any:
+        for index, minimum in self._states.of(rows) if offsets is not None else ():
+            if len(minimum.output_token_ids) + offsets[index] >= minimum.length:
+                self._states.discard(int(rows[index]))
+        return super().apply(logits, rows, offsets, drafts)
+
+
+@pytest.mark.parametrize(
+    "broken", [Stays, Keeps, Spills, Lifts, Recalls, Deaf, RunsAhead, Believes, Ends]
+)
 def test_the_contract_notices(broken, rng):
     with pytest.raises(AssertionError):
         check_processor(broken, WISHES[broken.__base__], rng)
+
+
+def test_the_example_of_the_page_keeps_the_promise(rng, tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[3] / "docs" / "logits-processors.md"
+    [code] = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "example_of_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    example = importlib.import_module("example_of_the_page")
+    check_processor(example.NoRepeat, [{"seed": 7}], rng)
