@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The rooms of engine/ from the bottom up: its folders and the modules beside them, each with the
 # rooms it imports. A room lists only rooms above it in this table, so no arrow runs up.
 ENGINE_ROOMS: dict[str, str] = {
+    "embeds": "",
     "extras": "",
     "logprobs": "",
     "logs": "",
@@ -80,8 +81,10 @@ ENGINE_ROOMS: dict[str, str] = {
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs",
-    "scheduler": "cache config logprobs observer repetition request sampling_params wire",
-    "worker": "batch cache config logprobs models plan request sampling sampling_params scheduler",
+    "scheduler": "cache config embeds logprobs observer repetition request sampling_params wire",
+    "worker": (
+        "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
+    ),
     "core": (
         "cache config extras logs models observer offload_config plan request sampling "
         "sampling_params scheduler wire worker"

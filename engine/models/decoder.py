@@ -5,12 +5,15 @@ Norms are computed in float32 at least, as transformers does; in float64 they st
 rounding them would make results depend on the order of additions again (`elementwise.py`). What
 tells the families apart is in the weights: a bias or a norm that is None is not computed. Knows
 nothing of requests, blocks or sampling: positions and the attention plan come from outside.
+
+    embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,7 @@ from torch import Tensor
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
 from .layers import Elementwise, Linear
+from .mlp import make_mlp
 from .rope import rope_tables
 from .spec import ModelSpec
 
@@ -35,20 +39,76 @@ class Attention(Protocol[_Plan]):
         `[tokens, heads, head_dim]`: `[tokens, heads * head_dim]`."""
 
 
-class _Layer:
-    """The matrices and norms of one layer."""
+class AuxStates:
+    """A request for hidden states inside the network: of the rows that a step asks for, as they go
+    into each of these layers, 0 being the embedding and the number of layers what the last norm
+    gets. A forward pass fills in `found`."""
 
-    __slots__ = ("attention_norm", "down", "gate", "head_norms", "mlp_norm", "out", "qkv", "up")
+    __slots__ = ("found", "layers")
 
-    def __init__(self, weights: LayerWeights) -> None:
-        self.attention_norm = weights.attention_norm
-        self.qkv = Linear(weights.qkv, weights.qkv_bias)
-        self.head_norms = weights.head_norms
-        self.out = Linear(weights.out, weights.out_bias)
-        self.mlp_norm = weights.mlp_norm
-        self.gate = Linear(weights.gate, weights.gate_bias)
-        self.up = Linear(weights.up, weights.up_bias)
-        self.down = Linear(weights.down, weights.down_bias)
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers = frozenset(layers)
+        self.found: dict[int, Tensor] = {}  # layer -> [rows, hidden]
+
+    def look(self, x: Tensor, layer: int, wanted: Tensor | None) -> None:
+        """Keep `x` `[tokens, hidden]` where it is asked for."""
+        if layer in self.layers:
+            self.found[layer] = x if wanted is None else x[wanted]
+
+
+class Embeds(NamedTuple):
+    """Rows of a step that come as embeddings: no token id is looked up for them."""
+
+    rows: Tensor  # int64 [n], each once
+    values: Tensor  # [n, hidden]
+
+
+class Layer:
+    """The matrices and norms of one layer, and the two parts they make."""
+
+    __slots__ = (
+        "_attention_norm", "_head_norms", "_mlp", "_mlp_norm", "_ops", "_out", "_qkv", "_spec",
+    )  # fmt: skip
+
+    def __init__(self, spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> None:
+        self._spec, self._ops = spec, elementwise
+        self._attention_norm = weights.attention_norm
+        self._qkv = Linear(weights.qkv, weights.qkv_bias)
+        self._head_norms = weights.head_norms
+        self._out = Linear(weights.out, weights.out_bias)
+        self._mlp_norm = weights.mlp_norm
+        self._mlp = make_mlp(spec, weights, elementwise)
+
+    def attention(
+        self,
+        x: Tensor,
+        index: int,
+        cos: Tensor,
+        sin: Tensor,
+        attention: Attention[Plan],
+        plan: Plan,
+    ) -> Tensor:
+        """Attention of `x` `[tokens, hidden]` before its output matrix: `[tokens, heads *
+        head_dim]`. `index` is the layer's number in the pool."""
+        spec = self._spec
+        qkv = self._qkv(self._norm(x, self._attention_norm))
+        heads = qkv.view(len(x), -1, spec.head_dim)
+        turning = spec.num_heads + spec.num_kv_heads
+        turned = heads[:, :turning]
+        if self._head_norms is not None:
+            turned = self._norm(turned, self._head_norms)
+        rotated = self._ops.rotate(turned, cos, sin)
+        q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
+        return attention(q, k, heads[:, turning:], index, plan)
+
+    def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output `[rows, hidden]` from rows of its input and of its attention."""
+        x = x + self._out(mixed)
+        return x + self._mlp(self._norm(x, self._mlp_norm))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Over the last dimension; `weight` may be a vector for each head."""
+        return self._ops.norm(x, weight, self._spec.rms_norm_eps)
 
 
 class Decoder:
@@ -69,9 +129,9 @@ class Decoder:
         self.spec = spec
         self._ops = elementwise
         self._embedding = weights.embedding
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         while weights.layers:
-            self._layers.append(_Layer(weights.layers.pop(0)))
+            self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
         self._last_norm = weights.norm
         self._head = Linear(weights.head)
         cos, sin = rope_tables(spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
@@ -111,56 +171,52 @@ class Decoder:
         positions: Tensor,
         attention: Attention[Plan],
         plan: Plan,
-        sampled: Tensor | None,
+        wanted: Tensor | None,
+        *,
+        embeds: Embeds | None = None,
+        aux: AuxStates | None = None,
     ) -> Tensor:
-        """Hidden states `[len(sampled), hidden]` of the rows `sampled` (int64) of the step, all of
-        them where it is None.
+        """`embed`, then `run`. `token_ids` and `positions` are int64 `[tokens]`."""
+        x = self.embed(token_ids, embeds)
+        return self.run(x, positions, attention, plan, wanted, aux)
 
-        `token_ids` and `positions` are int64 `[tokens]`. K and V of all tokens are written; past
-        the last attention only the sampled rows are computed, for nothing else is ever read.
-        """
+    def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
+        """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
+        vocabulary."""
         x = F.embedding(token_ids, self._embedding)
+        if embeds is not None:
+            x.index_copy_(0, embeds.rows, embeds.values.to(x.dtype))
+        return x
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attention: Attention[Plan],
+        plan: Plan,
+        wanted: Tensor | None,
+        aux: AuxStates | None = None,
+    ) -> Tensor:
+        """Hidden states `[len(wanted), hidden]` of the rows `wanted` (int64) of a step that begins
+        with `x` `[tokens, hidden]`, all of them where it is None; normed, as `logits` takes them.
+
+        K and V of all tokens are written; past the last attention only the wanted rows are
+        computed, for nothing else is ever read.
+        """
         cos, sin = self._cos[positions], self._sin[positions]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            mixed = self._mix(x, layer, index, cos, sin, attention, plan)
-            if index == last and sampled is not None:
-                x, mixed = x[sampled], mixed[sampled]
-            x = x + layer.out(mixed)
-            x = x + self._mlp(x, layer)
-        return self._norm(x, self._last_norm)
+            if aux is not None:
+                aux.look(x, index, wanted)
+            mixed = layer.attention(x, index, cos, sin, attention, plan)
+            if index == last and wanted is not None:
+                x, mixed = x[wanted], mixed[wanted]
+            x = layer.rest(x, mixed)
+        if aux is not None:
+            aux.look(x, last + 1, None)
+        return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
         prompt can be computed piece by piece."""
         return self._head(hidden)
-
-    def _mix(
-        self,
-        x: Tensor,
-        layer: _Layer,
-        index: int,
-        cos: Tensor,
-        sin: Tensor,
-        attention: Attention[Plan],
-        plan: Plan,
-    ) -> Tensor:
-        """Attention before its output matrix: `[tokens, heads * head_dim]`."""
-        spec = self.spec
-        qkv = layer.qkv(self._norm(x, layer.attention_norm))
-        heads = qkv.view(len(x), -1, spec.head_dim)
-        turning = spec.num_heads + spec.num_kv_heads
-        turned = heads[:, :turning]
-        if layer.head_norms is not None:
-            turned = self._norm(turned, layer.head_norms)
-        rotated = self._ops.rotate(turned, cos, sin)
-        q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        return attention(q, k, heads[:, turning:], index, plan)
-
-    def _mlp(self, x: Tensor, layer: _Layer) -> Tensor:
-        x = self._norm(x, layer.mlp_norm)
-        return layer.down(self._ops.gated(layer.gate(x), layer.up(x)))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the last dimension; `weight` may be a vector for each head."""
-        return self._ops.norm(x, weight, self.spec.rms_norm_eps)

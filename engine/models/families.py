@@ -21,6 +21,12 @@ class Windows(Enum):
     SOME_LAYERS = "some layers"  # use_sliding_window switches, layer_types or max_window_layers say
 
 
+class MlpKind(Enum):
+    """How the part of a layer behind its attention is computed (`mlp.py`)."""
+
+    DENSE = "dense"  # the same matrices for every token
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family. An optional default of None means that the value follows from others."""
@@ -32,6 +38,7 @@ class Family:
     mlp_bias: bool = False  # whether config.json's mlp_bias is heeded; else there are none
     head_norms: bool = False  # a norm over each head of the queries and of the keys
     windows: Windows = Windows.NONE
+    mlp: MlpKind = MlpKind.DENSE
     default_kv_heads: int | None = None  # None: as many as there are heads
     default_head_dim: int | None = None  # None: hidden_size over the heads
     default_max_positions: int | None = None  # None: config.json must say

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
+from ..embeds import EmbedArray
 from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..repetition import repeats
 from ..request import Request, RequestStatus, TokenArray
@@ -142,6 +143,9 @@ class NewRequestData:
     num_computed_tokens: int
     # Output of an earlier life, where the worker has forgotten the request.
     output_token_ids: list[int] = field(default_factory=list)
+    # float [num_prompt_tokens, hidden]: what the model reads instead of the prompt's ids, which
+    # must be in the vocabulary all the same.
+    prompt_embeds: EmbedArray | None = None
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from .forward.attention_metadata import ranges
 from .forward.forward import StepInputs, step_order
 from .input_batch import HeldRow, InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
+from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtime.device_config import Placement
 from .runtime.device_runtime import DeviceRuntime
@@ -201,6 +202,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
+        self._prompt_embeds = PromptEmbeds()
         self._last_failed_id = 0
         self._connector = connector
         if connector is not None:
@@ -266,9 +268,11 @@ class ModelRunner:
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
             self._prompt_logprobs.forget(request_id)
+            self._prompt_embeds.forget(request_id)
         self._steps.follow(output, self._sampler.update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
+            self._prompt_embeds.add(new)
 
     def _compute(self, step: BegunStep) -> None:
         scheduled = step.output.num_scheduled_tokens
@@ -286,8 +290,13 @@ class ModelRunner:
         pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
         if pieces:
             wanted = np.concatenate([last, *[piece.rows for piece in pieces]])
+        embeds = None
+        if self._prompt_embeds:
+            embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
         launch = self._forward.prepare(
-            StepInputs(batch.tables[0], rows, computed, counts, token_ids, positions, slots, wanted)
+            StepInputs(
+                batch.tables[0], rows, computed, counts, token_ids, positions, slots, wanted, embeds
+            )
         )
         if self._connector is not None:
             self._connector.wait_before_forward()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,23 @@ from torch import Tensor
 
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
+from ...embeds import EmbedArray
 from ...models.attention import PagedAttention
-from ...models.decoder import Decoder
+from ...models.checkpoint.checkpoint import CPU
+from ...models.decoder import AuxStates, Decoder, Embeds
+from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner
+
+
+class HostEmbeds(NamedTuple):
+    """Rows of a step and their embeddings, in host memory."""
+
+    rows: IntArray
+    values: EmbedArray  # [rows, hidden]
+
+    def to(self, device: torch.device) -> Embeds:
+        return Embeds(to_device(self.rows, device), to_device(self.values, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,9 @@ class StepInputs:
     token_ids: IntArray  # [tokens]
     positions: IntArray  # [tokens]
     slots: IntArray  # [tokens] where their K and V go; -1: nowhere
-    wanted: IntArray  # rows of the step whose hidden states are asked for
+    wanted: IntArray | None  # rows of the step whose hidden states are asked for; None: all
+    embeds: HostEmbeds | None = None  # rows that come as embeddings instead of token ids
+    aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +81,7 @@ class StepForward(Protocol):
 
     def prepare(self, step: StepInputs) -> Launch:
         """Lay the step down. What is returned computes it, once and before the next `prepare`:
-        hidden states `[len(step.wanted), hidden]`."""
+        hidden states `[len(step.wanted), hidden]`, those of all tokens where it is None."""
 
 
 class GatherForward:
@@ -95,7 +110,9 @@ class GatherForward:
                 torch.from_numpy(step.positions),
                 self._attention,
                 plan,
-                torch.from_numpy(step.wanted),
+                None if step.wanted is None else torch.from_numpy(step.wanted),
+                embeds=None if step.embeds is None else step.embeds.to(CPU),
+                aux=step.aux,
             )
 
         return launch

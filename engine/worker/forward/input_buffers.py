@@ -124,8 +124,9 @@ class InputBuffers:
         # Beyond a request's own blocks nothing is read, so only as much as the longest one has.
         width = -(-int(lengths.max()) // step.table.block_size)
         self._block_tables.array[:requests, :width] = step.table.array[step.rows, :width]
-        self._wanted.array[: len(step.wanted)] = step.wanted
-        _send(self._wanted, len(step.wanted))
+        if step.wanted is not None:
+            self._wanted.array[: len(step.wanted)] = step.wanted
+            _send(self._wanted, len(step.wanted))
         chunks = step.counts[step.num_decodes :]
         if len(chunks):
             self._query_starts.array[0] = 0

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from ...models.decoder import Decoder
+from ...models.decoder import AuxStates, Decoder, Embeds
 from ..runtime.device_runtime import DeviceRuntime, Work
 from .forward import Launch, StepInputs
 from .input_buffers import InputBuffers
@@ -106,17 +106,24 @@ class KernelForward:
         self._graphs.record_all(partial(self._buffers.fill, None), progress)
 
     def prepare(self, step: StepInputs) -> Launch:
-        if step.num_decodes == len(step.rows):
+        # A record reads token ids and keeps no inner state.
+        is_plain = step.embeds is None and step.aux is None
+        if is_plain and step.num_decodes == len(step.rows):
             found = self._graphs.find(len(step.rows))
             if found is not None:
                 return self._prepare_recorded(step, *found)
         self._buffers.fill(step, step.num_tokens)
         plan, num_tokens = self._buffers.plan(step), step.num_tokens
-        wanted = self._buffers.wanted[: len(step.wanted)]
-        return partial(self._forward, num_tokens, plan, wanted)
+        wanted = None if step.wanted is None else self._buffers.wanted[: len(step.wanted)]
+        if is_plain:
+            return partial(self._forward, num_tokens, plan, wanted)
+        embeds = None if step.embeds is None else step.embeds.to(self._buffers.token_ids.device)
+        return partial(self._forward, num_tokens, plan, wanted, embeds, step.aux)
 
     def _prepare_recorded(self, step: StepInputs, bucket: int, work: Work) -> Launch:
         self._buffers.fill(step, bucket)
+        if step.wanted is None:
+            return lambda: work()[: step.num_tokens]
         count = len(step.wanted)
         if count == step.num_tokens and np.array_equal(step.wanted, np.arange(count)):
             return lambda: work()[:count]
@@ -126,7 +133,14 @@ class KernelForward:
     def _decode_work(self, bucket: int) -> Work:
         return partial(self._forward, bucket, self._buffers.decode_plan(bucket), None)
 
-    def _forward(self, num_tokens: int, plan: KernelPlan, wanted: Tensor | None) -> Tensor:
+    def _forward(
+        self,
+        num_tokens: int,
+        plan: KernelPlan,
+        wanted: Tensor | None,
+        embeds: Embeds | None = None,
+        aux: AuxStates | None = None,
+    ) -> Tensor:
         buffers = self._buffers
         return self._model.forward(
             buffers.token_ids[:num_tokens],
@@ -134,4 +148,6 @@ class KernelForward:
             self._attention,
             plan,
             wanted,
+            embeds=embeds,
+            aux=aux,
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,7 @@ class _Life:
     computed: int = 0
     known: bool = False  # the worker has seen it
     resumed: bool = False
+    embeds: np.ndarray | None = None
 
 
 class Driver:
@@ -163,9 +165,11 @@ class Driver:
         self.logits: list[torch.Tensor] = []
         self._record_logits()
 
-    def add(self, name: str, prompt: Sequence[int], **params: Any) -> None:
+    def add(
+        self, name: str, prompt: Sequence[int], embeds: np.ndarray | None = None, **params: Any
+    ) -> None:
         params = {"temperature": 0.0, "max_tokens": 512, **params}
-        self.lives[name] = _Life(list(prompt), SamplingParams(**params))
+        self.lives[name] = _Life(list(prompt), SamplingParams(**params), embeds=embeds)
 
     def finish(self, name: str) -> list[int]:
         life = self.lives.pop(name)
@@ -203,7 +207,13 @@ class Driver:
                 blocks = (list(life.blocks),)
                 new.append(
                     NewRequestData(
-                        name, prompt, life.params, blocks, life.computed, list(life.output)
+                        name,
+                        prompt,
+                        life.params,
+                        blocks,
+                        life.computed,
+                        list(life.output),
+                        life.embeds,
                     )
                 )
             life.known, life.resumed = True, False

@@ -84,13 +84,13 @@ def move_model(model: Decoder) -> None:
     for name in ("_embedding", "_last_norm", "_cos", "_sin"):
         setattr(model, name, there(getattr(model, name)))
     model._head = linear(model._head)
-    for layer in model._layers:
-        for name in layer.__slots__:
-            value = getattr(layer, name)
+    for part in (part for layer in model._layers for part in (layer, layer._mlp)):
+        for name in part.__slots__:
+            value = getattr(part, name)
             if isinstance(value, Linear):
-                setattr(layer, name, linear(value))
-            elif value is not None:
-                setattr(layer, name, there(value))
+                setattr(part, name, linear(value))
+            elif isinstance(value, Tensor):
+                setattr(part, name, there(value))
 
 
 class Fetches:
@@ -121,7 +121,7 @@ def on_a_gpu(
     monkeypatch.setattr(sampler, "to_host", fetches)
     monkeypatch.setattr(logprobs, "to_host", fetches)
     monkeypatch.setattr(
-        sampler.Sampler, "_uniform", lambda self, rows: np.zeros(len(rows), np.float64)
+        sampler.Sampler, "_uniform", lambda self, to: np.zeros(len(to.rows), np.float64)
     )
     launched = []
     for module in (paged_decode, paged_prefill, write_kv):

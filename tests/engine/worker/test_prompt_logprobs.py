@@ -146,9 +146,9 @@ def test_who_does_not_ask_pays_nothing(checkpoint, driver, prompt_of):
     rows: list[int] = []
     forward = drive.runner.model.forward
 
-    def noted(*args: Any) -> torch.Tensor:
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
         rows.append(len(args[-1]))
-        return forward(*args)
+        return forward(*args, **options)
 
     drive.runner.model.forward = noted
     drive.add("a", prompt_of(LENGTH))

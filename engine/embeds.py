@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt embeddings from the bytes of a safetensors file, as clients send them.
+
+The bytes come from outside: the header is checked before anything is made of them, and its numbers
+are numbers and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+EmbedArray = npt.NDArray[np.floating[Any]]
+
+# What a safetensors file calls a type -> how its bytes are read.
+_TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}
+_LENGTH_BYTES = 8
+# One tensor is named in some hundred bytes; the rest is for whoever writes notes into the file.
+MAX_HEADER_BYTES = 64 * 1024
+_METADATA = "__metadata__"
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    """One tensor of the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class EmbedsError(ValueError):
+    """These bytes are no prompt embeddings of this model; says why."""
+
+
+def read_embeds(data: bytes, hidden_size: int, max_tokens: int) -> EmbedArray:
+    """The one tensor of a safetensors file: float16, bfloat16, float32 or float64 `[num_tokens,
+    hidden_size]` of 1 to `max_tokens` tokens. Float64 stays; the others become float32, which
+    changes no number.
+
+    Raises EmbedsError, naming what is wrong, for anything else and for numbers that are not finite.
+    """
+    tensor, content = _only_tensor(data)
+    name, shape = tensor.dtype, tensor.shape
+    if name not in _TYPES:
+        raise EmbedsError(
+            f"prompt embeddings have the dtype F16, BF16, F32 or F64, not {name[:20]!r}"
+        )
+    if len(shape) != 2 or shape[1] != hidden_size:
+        raise EmbedsError(
+            f"prompt embeddings of this model have the shape [tokens, {hidden_size}], not "
+            f"{_short(shape)}"
+        )
+    if not 1 <= shape[0] <= max_tokens:
+        raise EmbedsError(
+            f"prompt embeddings are of 1 to {max_tokens} tokens, and these of {shape[0]}"
+        )
+    dtype = np.dtype(_TYPES[name])
+    size = math.prod(shape) * dtype.itemsize
+    if tensor.data_offsets != (0, size) or len(content) != size:
+        raise EmbedsError(
+            f"prompt embeddings of the shape {shape} in {name} take {size} bytes, and the file has "
+            f"{len(content)} (data_offsets {_short(list(tensor.data_offsets))})"
+        )
+    values: EmbedArray = _floats(np.frombuffer(content, dtype).reshape(shape), name)
+    finite = np.isfinite(values)
+    if not finite.all():
+        token, element = np.argwhere(~finite)[0].tolist()
+        raise EmbedsError(
+            f"prompt embeddings are finite numbers, and element {element} of token {token} is "
+            f"{values[token, element]}"
+        )
+    return values
+
+
+def _only_tensor(data: bytes) -> tuple[_Tensor, memoryview]:
+    """The header's one entry, and the bytes behind the header."""
+    size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    start = _LENGTH_BYTES + size
+    if len(data) < _LENGTH_BYTES or start > len(data):
+        raise EmbedsError(
+            f"prompt embeddings are a safetensors file; these {len(data)} bytes end inside its "
+            "header"
+        )
+    if size > MAX_HEADER_BYTES:
+        raise EmbedsError(
+            f"the safetensors header of prompt embeddings has at most {MAX_HEADER_BYTES} bytes, "
+            f"not {size}"
+        )
+    try:
+        header = msgspec.json.decode(data[_LENGTH_BYTES:start], type=dict[str, msgspec.Raw])
+        header.pop(_METADATA, None)
+        tensors = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EmbedsError(
+            f"prompt embeddings are a safetensors file, and its header cannot be read: {error}"
+        ) from error
+    if len(tensors) != 1:
+        raise EmbedsError(f"prompt embeddings are one tensor, and the file has {len(tensors)}")
+    return tensors[0], memoryview(data)[start:]
+
+
+def _floats(values: npt.NDArray[Any], name: str) -> EmbedArray:
+    if name == "BF16":  # the upper half of a float32
+        wide = values.astype("<u4") << np.uint32(16)
+        return wide.view("<f4").astype(np.float32, copy=False)
+    return values.astype(np.float64 if name == "F64" else np.float32)
+
+
+def _short(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:4])
+    return f"[{shown}, ...]" if len(numbers) > 4 else f"[{shown}]"
