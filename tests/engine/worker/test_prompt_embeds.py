@@ -122,6 +122,20 @@ def test_no_request_keeps_another_ones(checkpoint, driver, prompt_of):
     assert again == driver(checkpoint()).generate("a", prompt_of(20), 6)
 
 
+@pytest.mark.parametrize("shape", [(19, HIDDEN), (21, HIDDEN), (20, HIDDEN + 1), (HIDDEN,)])
+def test_a_shape_that_is_not_the_prompts_is_refused(shape, checkpoint, driver, expected):
+    """The step fails, and the next one goes on."""
+    drive = driver(checkpoint())
+    drive.add("a", [0] * 20, np.zeros(shape))
+    with pytest.raises(ValueError, match=rf"request a has .* not \(20, {HIDDEN}\)"):
+        drive.step()
+    drive.finish("a")
+    drive.add("b", [0] * 9, embeds_of(9))
+    while len(drive.lives["b"].output) < COUNT:
+        drive.step()
+    assert drive.finish("b") == expected(embeds_of(9))
+
+
 @pytest.mark.parametrize("dtype", [None, np.float32, np.float64])
 def test_they_travel_to_a_worker_process(dtype):
     embeds = None if dtype is None else embeds_of(3).astype(dtype)
