@@ -153,10 +153,10 @@ def faulty_forward(
 ) -> Callable[..., torch.Tensor]:
     """`forward` of a model that sometimes raises, before or after its work, or answers NaN."""
 
-    def run(*args: Any) -> torch.Tensor:
+    def run(*args: Any, **options: Any) -> torch.Tensor:
         if mischief.happens("forward raises"):
             raise MemoryError(MODEL_FAULT)
-        hidden = forward(*args)
+        hidden = forward(*args, **options)
         if mischief.happens("forward raises"):
             raise MemoryError(MODEL_FAULT)
         if len(hidden) and mischief.happens("logits are NaN"):

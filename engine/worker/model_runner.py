@@ -202,7 +202,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
-        self._prompt_embeds = PromptEmbeds()
+        self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
         self._connector = connector
         if connector is not None:

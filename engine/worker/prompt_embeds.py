@@ -18,16 +18,26 @@ from .input_batch import InputBatch
 class PromptEmbeds:
     """Those of all requests that the worker remembers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden_size: int) -> None:
+        self._hidden_size = hidden_size
         self._embeds: dict[str, EmbedArray] = {}
 
     def __bool__(self) -> bool:
         return bool(self._embeds)
 
     def add(self, new: NewRequestData) -> None:
-        """Note a new request, if it brings any."""
-        if new.prompt_embeds is not None:
-            self._embeds[new.request_id] = new.prompt_embeds
+        """Note a new request, if it brings any. Raises ValueError where they are not one row for
+        each token of its prompt, which fails the step: whoever takes in requests checks that."""
+        embeds = new.prompt_embeds
+        if embeds is None:
+            return
+        expected = (len(new.prompt_token_ids), self._hidden_size)
+        if embeds.shape != expected:
+            raise ValueError(
+                f"request {new.request_id} has prompt embeddings of the shape {embeds.shape}, not "
+                f"{expected}"
+            )
+        self._embeds[new.request_id] = embeds
 
     def forget(self, request_id: str) -> None:
         """A request has ended; one that brought none is ignored."""

@@ -193,6 +193,22 @@ def test_prompts_that_answer_nothing_yet_wait_for_nothing(
         assert fetches.count == 1
 
 
+@pytest.mark.parametrize("chunk", [20, 1])
+def test_a_prompt_of_embeddings_waits_for_nothing(
+    chunk, checkpoint, driver, prompt_of, monkeypatch
+):
+    drive = driver(checkpoint(), dtype="bfloat16")
+    drive.runner.model.logits = Decoder.logits.__get__(drive.runner.model)
+    with on_a_gpu(drive, monkeypatch, Placement(device=GPU)) as fetches:
+        drive.add("a", [0] * 41, np.ones((41, 32), np.float32))
+        drive.add("b", prompt_of(50))
+        for _ in range(40 // chunk):
+            drive.step(chunk)
+        assert fetches.count == 0
+        drive.step(chunk)
+        assert fetches.count == 1
+
+
 def test_the_rare_draw_that_needs_more_candidates_waits_twice(
     checkpoint, driver, prompt_of, monkeypatch
 ):

@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from stratakv.engine.core.worker_messages import Begin, decode_to_worker, encode
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from stratakv.engine.worker.runtime.device_config import KERNELS, Placement
 
 from .recording_runtime import RecordingRuntime
@@ -117,3 +120,31 @@ def test_no_request_keeps_another_ones(checkpoint, driver, prompt_of):
     drive.finish("a")
     again = drive.generate("a", prompt_of(20), 6)
     assert again == driver(checkpoint()).generate("a", prompt_of(20), 6)
+
+
+@pytest.mark.parametrize("shape", [(19, HIDDEN), (21, HIDDEN), (20, HIDDEN + 1), (HIDDEN,)])
+def test_a_shape_that_is_not_the_prompts_is_refused(shape, checkpoint, driver, expected):
+    """The step fails, and the next one goes on."""
+    drive = driver(checkpoint())
+    drive.add("a", [0] * 20, np.zeros(shape))
+    with pytest.raises(ValueError, match=rf"request a has .* not \(20, {HIDDEN}\)"):
+        drive.step()
+    drive.finish("a")
+    drive.add("b", [0] * 9, embeds_of(9))
+    while len(drive.lives["b"].output) < COUNT:
+        drive.step()
+    assert drive.finish("b") == expected(embeds_of(9))
+
+
+@pytest.mark.parametrize("dtype", [None, np.float32, np.float64])
+def test_they_travel_to_a_worker_process(dtype):
+    embeds = None if dtype is None else embeds_of(3).astype(dtype)
+    new = NewRequestData("a", np.arange(3, dtype=np.int32), SamplingParams(), ([1],), 0, [], embeds)
+    step = SchedulerOutput([new], CachedRequestData(), {"a": 3}, 3, set(), set())
+    received = decode_to_worker(encode(Begin(step)))
+    assert isinstance(received, Begin)
+    there = received.step.new_requests[0].prompt_embeds
+    if embeds is None or there is None:
+        assert there is embeds
+    else:
+        assert there.dtype == dtype and (there == embeds).all()
