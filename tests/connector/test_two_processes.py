@@ -5,20 +5,25 @@ pipe for its wake-ups, and nothing else that the scheduler side has."""
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
+import msgspec
 import pytest
 import torch
 
-from stratakv.connector.base import EvictedBlock
-from stratakv.connector.build import OffloadSettings, build_scheduler_side, build_worker_side
+from stratakv.connector.base import ConnectorMetadata, ConnectorWorkerOutput, EvictedBlock
+from stratakv.connector.build import (
+    OffloadSettings,
+    WorkerDescription,
+    build_scheduler_side,
+    build_worker_side,
+)
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.tier_settings import CpuSettings, SsdSettings
 
@@ -34,8 +39,38 @@ def pool() -> torch.Tensor:
     return made.reshape(NUM_BLOCKS, 1, 2, 4, 1, 8)
 
 
+class Start(msgspec.Struct):
+    description: WorkerDescription
+    wake_fd: int
+
+
+class Call(msgspec.Struct):
+    name: str
+    meta: ConnectorMetadata | None = None
+    row: int = 0
+
+
+class Answer(msgspec.Struct):
+    output: ConnectorWorkerOutput | None = None
+    row: bytes = b""
+
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+def say(stream: BinaryIO, message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(struct.pack("<I", len(data)) + data)
+    stream.flush()
+
+
+def hear(stream: BinaryIO, kind: type[Message]) -> Message:
+    (size,) = struct.unpack("<I", stream.read(4))
+    return msgspec.msgpack.decode(stream.read(size), type=kind)
+
+
 class RemoteWorker:
-    """The worker side, spoken to in pickles over pipes. Its wake-ups come as numbers."""
+    """The worker side, spoken to in plain messages over pipes. Its wake-ups come as numbers."""
 
     def __init__(self, description: Any, note_ended: Any) -> None:
         read_end, write_end = os.pipe()
@@ -48,25 +83,21 @@ class RemoteWorker:
             cwd=ROOT,
         )
         os.close(write_end)
-        self._say((description, write_end))
+        assert self.process.stdin is not None
+        say(self.process.stdin, Start(description, write_end))
         self._reader = threading.Thread(target=self._listen, args=(read_end, note_ended))
         self._reader.start()
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        self._say((name, arguments))
-        assert self.process.stdout is not None
-        return pickle.load(self.process.stdout)
+    def call(self, name: str, meta: ConnectorMetadata | None = None, row: int = 0) -> Answer:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        say(self.process.stdin, Call(name, meta, row))
+        return hear(self.process.stdout, Answer)
 
     def end(self) -> None:
         self.call("shutdown")
         assert self.process.wait(WAIT_SECONDS) == 0
         self._reader.join(WAIT_SECONDS)
         assert not self._reader.is_alive()
-
-    def _say(self, message: Any) -> None:
-        assert self.process.stdin is not None
-        pickle.dump(message, self.process.stdin)
-        self.process.stdin.flush()
 
     def _listen(self, fd: int, note_ended: Any) -> None:
         with os.fdopen(fd, "rb") as pipe:
@@ -76,24 +107,29 @@ class RemoteWorker:
 
 def serve() -> None:
     """The other process."""
-    description, wake_fd = pickle.load(sys.stdin.buffer)
-    worker = build_worker_side(
-        description, lambda number: (os.write(wake_fd, struct.pack("<I", number)), None)[1]
-    )
+    start = hear(sys.stdin.buffer, Start)
+
+    def wake(number: int) -> None:
+        os.write(start.wake_fd, struct.pack("<I", number))
+
+    worker = build_worker_side(start.description, wake)
     memory = pool()
     worker.register_pool(memory)
-    while True:
-        name, arguments = pickle.load(sys.stdin.buffer)
+    name = ""
+    while name != "shutdown":
+        call = hear(sys.stdin.buffer, Call)
+        name, answer = call.name, Answer()
         if name == "row":
-            answer = memory[arguments[0]].numpy().tobytes()
+            answer.row = memory[call.row].numpy().tobytes()
         elif name == "wipe":
-            answer = memory.zero_() is None
+            memory.zero_()
+        elif name == "poll":
+            answer.output = worker.poll()
+        elif call.meta is not None:
+            worker.start_step(call.meta)
         else:
-            answer = getattr(worker, name)(*arguments)
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-        if name == "shutdown":
-            return
+            getattr(worker, name)()
+        say(sys.stdout.buffer, answer)
 
 
 class FakeRequest:
@@ -113,7 +149,6 @@ def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
         ),
         namespace=b"test",
     )
-    assert pickle.loads(pickle.dumps(description)) == description, "it is plain"
     assert description.makes_digests == with_ssd
     woken = threading.Event()
     side.set_wakeup(woken.set)
@@ -123,7 +158,9 @@ def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
     def step(evicted: list[EvictedBlock]) -> Any:
         worker.call("start_step", side.build_meta(evicted))
         worker.call("wait_before_forward")
-        return side.update_from_worker(worker.call("poll"))
+        output = worker.call("poll").output
+        assert output is not None
+        return side.update_from_worker(output)
 
     def wait() -> None:
         deadline = time.monotonic() + WAIT_SECONDS
@@ -145,8 +182,8 @@ def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
     assert reports[0].num_loaded_tokens == 16
     before = pool()
     for number in range(4):
-        assert worker.call("row", 7 - number) == before[number].numpy().tobytes()
-    assert worker.call("row", 0) == bytes(LAYOUT.page_bytes)
+        assert worker.call("row", row=7 - number).row == before[number].numpy().tobytes()
+    assert worker.call("row", row=0).row == bytes(LAYOUT.page_bytes)
     worker.end()
     assert not side.has_pending_work()
     side.shutdown(WAIT_SECONDS)
