@@ -27,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import cast
 
 from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
@@ -122,7 +123,7 @@ class Loads:
         self._piece_of: dict[int, tuple[Load, Piece]] = {}  # by copy job
         self._ready: list[Load] = []  # to be copied by the next step
         self._reports: list[LoadReport] = []
-        self._coming: Counter[bytes] = Counter()  # keys of blocking loads
+        self._coming: dict[bytes, int] = {}  # keys of blocking loads, and of how many
         self._has_news = False  # of overlapped loads, that the scheduler has not asked for
         self.num_ended = 0  # blocking ones
 
@@ -162,7 +163,9 @@ class Loads:
         if origins:
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
         self._loads[request_id] = load
-        self._coming.update(keys)
+        coming = self._coming
+        for key in keys:
+            coming[key] = coming.get(key, 0) + 1
         if not ticket.done():
             seconds = max_wait_seconds(ticket.slots.index(None) // self._num_parts)
             load.give_up_at = None if seconds is None else load.started + seconds
@@ -315,7 +318,7 @@ class Loads:
             reason = "unavailable" if piece.ticket.done() else "slow"
             self._end_blocking(load, piece, reason)
         else:
-            self._copy(load, piece, slots[: piece.end * self._num_parts], meta)
+            self._copy(load, piece, cast("list[int]", slots[: piece.end * self._num_parts]), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
         """Copy what has come of a piece and still is in front of the compute frontier, from its end
@@ -330,22 +333,20 @@ class Loads:
         num_whole = len(slots) // width - first
         if num_whole > 0:
             piece.start = piece.end - num_whole
-            self._copy(load, piece, slots[first * width :], meta)
+            self._copy(load, piece, cast("list[int]", slots[first * width :]), meta)
         if num_whole < wanted:
             self._fail(load, "partial", fault_of(piece.ticket))
         if not num_whole:
             self._read_times.let_go(piece.ticket)
 
-    def _copy(
-        self, load: Load, piece: Piece, slots: Sequence[int | None], meta: ConnectorMetadata
-    ) -> None:
-        """One job for each part of a piece; `slots` are all there."""
+    def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
+        """One job for each part of a piece."""
         load.copying.append(piece)
         for index, part in enumerate(self._parts):
             job = CopyJob(
                 self._job_ids.next(),
                 list(load.block_ids[index][piece.start : piece.end]),
-                [slot for slot in slots[index :: self._num_parts] if slot is not None],
+                slots[index :: self._num_parts],
                 part,
             )
             piece.jobs.add(job.job_id)
@@ -361,10 +362,13 @@ class Loads:
         self._read_times.let_go(ticket)
         del self._loads[load.request_id]
         self.num_ended += 1
+        coming = self._coming
         for key in load.keys:
-            self._coming[key] -= 1
-            if not self._coming[key]:
-                del self._coming[key]
+            left = coming[key] - 1
+            if left:
+                coming[key] = left
+            else:
+                del coming[key]
         num_blocks = 0 if failure else piece.end
         if num_blocks:
             self._counters.count_load_copy(num_blocks * self._position_bytes)

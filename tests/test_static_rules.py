@@ -61,7 +61,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The rooms of engine/ from the bottom up: its folders and the modules beside them, each with the
 # rooms it imports. A room lists only rooms above it in this table, so no arrow runs up.
 ENGINE_ROOMS: dict[str, str] = {
-    "embeds": "",
     "extras": "",
     "logprobs": "",
     "logs": "",
