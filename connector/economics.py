@@ -5,8 +5,8 @@ far as that is quicker than computing it.
     load       wait for the blocks, then compute what follows them
     recompute  compute everything
     overlap    compute from the front while blocks are loaded from the back, until they meet; only
-               for a request that has the engine to itself, since in a busy engine others compute
-               while it waits
+               where nobody else computes, since in a busy engine others do so while it waits.
+               Several requests with overlapped loads share what computing there is
 
 The leading run of blocks up to a change of tier is loaded for which most seconds are saved, if any
 are. Near break-even the last choice for as many blocks from the same tier stands. What was found
@@ -226,9 +226,10 @@ class Economics:
         self.probes = 0
         self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
 
-    def plan(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
+    def plan(self, first_token: int, tiers: Sequence[str], *, num_sharing: int = 0) -> Plan:
         """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
-        nothing. `alone`: the request has the engine to itself."""
+        nothing. `num_sharing` requests, this one included, would share the engine if its load was
+        overlapped; 0: others compute."""
         num_blocks = len(tiers)
         if self.choice is Choice.OVERLAP and num_blocks > 1:
             return Plan(num_blocks, num_blocks // 2)
@@ -243,15 +244,15 @@ class Economics:
             saving = self._saving(first_token, runs, end, tier)
             if saving is not None and (not chosen or saving > saved):
                 chosen, saved = end, saving
-        if alone and num_blocks > 1:
-            computed, seconds = self._meet(first_token, runs, num_blocks)
+        if num_sharing and num_blocks > 1:
+            computed, seconds = self._meet(first_token, runs, num_blocks, num_sharing)
             if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
                 return Plan(num_blocks, computed)
         return Plan(chosen)
 
-    def decide(self, first_token: int, tiers: Sequence[str], *, alone: bool = False) -> Plan:
+    def decide(self, first_token: int, tiers: Sequence[str], *, num_sharing: int = 0) -> Plan:
         """`plan`, for a request that will follow it; the choice is remembered."""
-        plan = self.plan(first_token, tiers, alone=alone)
+        plan = self.plan(first_token, tiers, num_sharing=num_sharing)
         if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
             return plan
         for end, tier in _ends(_runs(tiers)):
@@ -310,7 +311,9 @@ class Economics:
         stays = self._loaded_last.get((tier, end.bit_length()), True)
         return compute - load if load < (STAY if stays else RETURN) * compute else None
 
-    def _meet(self, first_token: int, runs: Sequence[Run], num_blocks: int) -> tuple[int, float]:
+    def _meet(
+        self, first_token: int, runs: Sequence[Run], num_blocks: int, num_sharing: int
+    ) -> tuple[int, float]:
         """After how many computed blocks the frontiers meet, and when."""
         low, high = 0, num_blocks
         # Pieces pay for the fixed part of their links more than once.
@@ -318,11 +321,11 @@ class Economics:
         while low < high:
             middle = (low + high) // 2
             load = more + self._load(runs, middle, num_blocks)
-            if (self._compute(first_token, middle) or 0.0) < load:
+            if num_sharing * (self._compute(first_token, middle) or 0.0) < load:
                 low = middle + 1
             else:
                 high = middle
-        return low, self._compute(first_token, low) or 0.0
+        return low, num_sharing * (self._compute(first_token, low) or 0.0)
 
     def _compute(self, first_token: int, num_blocks: int) -> float | None:
         return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import cast
@@ -129,6 +129,9 @@ class Loads:
 
     def __len__(self) -> int:
         return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._loads.values())
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads

@@ -8,7 +8,7 @@ turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..tiers.context import NO_CONTEXT, RequestContext
@@ -56,7 +56,10 @@ class Lookups:
         counters: OffloadCounters,
         economics: Economics,
         read_times: ReadTimes,
+        num_sharing: Callable[[str], int],
     ) -> None:
+        """`num_sharing`: see `Economics.plan`, of a request that would load."""
+        self._num_sharing = num_sharing
         self._hierarchy = hierarchy
         self._block_size = block_size
         self._suffixes = tuple(suffixes)
@@ -79,9 +82,7 @@ class Lookups:
         """Requests that wait for what stores were asked."""
         return len(self._asked)
 
-    def queued(
-        self, request: RequestView, alone: bool, context: RequestContext = NO_CONTEXT
-    ) -> None:
+    def queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         """A request has come: the tiers learn of its prompt, stores that are far away are asked
         about it, and what only a store has of it is read while the request waits, if it is worth
         loading."""
@@ -102,25 +103,25 @@ class Lookups:
             self._asked[request_id] = request
             self._lookups.pop(request_id, None)  # it was found before anybody was asked
             return
-        self._begin_ahead(request_id, lookup, alone)
+        self._begin_ahead(request_id, lookup)
 
-    def answered(self, alone: bool) -> None:
+    def answered(self) -> None:
         """Something in the tiers changed: what was waited for may be known by now."""
         for request_id, request in list(self._asked.items()):
             lookup = self.of(request, 0, self.end_of(request))
             if lookup is None or not lookup.prefix.asked:
                 del self._asked[request_id]
                 if lookup is not None:
-                    self._begin_ahead(request_id, lookup, alone)
+                    self._begin_ahead(request_id, lookup)
 
-    def _begin_ahead(self, request_id: str, lookup: Lookup, alone: bool) -> None:
+    def _begin_ahead(self, request_id: str, lookup: Lookup) -> None:
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
         if room <= 0:
             return
         tiers = lookup.prefix.tiers[: room // self._width]
         if not tiers:
             return
-        plan = self._economics.plan(0, tiers, alone=alone)
+        plan = self._economics.plan(0, tiers, num_sharing=self._num_sharing(request_id))
         if plan.compute_blocks:
             return  # it will be read from the back
         tiers = tiers[: plan.num_blocks]
@@ -199,13 +200,17 @@ class Lookups:
         self._lookups.put(request.request_id, lookup)
         return lookup
 
-    def plan_of(self, lookup: Lookup, alone: bool) -> Plan:
+    def plan_of(self, request_id: str, lookup: Lookup) -> Plan:
         """The plan for what a look-up found; the same until something changes."""
         if lookup.plan is None:
             economics = self._economics
             # Decided anew, it is still one request.
             make = economics.plan if lookup.is_decided else economics.decide
-            lookup.plan = make(lookup.first * self._block_size, lookup.prefix.tiers, alone=alone)
+            lookup.plan = make(
+                lookup.first * self._block_size,
+                lookup.prefix.tiers,
+                num_sharing=self._num_sharing(request_id),
+            )
             lookup.is_decided = True
         return lookup.plan
 

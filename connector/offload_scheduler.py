@@ -97,7 +97,13 @@ class OffloadScheduler(KVConnectorScheduler):
         self._alarm = Alarm(signal.wake)
         self._alive: set[str] = set()
         self._lookups = Lookups(
-            hierarchy, block_size, suffixes, self._counters, self._economics, self._read_times
+            hierarchy,
+            block_size,
+            suffixes,
+            self._counters,
+            self._economics,
+            self._read_times,
+            self._num_sharing,
         )
         # The pool's keys carry the group already.
         self._shard = suffixes[0][_GROUP_BYTES:]
@@ -123,7 +129,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         self._alive.add(request.request_id)
-        self._lookups.queued(request, self._is_alone, context)
+        self._lookups.queued(request, context)
 
     def request_finished(self, request_id: str) -> None:
         self._alive.discard(request_id)
@@ -143,7 +149,7 @@ class OffloadScheduler(KVConnectorScheduler):
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
-            plan = self._lookups.plan_of(lookup, self._is_alone)
+            plan = self._lookups.plan_of(request_id, lookup)
             if not plan.num_blocks:
                 self._lookups.count(lookup)
                 self._lookups.let_go(request_id)
@@ -291,10 +297,16 @@ class OffloadScheduler(KVConnectorScheduler):
         if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
             log.error("a tier still uses memory that it should have given back")
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether at most one request is unfinished."""
-        return len(self._alive) <= 1
+    def _num_sharing(self, request_id: str) -> int:
+        """How many requests would compute if this one's load was overlapped, it included; 0 where
+        another one that has no load under way computes, or will."""
+        others = len(self._alive) - (request_id in self._alive)
+        if not others:
+            return 1
+        loads = [load for load in self._loads if load.request_id in self._alive]
+        if any(load.request_id == request_id for load in loads) or len(loads) < others:
+            return 0
+        return 1 + sum(load.is_overlapped for load in loads)
 
     @property
     def _version(self) -> int:
@@ -307,7 +319,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._read_times.collect()
         self._loads.collect()
         if self._lookups.num_asked:
-            self._lookups.answered(self._is_alone)
+            self._lookups.answered()
         if self._retry_version is not None and self._retry_version != self._version:
             self._retry_version = None
             self._retry_due = True

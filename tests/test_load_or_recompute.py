@@ -109,6 +109,33 @@ def test_a_store_that_fails_and_dawdles(
         check_end(core)
 
 
+@pytest.mark.parametrize("load", ["auto", "both"])
+def test_several_at_once_from_a_store_that_fails_and_dawdles(
+    model: Path,
+    tmp_path: Path,
+    texts: list[tuple[list[int], list[int]]],
+    load: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some computed, some loaded, some both, all of them asked together."""
+    real = assemble.open_ssd
+    plan = parse_faults("load:error=0.2,load:miss=0.1,load:delay=0.001..0.03")
+    monkeypatch.setattr(
+        assemble,
+        "open_ssd",
+        lambda *args, **options: FaultyStore(real(*args, **options), plan, seed=11),
+    )
+    settings = offload(tmp_path, load=load)
+    budget = {"max_num_batched_tokens": 24}
+    with running_core(model, cache={"num_blocks": 60}, offload=settings, scheduler=budget) as core:
+        for round_number in range(4):
+            answers = ask(core, [text for text, _ in texts], tag=f"{round_number}-")
+            assert [answer.token_ids for answer in answers] == [said for _, said in texts]
+        if load == "both":
+            assert counts(core)["meetings"] > 1
+        check_end(core)
+
+
 def test_a_tier_that_is_too_slow_is_left_alone(
     model: Path,
     tmp_path: Path,

@@ -184,3 +184,39 @@ def test_one_alone_is_loaded_from_the_back_where_that_wins(rig: Rig) -> None:
     rig.side.request_queued(other)
     assert rig.side.get_matched_tokens(other, 0).kind is not MatchKind.OVERLAP
     assert rig.slab.pin([pack_key(digest(1))]) == [None]
+
+
+def test_loads_are_overlapped_where_all_others_have_one_too(rig: Rig) -> None:
+    """Nobody else computes, so computing costs nobody anything; those with overlapped loads share
+    it. Where one is that has no load under way, nothing is overlapped."""
+    rig.put_below(*range(1, 11))
+    rig.put_below(*range(21, 31))
+    rig.put_below(*range(41, 51))
+    learn(rig, prefill=1e-3)
+    rig.side._links["ssd"].seconds_per_byte = 4e-3 / rig.hierarchy.block_bytes
+    waits, first, second = (
+        request(n, *range(i, i + 10)) for n, i in zip("abc", (1, 21, 41), strict=True)
+    )
+    for one in (waits, first):
+        rig.side._alive.add(one.request_id)
+    assert rig.side._num_sharing("a") == rig.side._num_sharing("b") == 0
+    assert rig.side.get_matched_tokens(waits, 0).kind is MatchKind.LOAD
+    rig.side.begin_load(waits, [list(range(20, 30))], 40, overlapped=False)
+    rig.side._economics.queued = {}  # what is on its way is looked at elsewhere
+    assert rig.side._num_sharing("b") == 1
+    assert rig.side.get_matched_tokens(first, 0) == (40, MatchKind.OVERLAP)
+    rig.side.begin_load(first, [list(range(30, 40))], 40, overlapped=True)
+    rig.side._alive.add("c")
+    assert rig.side._num_sharing("c") == 2
+    rig.side._alive.add("d")
+    assert rig.side._num_sharing("c") == 0
+    assert rig.side.get_matched_tokens(second, 0).kind is not MatchKind.OVERLAP
+    assert rig.side.end_load("b") is not None
+    rig.side.request_finished("d")
+    assert rig.side._num_sharing("c") == 0, "b computes"
+    rig.side.request_finished("b")
+    assert rig.side._num_sharing("c") == 1
+    while len(rig.side._loads):
+        rig.work(rig.side.build_meta([]))
+    while len(rig.side._read_times):
+        rig.side.has_pending_work()

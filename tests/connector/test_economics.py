@@ -152,16 +152,24 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
 def test_both_at_once_where_it_wins_by_a_margin_for_one_alone() -> None:
     # 1.6 ms a block either way: they meet in the middle.
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
-    plan = made.plan(0, ["ssd"] * 100, alone=True)
+    plan = made.plan(0, ["ssd"] * 100, num_sharing=1)
     assert plan.num_blocks == 100
     assert 48 <= plan.compute_blocks <= 52
-    assert made.plan(0, ["ssd"] * 100, alone=False).compute_blocks == 0
+    assert made.plan(0, ["ssd"] * 100, num_sharing=0).compute_blocks == 0
     # Two and a half times slower it still saves two sevenths, nine times less than the margin.
-    slow = economics(cpu=(0.0, 0.0), ssd=(0.0, 2.5 * 1.6e-3)).plan(0, ["ssd"] * 100, alone=True)
+    slow = economics(cpu=(0.0, 0.0), ssd=(0.0, 2.5 * 1.6e-3)).plan(0, ["ssd"] * 100, num_sharing=1)
     assert 69 <= slow.compute_blocks <= 75
     made = economics(cpu=(0.0, 0.0), ssd=(0.0, 9 * 1.6e-3))
-    assert made.plan(0, ["ssd"] * 100, alone=True) == Plan(0)
-    assert economics().plan(0, ["cpu"] * 100, alone=True) == Plan(100)
+    assert made.plan(0, ["ssd"] * 100, num_sharing=1) == Plan(0)
+    assert economics().plan(0, ["cpu"] * 100, num_sharing=1) == Plan(100)
+
+
+@pytest.mark.parametrize(("num_sharing", "meets_at"), [(1, 50), (2, 33), (3, 25), (5, 0)])
+def test_those_that_share_the_engine_compute_less_each(num_sharing: int, meets_at: int) -> None:
+    """Of five it would save each too little."""
+    made = economics(cpu=(0.0, 0.0), ssd=(0.0, 1.6e-3))
+    plan = made.plan(0, ["ssd"] * 100, num_sharing=num_sharing)
+    assert abs(plan.compute_blocks - meets_at) <= (2 if meets_at else 0)
 
 
 def test_a_choice_can_be_forced() -> None:
