@@ -14,8 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .sampling_params import SamplingParams
-
 EmbedArray = npt.NDArray[np.floating[Any]]
 
 # What a safetensors file calls a type -> how its bytes are read.
@@ -90,17 +88,6 @@ def write_embeds(values: npt.NDArray[Any]) -> bytes:
     header = msgspec.json.encode({"prompt_embeds": tensor})
     header += b" " * (-len(header) % _LENGTH_BYTES)
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header + array.tobytes()
-
-
-def check_params_for_embeds(params: SamplingParams) -> None:
-    """Raise EmbedsError for what asks for the prompt's tokens, which embeddings do not have."""
-    if params.prompt_logprobs is not None:
-        raise EmbedsError("prompt embeddings have no tokens whose log-probabilities there would be")
-    if params.repetition_penalty != 1.0:
-        raise EmbedsError(
-            "repetition_penalty counts the prompt's tokens, which prompt embeddings do not have; "
-            "use presence_penalty or frequency_penalty"
-        )
 
 
 def _only_tensor(data: bytes) -> tuple[_Tensor, memoryview]:

@@ -24,13 +24,13 @@ from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
-from .embeds import check_params_for_embeds, read_embeds, write_embeds
+from .embeds import read_embeds, write_embeds
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import engine_config
 from .request import pack_token_ids, unpack_token_ids
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
 from .wire import AddRequest, RequestExtras

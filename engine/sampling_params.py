@@ -207,6 +207,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check(fits, "bad_words_token_ids", rule, len(ids), "one of {}")
 
 
+def check_params_for_embeds(params: SamplingParams) -> None:
+    """Raise ValueError for what asks for the prompt's tokens, which embeddings do not have."""
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt embeddings have no tokens whose log-probabilities there would be")
+    if params.repetition_penalty != 1.0:
+        raise ValueError(
+            "repetition_penalty counts the prompt's tokens, which prompt embeddings do not have; "
+            "use presence_penalty or frequency_penalty"
+        )
+
+
 _WHOLE = ("max_tokens", "min_tokens", "top_k")
 _WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
 _REAL = (

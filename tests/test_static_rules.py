@@ -71,7 +71,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "probes": "models",
     "repetition": "",
     "sampling_params": "logprobs",
-    "embeds": "sampling_params",
+    "embeds": "",
     "options": "config models not_built offload_config",
     "plan": "config models",
     "request": "sampling_params",

@@ -13,9 +13,9 @@ import numpy as np
 
 from ...tiers.block import tenant_salt
 from ...tiers.context import NO_CONTEXT, RequestContext
-from ..embeds import EmbedArray, check_params_for_embeds, read_embeds
+from ..embeds import EmbedArray, read_embeds
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, check_params_for_embeds
 from ..wire import NO_EXTRAS, AddRequest
 
 

@@ -18,8 +18,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...embeds import check_params_for_embeds, read_embeds
+from ...embeds import read_embeds
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
+from ...sampling_params import check_params_for_embeds
 from ..errors import ApiError
 from ..front import Front, as_list
 from .answer import Answer, Part, UsageField
@@ -117,7 +118,8 @@ async def create_completion(front: Front, http: Request) -> ASGIApp:
             keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, request.max_tokens),
         )
     else:
-        raise ApiError("there is neither `prompt` nor `prompt_embeds`; send one", param="prompt")
+        message = "there is neither `prompt` nor `prompt_embeds`; one of them is needed"
+        raise ApiError(message, param="prompt", code="missing_field")
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front,
