@@ -377,13 +377,13 @@ class EngineCore:
         counts."""
         outputs: list[TokenOutput] = []
         while self._in_flight:
-            _, handle, _ = self._in_flight.popleft()
+            output, handle, _ = self._in_flight.popleft()
+            result = None
             try:
                 result = self.executor.result(handle)
             except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
                 logger.debug("a step was given up: %s", error)
-            else:
-                outputs += self.scheduler.take_reports(result.connector_output)
+            outputs += self.scheduler.give_up_step(output, result)
         return outputs
 
     def _close(self, timeout_seconds: float) -> None:

@@ -421,10 +421,8 @@ class Scheduler:
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
                     # Sent back since, and the worker may never have heard of it.
                     places.progress[entry.request.request_id].is_known = False
-            places.finished_ids |= step.output.finished_request_ids
-            self._preempted_again |= step.output.preempted_request_ids
+            self._tell_again(step.output)
         places.sweep()
-        self._preempted_again &= places.requests.keys()
         self._stalled = False
         return outputs
 
@@ -444,9 +442,16 @@ class Scheduler:
         """What stands still by a call of `pause`."""
         return self._paused
 
-    def take_reports(self, worker_output: ConnectorWorkerOutput | None) -> list[TokenOutput]:
-        """Take in what the worker says of copies with a step that nobody waits for any more."""
-        outputs = self._take_reports(worker_output, time.monotonic())
+    def give_up_step(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None
+    ) -> list[TokenOutput]:
+        """A step behind one that failed has come back, None where the worker refused it: its tokens
+        are worth nothing, but what it reports of copies counts, and what it told the worker is told
+        again, also where it had no tokens."""
+        self._tell_again(scheduler_output)
+        if runner_output is None:
+            return []
+        outputs = self._take_reports(runner_output.connector_output, time.monotonic())
         self._places.sweep()
         return outputs
 
@@ -474,6 +479,14 @@ class Scheduler:
             "evicted_blocks": pool.num_evicted,
             **self._places.counts,
         }
+
+    def _tell_again(self, scheduler_output: SchedulerOutput) -> None:
+        """The worker may not have listened to a step: the next one says once more who has ended and
+        who was sent back. It does no harm to hear that twice."""
+        places = self._places
+        places.finished_ids |= scheduler_output.finished_request_ids
+        again = self._preempted_again | scheduler_output.preempted_request_ids
+        self._preempted_again = again & places.requests.keys()
 
     def _build_meta(self, evicted: list[EvictedBlock]) -> ConnectorMetadata:
         """The step's copies, among them those of blocks that one of the next steps may evict."""

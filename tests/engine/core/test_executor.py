@@ -59,6 +59,37 @@ def test_a_step_behind_one_that_failed_is_not_computed(
         core.shutdown(5.0)
 
 
+def test_what_a_refused_step_told_is_told_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by one without tokens: else the worker would keep who has ended."""
+    core = EngineCore(config_of(tiny_model), max_steps_in_flight=2)
+    try:
+        assert isinstance(core.executor, InProcessExecutor)
+        runner = core.executor.runner
+        core._max_steps_in_flight = 1  # steps are begun here
+        core.add(request("ends", prompt_of(20)))
+        core.step()
+        core.add(request("fails", prompt_of(20, 1)))
+        with monkeypatch.context() as patched:
+            patched.setattr(runner.model, "forward", _raise)
+            core._dispatch()
+        core.abort(["ends"])
+        core._dispatch()
+        first, last = (step for step, _, _ in core._in_flight)
+        assert first.num_scheduled_tokens
+        assert last.finished_request_ids == {"ends"}
+        assert not last.num_scheduled_tokens
+        core.step()
+        assert "ends" in core.scheduler._places.finished_ids
+        core.add(request("b", prompt_of(30)))
+        finish(core, [], 1)
+        core.step()
+        assert not (runner._steps.requests or runner.batch.row_of)
+    finally:
+        core.shutdown(5.0)
+
+
 def test_a_mask_says_which_tokens_may_be_chosen(make_core: MakeCore) -> None:
     core = make_core()
     core.add(request("free", prompt_of(20)))
