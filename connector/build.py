@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ..tiers.base import StoreTier
@@ -60,27 +61,33 @@ class AttachedSlab:
         return memoryview(self._map)
 
 
+class BuiltSide(NamedTuple):
+    """The scheduler side, what the worker side is built from, and the slab as it is mapped here."""
+
+    side: OffloadScheduler
+    description: WorkerDescription
+    slab: CpuSlab
+
+
 def build_offload(
     layout: BlockLayout,
     settings: OffloadSettings,
     *,
-    namespace: bytes,
     progress: Callable[[int, int], None] | None = None,
-    wrap_store: Callable[[StoreTier], StoreTier] | None = None,
-    num_groups: int = 1,
-    prefill: PrefillRate | None = None,
+    **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
-    """The two sides of a connector in one process; see `build_scheduler_side`. `progress` is called
-    again, on CUDA, from another thread, while memory is page-locked."""
-    slab, side, description = _build_scheduler_side(
-        layout, settings, namespace, progress, wrap_store, num_groups, prefill
-    )
+    """The two sides of a connector in one process; the arguments are those of
+    `build_scheduler_side`. `progress` is called again, on CUDA, from another thread, while memory
+    is page-locked."""
+    built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
-        worker = build_worker_side(description, side.note_ended, slab=slab, progress=progress)
+        worker = build_worker_side(
+            built.description, built.side.note_ended, slab=built.slab, progress=progress
+        )
     except BaseException:
-        side.shutdown(0.0)
+        built.side.shutdown(0.0)
         raise
-    return side, worker
+    return built.side, worker
 
 
 def build_scheduler_side(
@@ -92,7 +99,7 @@ def build_scheduler_side(
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
     num_groups: int = 1,
     prefill: PrefillRate | None = None,
-) -> tuple[OffloadScheduler, WorkerDescription]:
+) -> BuiltSide:
     """The scheduler side, and what the worker side is built from.
 
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
@@ -104,10 +111,24 @@ def build_scheduler_side(
     store that is down is waited for behind the scenes, unless the settings require it: then
     TierDown says which.
     """
-    _, side, description = _build_scheduler_side(
-        layout, settings, namespace, progress, wrap_store, num_groups, prefill
+    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
+    stores = open_stores(layout, settings, namespace=namespace, codecs={"fp8": Fp8Codec})
+    try:
+        if wrap_store is not None:
+            stores = [wrap_store(store) for store in stores]
+        slab = make_slab(layout, settings.cpu, progress)
+        try:
+            side = _connect(slab, stores, settings, num_groups, prefill)
+        except BaseException:
+            slab.close()
+            raise
+    except BaseException:
+        close_stores(stores)
+        raise
+    description = WorkerDescription(
+        slab.layout, slab.fd, slab.num_slots, settings.device, makes_digests=bool(stores)
     )
-    return side, description
+    return BuiltSide(side, description, slab)
 
 
 def build_worker_side(
@@ -127,35 +148,6 @@ def build_worker_side(
     if description.makes_digests:
         device.make_digests()
     return OffloadWorker(device, wakeup)
-
-
-def _build_scheduler_side(
-    layout: BlockLayout,
-    settings: OffloadSettings,
-    namespace: bytes,
-    progress: Callable[[int, int], None] | None,
-    wrap_store: Callable[[StoreTier], StoreTier] | None,
-    num_groups: int,
-    prefill: PrefillRate | None,
-) -> tuple[CpuSlab, OffloadScheduler, WorkerDescription]:
-    # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
-    stores = open_stores(layout, settings, namespace=namespace, codecs={"fp8": Fp8Codec})
-    try:
-        if wrap_store is not None:
-            stores = [wrap_store(store) for store in stores]
-        slab = make_slab(layout, settings.cpu, progress)
-        try:
-            side = _connect(slab, stores, settings, num_groups, prefill)
-        except BaseException:
-            slab.close()
-            raise
-    except BaseException:
-        close_stores(stores)
-        raise
-    description = WorkerDescription(
-        slab.layout, slab.fd, slab.num_slots, settings.device, makes_digests=bool(stores)
-    )
-    return slab, side, description
 
 
 def _connect(

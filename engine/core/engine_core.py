@@ -210,7 +210,9 @@ class EngineCore:
 
     def idle_seconds(self) -> float:
         """How long to wait for an event, at most, before asking `has_work` again."""
-        return RETRY_SECONDS if self.scheduler.num_waiting else _IDLE_SECONDS
+        scheduler = self.scheduler
+        may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
+        return RETRY_SECONDS if may_retry else _IDLE_SECONDS
 
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes

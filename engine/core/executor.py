@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -78,9 +77,12 @@ class Executor(ABC):
         nothing will ever come."""
 
     @abstractmethod
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Have the worker do something between steps, and wait for its answer; the names are those
-        of this class's other methods. Raises what the worker raises."""
+    def call(
+        self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
+    ) -> ConnectorWorkerOutput | None:
+        """Have the worker do something between steps, and wait for its answer: `start_copies` with
+        `meta`, `poll_copies`, or `shutdown` within `seconds`. Raises what the worker raises, and
+        ValueError for anything else."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
@@ -95,12 +97,11 @@ class Executor(ABC):
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
-        self.call("start_copies", meta)
+        self.call("start_copies", meta=meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
         """What the connector's worker side has finished; None without one."""
-        output: ConnectorWorkerOutput | None = self.call("poll_copies")
-        return output
+        return self.call("poll_copies")
 
 
 def load_runner(
@@ -129,6 +130,20 @@ def load_runner(
         placement=placement,
         progress=progress,
     )
+
+
+def call_runner(
+    runner: ModelRunner, name: str, meta: ConnectorMetadata | None, seconds: float | None
+) -> ConnectorWorkerOutput | None:
+    """What `Executor.call` has done, where the runner lives."""
+    if name == "start_copies" and meta is not None:
+        runner.start_copies(meta)
+        return None
+    if name == "shutdown" and seconds is not None:
+        runner.shutdown(seconds)
+    elif name != "poll_copies":
+        raise ValueError(f"a worker does not answer {name!r} with these arguments")
+    return runner.poll_copies()
 
 
 @dataclass(slots=True)
@@ -176,9 +191,10 @@ class InProcessExecutor(Executor):
             return outcome
         raise outcome or RuntimeError(f"step {handle.step.step_id} was not sampled, or is over")
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        return getattr(self.runner, name)(*arguments)
+    def call(
+        self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
+    ) -> ConnectorWorkerOutput | None:
+        return call_runner(self.runner, name, meta, seconds)
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
-        self.runner.shutdown(timeout_seconds)
-        return self.runner.poll_copies()
+        return self.call("shutdown", seconds=timeout_seconds)

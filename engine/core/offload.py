@@ -69,8 +69,8 @@ def open_tiers(
     try:
         if with_worker:
             return OpenTiers(*build_offload(layout, settings, **options))
-        side, description = build_scheduler_side(layout, settings, **options)
-        return OpenTiers(side, None, description, side.note_ended)
+        built = build_scheduler_side(layout, settings, **options)
+        return OpenTiers(built.side, None, built.description, built.side.note_ended)
     except TierDown as error:
         required = "; --require-tiers was given" if offload.require_tiers else ""
         raise ConfigError(f"{error}{required}") from error

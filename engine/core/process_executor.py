@@ -19,12 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
 
-from ...connector.base import CLOSE_SECONDS, ConnectorWorkerOutput
+from ...connector.base import CLOSE_SECONDS, ConnectorMetadata, ConnectorWorkerOutput
 from ...tiers.settings.values import ConfigError
 from ..config import EngineConfig
 from ..sampling.token_mask import TokenMask
@@ -92,14 +91,20 @@ class ProcessExecutor(Executor):
         self._socket.bind(endpoint)
         copies = None if tiers is None else tiers.description
         wake_read, wake_write = os.pipe()
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
-            stdin=subprocess.PIPE,
-            stdout=2,  # its words are for people
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the other
-        )
-        os.close(wake_write)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
+                stdin=subprocess.PIPE,
+                stdout=2,  # its words are for people
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+            )
+        except BaseException:
+            os.close(wake_read)
+            self._close_socket()
+            raise
+        finally:
+            os.close(wake_write)
         note_ended = None if tiers is None else tiers.note_ended
         threading.Thread(
             target=_pass_on, args=(wake_read, note_ended), name="worker-wake", daemon=True
@@ -161,15 +166,11 @@ class ProcessExecutor(Executor):
             return outcome
         raise outcome
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        call = Call(name)
-        for argument in arguments:
-            if isinstance(argument, float | int):
-                call.seconds = float(argument)
-            else:
-                call.meta = argument
-        self._send(call)
-        deadline = time.monotonic() + self._step_seconds + (call.seconds or 0.0)
+    def call(
+        self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
+    ) -> ConnectorWorkerOutput | None:
+        self._send(Call(name, meta, seconds))
+        deadline = time.monotonic() + self._step_seconds + (seconds or 0.0)
         while True:
             message = self._receive(deadline - time.monotonic())
             if isinstance(message, Returned):
@@ -184,7 +185,7 @@ class ProcessExecutor(Executor):
         output = None
         if self._dead is None:
             try:
-                output = self.call("shutdown", timeout_seconds)
+                output = self.call("shutdown", seconds=timeout_seconds)
                 self._send(Stop())
             except (ExecutorDied, StepFailed) as error:
                 logger.error("the worker process did not shut down: %s", error)
@@ -255,6 +256,9 @@ class ProcessExecutor(Executor):
                 self._process.stdin.close()
             except BrokenPipeError:
                 pass  # an unwritten rest; the reader is gone
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -24,7 +24,7 @@ from ..models.spec import load_model_spec
 from ..worker.model_runner import BegunStep, ModelRunner
 from ..worker.runtime.device_runtime import is_device_lost
 from .device_config import dtype_for, placement_of
-from .executor import load_runner
+from .executor import call_runner, load_runner
 from .start import read_start
 from .worker_messages import (
     Begin,
@@ -133,19 +133,10 @@ class WorkerServer:
         return Failed(_words(error), step_id, is_device_lost=is_device_lost(error))
 
     def _answer(self, call: Call) -> FromWorker:
-        runner = self._runner
         try:
-            if call.name == "poll_copies":
-                return Returned(runner.poll_copies())
-            if call.name == "start_copies" and call.meta is not None:
-                runner.start_copies(call.meta)
-                return Returned()
-            if call.name == "shutdown" and call.seconds is not None:
-                runner.shutdown(call.seconds)
-                return Returned(runner.poll_copies())
+            return Returned(call_runner(self._runner, call.name, call.meta, call.seconds))
         except Exception as error:  # noqa: BLE001 - told
             return Failed(_words(error))
-        return Failed(f"a worker does not answer {call.name!r}")
 
     def _send(self, message: FromWorker) -> None:
         self._socket.send(encode(message))

@@ -73,25 +73,13 @@ class ProcessorSet:
         for processor in self._all:
             processor.update_state(update)
 
-    def before_choice(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        offsets: IntArray | None = None,
-        drafts: Drafts | None = None,
-    ) -> Tensor:
+    def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         """Bans, biases and penalties, which greedy rows obey too. May overwrite `logits`."""
-        return _apply(self._before_choice, logits, LogitsRows(rows, offsets, drafts))
+        return _apply(self._before_choice, logits, rows)
 
-    def after_temperature(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        offsets: IntArray | None = None,
-        drafts: Drafts | None = None,
-    ) -> Tensor:
+    def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         """Apply the processors that matter to random draws only. May overwrite `logits`."""
-        return _apply(self._after_temperature, logits, LogitsRows(rows, offsets, drafts))
+        return _apply(self._after_temperature, logits, rows)
 
 
 def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRows) -> Tensor:
@@ -158,8 +146,8 @@ class Sampler:
         the batch; where there is a mask, `masked` are the indices of the rows it is for. `offsets`
         and `drafts` are those of `LogitsProcessor.apply`: a row behind draft tokens gets the token
         that its request would get after them; raises ValueError where they do not fit. The logits
-        are overwritten where a request changes them. Waits for the device
-        once, for the answer; twice in the rare step in which top-p needed more candidates."""
+        are overwritten where a request changes them. Waits for the device once, for the answer;
+        twice in the rare step in which top-p needed more candidates."""
         belongs = LogitsRows(rows)
         if offsets is not None:
             belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
@@ -174,7 +162,7 @@ class Sampler:
             raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
         if mask is not None:
             mask.apply(logits, masked)
-        logits = self._processors.before_choice(logits, *belongs)
+        logits = self._processors.before_choice(logits, belongs)
         best = logits.max(dim=-1)
         drawn = _Drawn(logits, best.values, best.indices, belongs)
         known = torch.stack((is_finite, torch.isfinite(best.values)))
@@ -248,7 +236,7 @@ class Sampler:
         rows = belongs.rows
         temperatures = to_device(self._rows.temperature[rows][:, None], from_best.device)
         scaled = from_best.div_(temperatures.to(from_best.dtype))
-        scaled = self._processors.after_temperature(scaled, *belongs)
+        scaled = self._processors.after_temperature(scaled, belongs)
         is_short = truncate(
             scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
         )

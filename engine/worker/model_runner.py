@@ -238,8 +238,8 @@ class ModelRunner:
     @torch.inference_mode()
     def finish(self, step: BegunStep, mask: TokenMask | None = None) -> ModelRunnerOutput:
         """Choose the tokens of a step, where `mask` says among which; all requests that it names
-        choose one. Requests whose logits are not
-        finite are named and get no token; the others are not affected. Raises as `begin` does."""
+        choose one. Requests whose logits are not finite are named and get no token; the others are
+        not affected. Raises as `begin` does."""
         try:
             if step.logits is not None:
                 self._sample(step.logits, step.rows, step.result, mask)
@@ -330,8 +330,11 @@ class ModelRunner:
         masked: list[int] = []
         if mask is not None:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
-            row_of = self.batch.row_of
-            masked = [index_of[row_of[request_id]] for request_id in mask.request_ids]
+            places = [index_of.get(self.batch.row_of.get(i, -1)) for i in mask.request_ids]
+            masked = [place for place in places if place is not None]
+            if len(masked) < len(places):
+                lost = mask.request_ids[places.index(None)]
+                raise ValueError(f"the mask names {lost}, which chooses no token in this step")
         sampled = self._sampler.sample(logits, rows, mask, masked)
         for index, row in enumerate(rows.tolist()):
             request = self.batch.requests[row]

@@ -141,7 +141,7 @@ class FakeRequest:
 
 @pytest.mark.parametrize("with_ssd", [False, True])
 def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
-    side, description = build_scheduler_side(
+    side, description, _ = build_scheduler_side(
         LAYOUT,
         OffloadSettings(
             cpu=CpuSettings(capacity_bytes=16 * LAYOUT.slot_bytes, populate_threads=1),

@@ -11,7 +11,7 @@ import torch
 
 from stratakv.engine.sampling.processors.base import LogitsProcessor, ProcessorContext
 from stratakv.engine.sampling.processors.builtin import BadWords, LogitBias, MinTokens, Penalties
-from stratakv.engine.sampling.sampler import ProcessorSet
+from stratakv.engine.sampling.sampler import LogitsRows, ProcessorSet
 
 from .batches import VOCAB, added, row_of
 
@@ -155,7 +155,7 @@ def test_penalties_see_the_signs_that_biases_leave():
     wishes = {"logit_bias": {3: -3.0, 4: -3.0}, "repetition_penalty": 2.0}
     processors = ProcessorSet.built_in(CONTEXT)
     processors.update_state(added(row_of(0, wishes, prompt=[3])))
-    logits = processors.before_choice(torch.ones(1, VOCAB), np.array([0]))
+    logits = processors.before_choice(torch.ones(1, VOCAB), LogitsRows(np.array([0])))
     assert logits[0, [2, 3, 4]].tolist() == [1.0, -4.0, -2.0]
 
 
@@ -163,8 +163,8 @@ def test_only_what_keeps_the_likeliest_waits_for_the_temperature():
     logits = torch.arange(VOCAB, dtype=torch.float32)[None]
     processors = ProcessorSet.built_in(CONTEXT)
     processors.update_state(added(row_of(0, {"min_p": 0.5, "logit_bias": {3: 9.0}})))
-    before = processors.before_choice(logits.clone(), np.array([0]))
+    before = processors.before_choice(logits.clone(), LogitsRows(np.array([0])))
     assert before[0, :5].tolist() == [0.0, 1.0, 2.0, 12.0, 4.0]
-    after = processors.after_temperature(before.clone(), np.array([0]))
+    after = processors.after_temperature(before.clone(), LogitsRows(np.array([0])))
     assert (after[0] > -torch.inf).nonzero().flatten().tolist() == [3]
     assert after[0, 3] == 12.0
