@@ -194,6 +194,11 @@ class Request:
     def is_finished(self) -> bool:
         return self.status.is_finished
 
+    @property
+    def embed_bytes(self) -> int:
+        """Memory of the prompt embeddings; 0 without them."""
+        return 0 if self.prompt_embeds is None else self.prompt_embeds.nbytes
+
     def append_output_token(self, token_id: int) -> None:
         """Add a verified token and hash the block it completes."""
         position = self._num_tokens

@@ -58,46 +58,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine/cli": {"engine", "connector", "tiers", "kernels", "proto", "benchmarks"},
     "benchmarks": {"benchmarks", "engine", "connector", "tiers", "kernels", "proto"},
 }
-# The rooms of engine/ from the bottom up: its folders and the modules beside them, each with the
-# rooms it imports. A room lists only rooms above it in this table, so no arrow runs up.
-ENGINE_ROOMS: dict[str, str] = {
-    "extras": "",
-    "logprobs": "",
-    "logs": "",
-    "models": "",
-    "not_built": "",
-    "offload_config": "",
-    "config": "offload_config",
-    "probes": "models",
-    "repetition": "",
-    "sampling_params": "logprobs",
-    "embeds": "",
-    "options": "config models not_built offload_config",
-    "plan": "config models",
-    "request": "sampling_params",
-    "observer": "request",
-    "wire": "logprobs sampling_params",
-    "batch": "request sampling_params",
-    "cache": "observer request",
-    "settings": "config logprobs logs not_built offload_config options",
-    "sampling": "batch logprobs",
-    "scheduler": "cache config embeds logprobs observer repetition request sampling_params wire",
-    "worker": (
-        "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
-    ),
-    "core": (
-        "cache config embeds extras logs models observer offload_config plan request sampling "
-        "sampling_params scheduler wire worker"
-    ),
-    "client": "config core wire",
-    "text": "client logprobs models request sampling_params wire",
-    "api": "client embeds logprobs request sampling_params settings text wire",
-    "llm": "client core embeds logprobs logs models options request sampling_params text wire",
-    "cli": (
-        "api client config extras llm logs models not_built offload_config options plan probes "
-        "sampling_params settings text wire"
-    ),
-}
 # folder -> what nothing below it imports, not even inside a function.
 NEVER_IMPORTS: dict[str, set[str]] = {
     "proto": {"torch", "numpy", "triton", "cupy"},
@@ -127,7 +87,7 @@ LAZY = {"triton": ("kernels",), "cupy": ()}
 
 
 @cache
-def _sources() -> tuple[Path, ...]:
+def sources() -> tuple[Path, ...]:
     return tuple(
         path.relative_to(ROOT)
         for folder in FOLDERS
@@ -154,7 +114,7 @@ def _dotted(node: ast.expr) -> str:
     return ""
 
 
-def _imports(path: Path) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
+def imports_of(path: Path) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
     """Every module that a file imports, relative imports resolved, with the statement."""
     package = ("stratakv", *path.parts[:-1])
     for node in ast.walk(_tree(path)):
@@ -197,7 +157,7 @@ def _plain(name: str) -> str:
 def _unsafe(path: Path) -> Iterator[str]:
     """What this file does that can run code out of data, one sentence each."""
     writes_pickle = path.as_posix() in WRITES_PICKLE
-    for module, node in _imports(path):
+    for module, node in imports_of(path):
         if writes_pickle and module == "pickle":
             continue
         if module.partition(".")[0] in BANNED_MODULES or _plain(module) in BANNED_CALLS:
@@ -227,11 +187,11 @@ def _unsafe(path: Path) -> Iterator[str]:
 
 
 def test_there_is_something_to_look_at() -> None:
-    assert {path.parts[0] for path in _sources()} >= {*PACKAGE_FOLDERS, "tests", "tools"}
+    assert {path.parts[0] for path in sources()} >= {*PACKAGE_FOLDERS, "tests", "tools"}
 
 
 def test_nothing_can_run_code_out_of_data() -> None:
-    assert [finding for path in _sources() for finding in _unsafe(path)] == []
+    assert [finding for path in sources() for finding in _unsafe(path)] == []
 
 
 @pytest.mark.parametrize(
@@ -278,7 +238,7 @@ def test_a_file_that_may_write_pickle_may_not_read_it(
 
 def test_files_that_may_write_pickle_do() -> None:
     for path in WRITES_PICKLE:
-        assert "pickle" in [module for module, _ in _imports(Path(path))], path
+        assert "pickle" in [module for module, _ in imports_of(Path(path))], path
 
 
 @pytest.mark.parametrize("code", ["model.eval()", "np.load(p, allow_pickle=False)", "'pickle'"])
@@ -290,13 +250,13 @@ def test_the_unsafe_rule_leaves_the_rest_alone(code: str, monkeypatch: pytest.Mo
 def test_wall_clock_is_read_only_where_listed() -> None:
     readers: dict[str, int] = {}
     clocks = ("time.time", "time.time_ns")
-    for path in _sources():
+    for path in sources():
         if path.parts[0] not in PACKAGE_FOLDERS:
             continue
         for call in ast.walk(_tree(path)):
             if isinstance(call, ast.Call) and _dotted(call.func) in clocks:
                 readers.setdefault(path.as_posix(), call.lineno)
-        for module, node in _imports(path):
+        for module, node in imports_of(path):
             if module in clocks:
                 readers.setdefault(path.as_posix(), node.lineno)
     unlisted = {path: line for path, line in readers.items() if path not in WALL_CLOCK}
@@ -307,7 +267,7 @@ def test_wall_clock_is_read_only_where_listed() -> None:
 def _upward(path: Path) -> Iterator[str]:
     """Imports of a folder that this file may not know of, one sentence each."""
     allowed = MAY_IMPORT[max((name for name in MAY_IMPORT if _in(path, name)), key=len)]
-    for module, node in _imports(path):
+    for module, node in imports_of(path):
         parts = module.split(".")
         if parts[0] != "stratakv" or len(parts) < 2 or parts[1] not in PACKAGE_FOLDERS:
             continue
@@ -318,7 +278,7 @@ def _upward(path: Path) -> Iterator[str]:
 
 def test_arrows_run_down() -> None:
     """A floor imports the floors below it and never one above."""
-    paths = [path for path in _sources() if path.parts[0] in PACKAGE_FOLDERS]
+    paths = [path for path in sources() if path.parts[0] in PACKAGE_FOLDERS]
     assert [finding for path in paths for finding in _upward(path)] == []
 
 
@@ -336,14 +296,14 @@ def _back_up(path: Path) -> Iterator[str]:
     for place, refused, except_below in BELOW:
         if path.as_posix() != place and not _in(path, place):
             continue
-        for module, node in _imports(path):
+        for module, node in imports_of(path):
             allowed = except_below and _starts_with(module, except_below)
             if _starts_with(module, refused) and not allowed and module != "stratakv.tiers":
                 yield f"{path}:{node.lineno}: imports {module}"
 
 
 def test_settings_stand_below_what_has_options() -> None:
-    assert [finding for path in _sources() for finding in _back_up(path)] == []
+    assert [finding for path in sources() for finding in _back_up(path)] == []
     for place, _, _ in BELOW:
         assert (ROOT / place).exists()
 
@@ -383,84 +343,13 @@ def test_the_arrow_rule_sees_each_form(
     assert list(_upward(Path(path)))
 
 
-def _engine_room(path: Path) -> str:
-    return path.parts[1] if len(path.parts) > 2 else path.stem
-
-
-def _engine_arrows(path: Path) -> Iterator[tuple[str, int]]:
-    """The other rooms of engine/ that this file imports, each with its line."""
-    for module, node in _imports(path):
-        parts = module.split(".")
-        if parts[:2] == ["stratakv", "engine"] and len(parts) > 2:
-            if parts[2] != _engine_room(path):
-                yield parts[2], node.lineno
-
-
-def _unlisted_in_engine(path: Path) -> Iterator[str]:
-    """Imports of rooms that are not in the row of this file's room, one sentence each."""
-    room = _engine_room(path)
-    for other, line in sorted(set(_engine_arrows(path))):
-        if other not in ENGINE_ROOMS.get(room, "").split():
-            yield f"{path}:{line}: {room} imports {other}"
-
-
-def _engine_files() -> list[Path]:
-    # The doors of the package only name what lies inside.
-    return [path for path in _sources() if _in(path, "engine") and path.parts[1] != "__init__.py"]
-
-
-def test_engine_rooms_import_only_rooms_below_them() -> None:
-    paths = _engine_files()
-    assert {_engine_room(path) for path in paths} == set(ENGINE_ROOMS), (
-        "a room of engine/ is new or gone: add or delete its row in ENGINE_ROOMS"
-    )
-    assert [finding for path in paths for finding in _unlisted_in_engine(path)] == [], (
-        "a new arrow between rooms of engine/: if the room it points to stands lower in "
-        "ENGINE_ROOMS, add it to the row; if it stands higher, move what both need into a lower "
-        "room (as engine/batch does for worker and sampling), or hand it over as an argument"
-    )
-
-
-def test_the_table_of_engine_rooms_has_no_arrow_up_and_none_too_many() -> None:
-    used: dict[str, set[str]] = {room: set() for room in ENGINE_ROOMS}
-    for path in _engine_files():
-        used[_engine_room(path)].update(room for room, _ in _engine_arrows(path))
-    below: set[str] = set()
-    for room, listed in ENGINE_ROOMS.items():
-        assert set(listed.split()) <= below, (
-            f"{room} lists a room that stands beside it or higher; move what both need down"
-        )
-        assert set(listed.split()) == used[room], (
-            f"the row of {room} in ENGINE_ROOMS lists a room that it no longer imports: delete it"
-        )
-        below.add(room)
-
-
-@pytest.mark.parametrize(
-    ("path", "code"),
-    [
-        ("engine/scheduler/example.py", "from ..worker.model_runner import ModelRunner"),
-        ("engine/scheduler/example.py", "from .. import llm"),
-        ("engine/models/example.py", "def f():\n    from ..config import EngineConfig"),
-        ("engine/models/checkpoint/example.py", "from ...core import engine_core"),
-        ("engine/config.py", "from .options import engine_config"),
-        ("engine/unknown/example.py", "from ..request import Request"),
-    ],
-)
-def test_the_rule_of_engine_rooms_sees_each_form(
-    path: str, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(code))
-    assert list(_unlisted_in_engine(Path(path)))
-
-
 def test_folders_keep_what_they_promise_not_to_import() -> None:
     wrong = []
-    for path in _sources():
+    for path in sources():
         for folder, banned in NEVER_IMPORTS.items():
             if not _in(path, folder):
                 continue
-            for module, node in _imports(path):
+            for module, node in imports_of(path):
                 if any(_starts_with(module, name) for name in banned):
                     wrong.append(f"{path}:{node.lineno}: imports {module}")
     assert wrong == []
@@ -470,12 +359,12 @@ def test_no_modules_import_each_other() -> None:
     """Not in a circle of any length, and not inside functions either."""
     modules = {
         ".".join(("stratakv", *path.with_suffix("").parts)).removesuffix(".__init__"): path
-        for path in _sources()
+        for path in sources()
         if path.parts[0] in PACKAGE_FOLDERS
     }
     assert len(modules) > 300
     left = {
-        name: {module for module, _ in _imports(path) if module in modules and module != name}
+        name: {module for module, _ in imports_of(path) if module in modules and module != name}
         for name, path in modules.items()
         if path.name != "__init__.py"  # a folder's doors name what lies in it
     }
@@ -488,10 +377,10 @@ def test_no_modules_import_each_other() -> None:
 def test_folders_call_each_other_relatively() -> None:
     """Inside the package, `from ..tiers` holds whatever name the package is installed under."""
     wrong = []
-    for path in _sources():
+    for path in sources():
         if path.parts[0] not in PACKAGE_FOLDERS or "_pb2" in path.name:
             continue
-        for module, node in _imports(path):
+        for module, node in imports_of(path):
             absolute = isinstance(node, ast.Import) or not node.level
             if absolute and _starts_with(module, "stratakv"):
                 wrong.append(f"{path}:{node.lineno}: imports {module}")
@@ -500,11 +389,11 @@ def test_folders_call_each_other_relatively() -> None:
 
 def test_gpu_packages_are_imported_inside_functions() -> None:
     wrong = []
-    for path in _sources():
+    for path in sources():
         if path.parts[0] not in PACKAGE_FOLDERS:
             continue
         top = {id(node) for node in _tree(path).body}
-        for module, node in _imports(path):
+        for module, node in imports_of(path):
             folders = LAZY.get(module.partition(".")[0])
             if folders is not None and id(node) in top and not any(_in(path, f) for f in folders):
                 wrong.append(f"{path}:{node.lineno}: imports {module} at the top of the file")
@@ -532,7 +421,7 @@ def test_every_source_file_starts_with_its_licence() -> None:
 def test_every_module_opens_with_a_docstring() -> None:
     missing = [
         str(path)
-        for path in _sources()
+        for path in sources()
         if "_pb2" not in path.name and not ast.get_docstring(_tree(path))
     ]
     assert missing == []

@@ -79,6 +79,7 @@ class Places:
         self._observer = observer
         self.requests: dict[str, Request] = {}
         self.progress: dict[str, Progress] = {}
+        self.embed_bytes = 0  # of the prompt embeddings of `requests`
         self.running: list[Request] = []
         self.waiting = FCFSQueue()
         self.skipped = FCFSQueue()
@@ -99,6 +100,7 @@ class Places:
         """A new request waits."""
         self.requests[request.request_id] = request
         self.progress[request.request_id] = progress
+        self.embed_bytes += request.embed_bytes
         self.waiting.add(request)
         self.note(request, Decision.QUEUED)
 
@@ -173,6 +175,7 @@ class Places:
         request.status = status
         del self.requests[request_id]
         del self.progress[request_id]
+        self.embed_bytes -= request.embed_bytes
         self.finished_ids.add(request_id)
         self.counts[f"ended_{status.finish_reason}"] += 1
         self.note(request, Decision.FINISHED)

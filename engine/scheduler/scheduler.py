@@ -36,6 +36,7 @@ from ...connector.base import (
     KVConnectorScheduler,
 )
 from ...tiers.context import NO_CONTEXT, RequestContext
+from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
@@ -48,80 +49,13 @@ from .output import (
     OutputWriter,
     SchedulerOutput,
     add_logprobs,
-    end_token_ids,
     fault_of,
 )
 from .places import Places
 from .pressure import MemoryPressure
+from .running import RunningRound
 from .step import EntryKind, StepBuilder, StepEntry
-
-
-class RunningRound:
-    """The running requests' part of a step: tokens for each, and room for them.
-
-    Each gets the tokens it lacks, in order of admission, as far as the budget goes. An earlier one
-    takes room from the last; the module's docstring says why that blocks nobody for ever.
-    """
-
-    def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
-        self._places = places
-        self._pressure = pressure
-        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
-
-    def run(self, step: StepBuilder, now: float) -> None:
-        """Send back whom memory has no room for, then let the others go on."""
-        self._relieve(step, now)
-        self._go_on(step, now)
-
-    def _relieve(self, step: StepBuilder, now: float) -> None:
-        """Send back who came last while too much of the pool is held; never the only one."""
-        places = self._places
-        while len(places.running) > 1 and self._pressure.demands_preemption:
-            step.pressed = True
-            if not places.give_up_last_load(spare=places.running[0]):
-                victim = places.preempt_last(now)
-                step.preempted_ids.add(victim.request_id)
-                if victim.request_id in places.loading:
-                    return  # its blocks come back when a copy to them has ended
-
-    def _go_on(self, step: StepBuilder, now: float) -> None:
-        running = self._places.running
-        loading, progress = self._places.loading, self._places.progress
-        allocate = self._places.manager.allocate_slots
-        any_overlapped = loading.num_overlapped > 0
-        index = 0
-        while index < len(running) and step.budget > 0:
-            request = running[index]
-            if any_overlapped:
-                num_tokens = loading.most_tokens(request, progress[request.request_id])
-            else:
-                num_tokens = request.num_tokens - request.num_computed_tokens
-            if num_tokens == 0:  # it waits for a copy
-                index += 1
-                continue
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, self._chunk_limit, step.budget)
-            added = allocate(request, num_tokens)
-            while added is None:
-                if not self._make_room(request, step, now):
-                    return
-                added = allocate(request, num_tokens)
-            step.go_on(request, num_tokens, added)
-            index += 1
-
-    def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
-        """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
-        it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
-        to the blocks of whoever came last, and `request` waits for those."""
-        step.pressed = True
-        places = self._places
-        if places.give_up_last_load(spare=request):
-            return True
-        if places.running == [request]:
-            return False
-        victim = places.preempt_last(now)
-        step.preempted_ids.add(victim.request_id)
-        return victim is not request and victim.request_id not in places.loading
+from .stop import end_token_ids
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
@@ -166,6 +100,8 @@ MIN_AHEAD_BLOCKS = 8
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
 RETRY_SECONDS = 0.02
+# Of the prompt embeddings of all unfinished requests.
+MAX_EMBED_BYTES = 1 << 30
 LOAD_FAILED = (
     "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
     "--kv-offload-load-failure fail"
@@ -297,10 +233,21 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager, self.max_model_len)
         self.check_queue()
+        self._check_embeds(request)
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
         if not request.skip_reading_prefix_cache:
             self.connector.request_queued(request, context)
         self._stalled = False
+
+    def _check_embeds(self, request: Request) -> None:
+        """Prompts of numbers take up to thousands of times the memory of tokens, so their number
+        alone is no limit. One always fits, whatever its size. Raises QueueFull."""
+        held, more = self._places.embed_bytes, request.embed_bytes
+        if more and held and held + more > MAX_EMBED_BYTES:
+            raise QueueFull(
+                f"prompt embeddings of unfinished requests take {show_size(held)}, and with "
+                f"{show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"
+            )
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED

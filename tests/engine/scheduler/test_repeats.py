@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from stratakv.engine.repetition import repeats
 from stratakv.engine.sampling_params import RepetitionDetection, SamplingParams
+from stratakv.engine.scheduler.stop import repeats
 
 
 def by_definition(tokens: list[int], low: int, high: int, count: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.engine.repetition import repeats
 from stratakv.engine.scheduler.output import ModelRunnerOutput
+from stratakv.engine.scheduler.stop import repeats
 
 from .conftest import Engine, MakeEngine
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The running requests' part of a step; what joins them is admission's (`admission.py`)."""
+
+from __future__ import annotations
+
+from ..config import SchedulerConfig
+from ..request import Request
+from .places import Places
+from .pressure import MemoryPressure
+from .step import StepBuilder
+
+
+class RunningRound:
+    """The running requests' part of a step: tokens for each, and room for them.
+
+    Each gets the tokens it lacks, in order of admission, as far as the budget goes. An earlier one
+    takes room from the last; `scheduler.py` says why that blocks nobody for ever.
+    """
+
+    def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
+        self._places = places
+        self._pressure = pressure
+        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+
+    def run(self, step: StepBuilder, now: float) -> None:
+        """Send back whom memory has no room for, then let the others go on."""
+        self._relieve(step, now)
+        self._go_on(step, now)
+
+    def _relieve(self, step: StepBuilder, now: float) -> None:
+        """Send back who came last while too much of the pool is held; never the only one."""
+        places = self._places
+        while len(places.running) > 1 and self._pressure.demands_preemption:
+            step.pressed = True
+            if not places.give_up_last_load(spare=places.running[0]):
+                victim = places.preempt_last(now)
+                step.preempted_ids.add(victim.request_id)
+                if victim.request_id in places.loading:
+                    return  # its blocks come back when a copy to them has ended
+
+    def _go_on(self, step: StepBuilder, now: float) -> None:
+        running = self._places.running
+        loading, progress = self._places.loading, self._places.progress
+        allocate = self._places.manager.allocate_slots
+        any_overlapped = loading.num_overlapped > 0
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            if any_overlapped:
+                num_tokens = loading.most_tokens(request, progress[request.request_id])
+            else:
+                num_tokens = request.num_tokens - request.num_computed_tokens
+            if num_tokens == 0:  # it waits for a copy
+                index += 1
+                continue
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, self._chunk_limit, step.budget)
+            added = allocate(request, num_tokens)
+            while added is None:
+                if not self._make_room(request, step, now):
+                    return
+                added = allocate(request, num_tokens)
+            step.go_on(request, num_tokens, added)
+            index += 1
+
+    def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
+        """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
+        it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
+        to the blocks of whoever came last, and `request` waits for those."""
+        step.pressed = True
+        places = self._places
+        if places.give_up_last_load(spare=request):
+            return True
+        if places.running == [request]:
+            return False
+        victim = places.preempt_last(now)
+        step.preempted_ids.add(victim.request_id)
+        return victim is not request and victim.request_id not in places.loading
