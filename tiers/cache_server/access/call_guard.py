@@ -106,9 +106,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             ending = ending_of(error)
             code = ending.code
             _log(path, error, ending)
-            await context.abort(
-                ending.code, ending.message, trailing_metadata=((REASON_KEY, ending.reason),)
-            )
+            await _end_call(context, ending)
         finally:
             self._running -= 1
             self._metrics.call_ended(path, code.name, time.monotonic() - began)
@@ -127,6 +125,15 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             return None
         remaining: float | None = context.time_remaining()
         return self._call_seconds if remaining is None else min(remaining, self._call_seconds)
+
+
+async def _end_call(context: Any, ending: Ending) -> None:
+    """Tell the client how its call ended; where it has left, there is nobody to be told."""
+    reason = ((REASON_KEY, ending.reason),)
+    try:
+        await context.abort(ending.code, ending.message, trailing_metadata=reason)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError("the client has left") from error
 
 
 def _log(path: str, error: Exception, ending: Ending) -> None:

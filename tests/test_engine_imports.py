@@ -119,7 +119,7 @@ def test_the_table_of_engine_rooms_has_no_arrow_up_and_none_too_many() -> None:
         ("engine/unknown/example.py", "from ..request import Request"),
     ],
 )
-def test_the_rule_of_engine_rooms_sees_each_form(
+def test_the_rule_of_engine_imports_sees_each_form(
     path: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_static_rules, "_tree", lambda path: ast.parse(code))
