@@ -226,8 +226,12 @@ class KVConnectorScheduler(ABC):
         """A request has ended, in any way; it will not be asked about again."""
 
     @abstractmethod
-    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned)."""
+    def get_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+    ) -> Match:
+        """Tokens the tiers hold right after the first `num_computed_tokens` (block aligned).
+        `num_queued_tokens` have to be computed before any of this request's, which gives a load
+        that much time."""
 
     @abstractmethod
     def begin_load(
@@ -316,7 +320,9 @@ class NullConnector(KVConnectorScheduler):
 
     has_tiers = False
 
-    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+    def get_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+    ) -> Match:
         return NO_MATCH
 
     def begin_load(

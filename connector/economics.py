@@ -172,6 +172,9 @@ MAX_RUNS = 8
 _BREAK_EVEN_LIMIT = 2**20  # tokens
 
 
+NONE_READ: Mapping[str, int] = {}
+
+
 class Choice(Enum):
     """Choose by the estimates, or always the same, for drills and measurements."""
 
@@ -226,33 +229,58 @@ class Economics:
         self.probes = 0
         self.declined_tokens: dict[str, int] = {}  # that a tier had and that were computed
 
-    def plan(self, first_token: int, tiers: Sequence[str], *, num_sharing: int = 0) -> Plan:
+    def plan(
+        self,
+        first_token: int,
+        tiers: Sequence[str],
+        *,
+        num_sharing: int = 0,
+        num_queued_tokens: int = 0,
+        num_read_ahead: Mapping[str, int] = NONE_READ,
+    ) -> Plan:
         """The plan for blocks that lie in `tiers`, the first one at `first_token`. Changes
         nothing. `num_sharing` requests, this one included, would share the engine if its load was
-        overlapped; 0: others compute."""
+        overlapped; 0: others compute. `num_queued_tokens` of others are computed before it. Of
+        `queued`, `num_read_ahead` are these blocks."""
         num_blocks = len(tiers)
         if self.choice is Choice.OVERLAP and num_blocks > 1:
             return Plan(num_blocks, num_blocks // 2)
         if not num_blocks or self.choice is not Choice.AUTO:
             return Plan(num_blocks)
         runs = _runs(tiers)
+        queued = {tier: n - num_read_ahead.get(tier, 0) for tier, n in self.queued.items()}
         compute = self._compute(first_token, num_blocks)
         if compute is None:
             return Plan(num_blocks)
         chosen, saved = 0, 0.0
+        hidden = self._queue_seconds(num_queued_tokens)
         for end, tier in _ends(runs):
-            saving = self._saving(first_token, runs, end, tier)
+            saving = self._saving(first_token, runs, queued, end, tier, hidden)
             if saving is not None and (not chosen or saving > saved):
                 chosen, saved = end, saving
         if num_sharing and num_blocks > 1:
-            computed, seconds = self._meet(first_token, runs, num_blocks, num_sharing)
+            computed, seconds = self._meet(first_token, runs, queued, num_blocks, num_sharing)
             if seconds * OVERLAP_MARGIN <= compute - saved and 0 < computed < num_blocks:
                 return Plan(num_blocks, computed)
         return Plan(chosen)
 
-    def decide(self, first_token: int, tiers: Sequence[str], *, num_sharing: int = 0) -> Plan:
+    def decide(
+        self,
+        first_token: int,
+        tiers: Sequence[str],
+        *,
+        num_sharing: int = 0,
+        num_queued_tokens: int = 0,
+        num_read_ahead: Mapping[str, int] = NONE_READ,
+    ) -> Plan:
         """`plan`, for a request that will follow it; the choice is remembered."""
-        plan = self.plan(first_token, tiers, num_sharing=num_sharing)
+        plan = self.plan(
+            first_token,
+            tiers,
+            num_sharing=num_sharing,
+            num_queued_tokens=num_queued_tokens,
+            num_read_ahead=num_read_ahead,
+        )
         if self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
             return plan
         for end, tier in _ends(_runs(tiers)):
@@ -269,13 +297,17 @@ class Economics:
             self.declined_tokens[tier] = declined + self._block_size
         return plan
 
-    def max_wait_seconds(self, first_token: int, num_blocks: int) -> float | None:
-        """How long to wait for blocks at most, in seconds: as long as computing them takes. None:
-        until they come."""
+    def max_wait_seconds(
+        self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
+    ) -> float | None:
+        """How long to wait for blocks at most, in seconds: as long as computing them takes, and
+        what is queued before them. None: until they come."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
-        return UNMEASURED_SECONDS if compute is None else max(GRACE_SECONDS, compute)
+        if compute is None:
+            return UNMEASURED_SECONDS
+        return max(GRACE_SECONDS, compute + self._queue_seconds(num_queued_tokens))
 
     def break_even_tokens(self, tier: str) -> int | None:
         """The shortest prompt that is quicker to load from `tier` than to compute; None while
@@ -303,24 +335,41 @@ class Economics:
             "break_even_tokens": {name: self.break_even_tokens(name) for name in self.links},
         }
 
-    def _saving(self, first_token: int, runs: Sequence[Run], end: int, tier: str) -> float | None:
+    def _saving(
+        self,
+        first_token: int,
+        runs: Sequence[Run],
+        queued: Mapping[str, int],
+        end: int,
+        tier: str,
+        hidden: float,
+    ) -> float | None:
         """Seconds that loading the blocks up to `end`, the last one from `tier`, saves of computing
-        them. None if it is not to be done; near break-even it may save a little less than none."""
+        them, where `hidden` seconds of a load delay nobody. None if it is not to be done; near
+        break-even it may save a little less than none."""
         compute = self._compute(first_token, end) or 0.0
-        load = self._load(runs, 0, end)
+        load = max(0.0, self._load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
         return compute - load if load < (STAY if stays else RETURN) * compute else None
 
+    def _queue_seconds(self, num_tokens: int) -> float:
+        return (self.prefill.seconds_per_token or 0.0) * num_tokens
+
     def _meet(
-        self, first_token: int, runs: Sequence[Run], num_blocks: int, num_sharing: int
+        self,
+        first_token: int,
+        runs: Sequence[Run],
+        queued: Mapping[str, int],
+        num_blocks: int,
+        num_sharing: int,
     ) -> tuple[int, float]:
         """After how many computed blocks the frontiers meet, and when."""
         low, high = 0, num_blocks
         # Pieces pay for the fixed part of their links more than once.
-        more = self._load(runs, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
+        more = self._load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
         while low < high:
             middle = (low + high) // 2
-            load = more + self._load(runs, middle, num_blocks)
+            load = more + self._load(runs, queued, middle, num_blocks)
             if num_sharing * (self._compute(first_token, middle) or 0.0) < load:
                 low = middle + 1
             else:
@@ -330,17 +379,18 @@ class Economics:
     def _compute(self, first_token: int, num_blocks: int) -> float | None:
         return self.prefill.seconds(first_token, first_token + num_blocks * self._block_size)
 
-    def _load(self, runs: Sequence[Run], start: int, end: int) -> float:
+    def _load(self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int) -> float:
         """Seconds to load the blocks from `start` to `end`: all stores at once, then the copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
-        reads = [self._read(tier, count) for tier, count in blocks.items() if tier != self._slab]
-        return max(reads, default=0.0) + self._read(self._slab, end - start)
+        blocks.pop(self._slab, None)
+        reads = [self._read(tier, count, queued.get(tier, 0)) for tier, count in blocks.items()]
+        copy = self._read(self._slab, end - start, queued.get(self._slab, 0))
+        return max(reads, default=0.0) + copy
 
-    def _read(self, tier: str, num_blocks: int) -> float:
-        queued = self.queued.get(tier, 0)
-        num_bytes = num_blocks * self._position_bytes + queued * self._block_bytes
+    def _read(self, tier: str, num_blocks: int, num_queued: int) -> float:
+        num_bytes = num_blocks * self._position_bytes + num_queued * self._block_bytes
         return self.links[tier].seconds(num_bytes)
 
     def _pays(self, tier: str, num_blocks: int) -> bool:

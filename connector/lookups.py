@@ -8,7 +8,8 @@ turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..tiers.context import NO_CONTEXT, RequestContext
@@ -16,7 +17,7 @@ from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
-from .economics import Economics, Plan
+from .economics import NONE_READ, Economics, Plan
 from .rates import ReadTimes
 from .transfer import Remembered, whole_positions
 
@@ -42,6 +43,7 @@ class Lookup:
     is_counted: bool
     plan: Plan | None = None  # what is done about it
     is_decided: bool = False  # such a plan was made before, perhaps on an older answer
+    num_queued_tokens: int = 0  # to be computed before this request, when the plan was made
 
 
 class Lookups:
@@ -200,7 +202,7 @@ class Lookups:
         self._lookups.put(request.request_id, lookup)
         return lookup
 
-    def plan_of(self, request_id: str, lookup: Lookup) -> Plan:
+    def plan_of(self, request_id: str, lookup: Lookup, num_queued_tokens: int) -> Plan:
         """The plan for what a look-up found; the same until something changes."""
         if lookup.plan is None:
             economics = self._economics
@@ -210,9 +212,20 @@ class Lookups:
                 lookup.first * self._block_size,
                 lookup.prefix.tiers,
                 num_sharing=self._num_sharing(request_id),
+                num_queued_tokens=num_queued_tokens,
+                num_read_ahead=self._num_read_ahead(request_id),
             )
+            lookup.num_queued_tokens = num_queued_tokens
             lookup.is_decided = True
         return lookup.plan
+
+    def _num_read_ahead(self, request_id: str) -> Mapping[str, int]:
+        """Blocks of the request that are on their way, by tier."""
+        ticket = self._read_ahead.get(request_id)
+        if ticket is None:
+            return NONE_READ
+        slots_of = zip(ticket.slots, ticket.tiers, strict=True)
+        return Counter([tier for slot, tier in slots_of if slot is None])
 
     def count(self, lookup: Lookup) -> None:
         """The request goes by this answer; it is counted once for each prompt."""

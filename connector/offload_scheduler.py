@@ -135,7 +135,9 @@ class OffloadScheduler(KVConnectorScheduler):
         self._alive.discard(request_id)
         self._lookups.finished(request_id)
 
-    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+    def get_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+    ) -> Match:
         request_id = request.request_id
         if request_id in self._failed or request_id in self._loads:
             return NO_MATCH
@@ -149,7 +151,7 @@ class OffloadScheduler(KVConnectorScheduler):
         tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
-            plan = self._lookups.plan_of(request_id, lookup)
+            plan = self._lookups.plan_of(request_id, lookup, num_queued_tokens)
             if not plan.num_blocks:
                 self._lookups.count(lookup)
                 self._lookups.let_go(request_id)
@@ -185,7 +187,9 @@ class OffloadScheduler(KVConnectorScheduler):
 
         def max_wait_seconds(index: int) -> float | None:
             return self._economics.max_wait_seconds(
-                first_token + index * self._block_size, num_blocks - index
+                first_token + index * self._block_size,
+                num_blocks - index,
+                num_queued_tokens=lookup.num_queued_tokens,
             )
 
         if overlapped:

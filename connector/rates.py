@@ -20,7 +20,8 @@ class _Watched:
     ticket: LoadTicket
     began: float
     indices: dict[str, list[int]]  # blocks to come, by store
-    num_bytes: dict[str, int]  # of these and of those that were on their way before, by store
+    num_read: dict[str, int]  # those of them that nobody else reads already
+    num_bytes: dict[str, int]  # of `num_read` and of what was on its way before, by store
     joined: _Watched | None  # the one that began to read what this one waits for too
     let_go: bool = False  # to be ended here
 
@@ -62,19 +63,24 @@ class ReadTimes:
         if ticket.done() or not indices:
             return
         keys = [ticket.keys[index] for blocks in indices.values() for index in blocks]
+        num_read = {
+            tier: sum([ticket.keys[index] not in self._reader_of for index in blocks])
+            for tier, blocks in indices.items()
+        }
         watched = self._watched[id(ticket)] = _Watched(
             ticket,
             self._clock(),
             indices,
+            num_read,
             {
-                tier: (self.queued[tier] + len(blocks)) * self._block_bytes
-                for tier, blocks in indices.items()
+                tier: (self.queued[tier] + count) * self._block_bytes
+                for tier, count in num_read.items()
             },
             next((self._reader_of[key] for key in keys if key in self._reader_of), None),
         )
         for key in keys:
             self._reader_of.setdefault(key, watched)
-        self.queued.update({tier: len(blocks) for tier, blocks in indices.items()})
+        self.queued.update(num_read)
 
     def let_go(self, ticket: LoadTicket) -> None:
         """Nobody waits for this load any more: end it, now or when its reads have ended."""
@@ -113,8 +119,8 @@ class ReadTimes:
 
     def _forget(self, watched: _Watched) -> None:
         del self._watched[id(watched.ticket)]
-        for tier, indices in watched.indices.items():
-            self.queued[tier] -= len(indices)
+        self.queued.subtract(watched.num_read)
+        for indices in watched.indices.values():
             for index in indices:
                 key = watched.ticket.keys[index]
                 if self._reader_of.get(key) is watched:

@@ -46,17 +46,21 @@ class Admission:
         self._max_running = config.max_num_seqs
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._most_tokens = config.max_num_batched_tokens
+        self._waits_for_budget: Request | None = None  # found to have nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
         request was told by the tiers to ask again."""
         places = self._places
         later: list[Request] = []
-        while step.budget > 0 and len(places.running) < self._max_running:
+        while len(places.running) < self._max_running:
             found = self._next(only_known)
             if found is None:
                 break
             queue, request = found
+            if step.budget == 0 and not self._may_begin_load(request):
+                break
             if self._is_held_back(request):
                 break
             verdict = self._consider(request, step, now)
@@ -77,6 +81,16 @@ class Admission:
                     return queue, request
         return None
 
+    def _may_begin_load(self, request: Request) -> bool:
+        """Whether it is worth looking at where no tokens are left to give in this step: a load
+        needs none, and the sooner it begins, the more of it is over when its turn comes."""
+        return (
+            self._connector.has_tiers
+            and request is not self._waits_for_budget
+            and request.num_computed_tokens == 0
+            and _may_load(request)
+        )
+
     def _is_held_back(self, request: Request) -> bool:
         """Whether memory is too full for it to start; not with nothing running, and not once its
         blocks have been loaded, for then it holds them anyway."""
@@ -93,14 +107,22 @@ class Admission:
             if running and not self._pressure.has_room_for(request, hits, running):
                 return Verdict.NO_ROOM
             if _may_load(request):
-                match = connector.get_matched_tokens(request, num_hit_tokens)
+                queued = self._most_tokens - step.budget + _num_queued(running)
+                match = connector.get_matched_tokens(
+                    request, num_hit_tokens, num_queued_tokens=queued
+                )
                 if match.kind is MatchKind.RETRY:
                     return Verdict.LATER
-                if match.kind is not MatchKind.NONE:
+                if match.kind is MatchKind.LOAD or (
+                    match.kind is MatchKind.OVERLAP and step.budget > 0
+                ):
                     if not self._overlaps(match, request, hits, num_hit_tokens):
                         return self._load(request, hits, num_hit_tokens, match.tokens)
                     hits, num_hit_tokens = None, 0
                     places.note(request, Decision.LOADING)
+        if step.budget == 0:
+            self._waits_for_budget = request
+            return Verdict.NO_ROOM
         num_tokens = places.loading.most_tokens(request, places.progress[request.request_id])
         num_tokens -= num_hit_tokens
         if self._chunked:
@@ -217,6 +239,12 @@ class Admission:
                 counts["external_queried_tokens"] += request.num_prompt_tokens - in_pool
         for tier, num_tokens in request.cached_tokens_by_tier.items():
             counts[f"cached_tokens_{tier}"] += num_tokens
+
+
+def _num_queued(running: list[Request]) -> int:
+    """Tokens of prompts that are being computed, which come before those of whoever waits."""
+    missing = [request.num_tokens - request.num_computed_tokens for request in running]
+    return sum([count for count in missing if count > 1])
 
 
 def _may_load(request: Request) -> bool:

@@ -75,6 +75,28 @@ def test_what_is_queued_before_it_counts() -> None:
     assert made.plan(0, ["ssd"] * 20) == Plan(0)
 
 
+def test_what_is_read_ahead_for_it_does_not_wait_for_itself() -> None:
+    made = economics()
+    made.queued = {"ssd": 1000}
+    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(0)
+    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 1000}) == Plan(20)
+    made.queued = {}
+    assert made.plan(0, ["ssd"] * 20, num_read_ahead={"ssd": 20}) == Plan(20)
+
+
+def test_a_load_costs_nothing_while_others_are_computed() -> None:
+    """10 blocks take 16 ms to compute and 40 ms to load, so it pays once 24 ms are queued."""
+    made = economics(cpu=(0.0, 0.0), ssd=(0.0, 4e-3))
+    tiers = ["ssd"] * 10
+    assert made.plan(0, tiers, num_queued_tokens=200) == Plan(0)
+    assert made.plan(0, tiers, num_queued_tokens=300) == Plan(10)
+    assert made.decide(0, tiers, num_queued_tokens=10_000) == Plan(10)
+    assert made.max_wait_seconds(0, 10) == pytest.approx(16e-3)
+    assert made.max_wait_seconds(0, 10, num_queued_tokens=300) == pytest.approx(46e-3)
+    unknown = economics(prefill=None)
+    assert unknown.plan(0, tiers, num_queued_tokens=300) == Plan(10)
+
+
 def test_tokens_that_cost_more_are_worth_more() -> None:
     made = economics(ssd=(6e-3, 1e-5))
     for start in (0, 4000) * 50:

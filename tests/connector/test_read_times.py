@@ -64,6 +64,19 @@ def test_a_read_ended_between_two_looks(watch: Watch) -> None:
     assert len(watch.times) == 0 and watch.times.queued["ssd"] == 0
 
 
+def test_what_two_wait_for_is_read_once(watch: Watch) -> None:
+    first = watch.begin({b"a": "ssd", b"b": "ssd"})
+    second = watch.begin({b"b": "ssd", b"c": "ssd"})
+    assert watch.times.queued["ssd"] == 3
+    watch.end(first)
+    assert watch.times.queued["ssd"] == 1
+    third = watch.begin({b"c": "ssd"})
+    assert watch.times.queued["ssd"] == 1
+    watch.end(third)
+    watch.end(second)
+    assert watch.times.queued["ssd"] == 0 and len(watch.times) == 0
+
+
 def test_what_waits_before_it_is_part_of_the_transfer(watch: Watch) -> None:
     watch.links["ssd"] = LinkRate(1e-9, BLOCK_BYTES)  # a second for each block
     times = ReadTimes(watch.links, BLOCK_BYTES, watch.ended.append, clock=lambda: watch.now)

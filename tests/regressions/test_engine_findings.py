@@ -418,8 +418,10 @@ def test_e06_a_preempted_request_may_load_again(
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
     matches = []
 
-    def both(self: OffloadScheduler, request: Any, num_computed_tokens: int) -> Match:
-        match = ask(self, request, num_computed_tokens)
+    def both(
+        self: OffloadScheduler, request: Any, num_computed_tokens: int, **queued: int
+    ) -> Match:
+        match = ask(self, request, num_computed_tokens, **queued)
         if match.kind is MatchKind.LOAD:
             lookup = self._lookups._lookups[request.request_id]
             blocks = match.tokens // SIZE

@@ -111,7 +111,9 @@ class DictTiers(KVConnectorScheduler):
             load.ticks -= 1
         return self.is_busy
 
-    def get_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+    def get_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
+    ) -> Match:
         assert num_computed_tokens % SIZE == 0
         first = num_computed_tokens // SIZE
         end = first

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.base import EvictedBlock, LoadReport, Match, MatchKind
+from stratakv.connector.base import EvictedBlock, LoadReport, Match, MatchKind, RequestView
 from stratakv.engine.request import RequestStatus
 
 Make = Any
@@ -140,7 +140,7 @@ def test_a_request_told_to_ask_again_steps_aside(
     monkeypatch.setattr(
         tiers,
         "get_matched_tokens",
-        lambda request, computed: (
+        lambda request, computed, **_: (
             answers.pop(0) if request.request_id == "slow" else Match(0, MatchKind.NONE)
         ),
     )
@@ -280,7 +280,7 @@ def test_loads_cannot_take_room_from_each_other_for_ever(
     keep(engine, prompt(18, 20))
     ask = tiers.get_matched_tokens
     answers = {"first": Match(0, MatchKind.RETRY)}
-    tiers.get_matched_tokens = lambda request, num_tokens: (
+    tiers.get_matched_tokens = lambda request, num_tokens, **_: (
         answers.pop(request.request_id, None) or ask(request, num_tokens)
     )
     engine.add("first", prompt(18, 1))
@@ -330,3 +330,33 @@ def test_skipping_the_cache_skips_the_tiers(make_engine: Make, tiers: Any) -> No
     request = engine.add("r", prompt(14))
     request.skip_reading_prefix_cache = True
     assert engine.step().num_scheduled_tokens == {"r": 14}
+
+
+def test_a_load_begins_while_others_use_up_the_step(
+    make_engine: Make, tiers: Any, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`long` takes every token of two steps. `loads` need none of them, so its load is over when
+    its turn comes; and `new`, for which nothing can be loaded, is not asked about twice."""
+    engine = make_engine(tiers=tiers, max_num_batched_tokens=8)
+    keep(engine, prompt(14))
+    queued: dict[str, list[int]] = {}
+    ask = tiers.get_matched_tokens
+
+    def asked(request: RequestView, num_tokens: int, *, num_queued_tokens: int) -> Match:
+        queued.setdefault(request.request_id, []).append(num_queued_tokens)
+        return ask(request, num_tokens)
+
+    monkeypatch.setattr(tiers, "get_matched_tokens", asked)
+    engine.add("long", prompt(30, 20))
+    engine.add("loads", prompt(14))
+    engine.add("new", prompt(6, 40))
+    assert engine.step().num_scheduled_tokens == {"long": 8}
+    assert [load.request_id for load in tiers.loads] == ["loads"]
+    assert engine.step().num_scheduled_tokens == {"long": 8}
+    assert queued == {"long": [0], "loads": [30], "new": [30]}
+    for _ in range(3):
+        tiers.tick()
+    engine.run_all()
+    assert queued["new"] == [30, 2], "asked again with its turn, after the two that `loads` lacks"
+    assert engine.said("loads") == say(prompt(14), 5)
+    assert engine.said("new") == say(prompt(6, 40), 5)

@@ -107,7 +107,7 @@ def test_who_was_preempted_comes_back_by_a_load_or_computes(
     """The victim's blocks are stored when they are evicted; the tiers decide what is quicker."""
     engine = make_engine(8, tiers=tiers, max_model_len=28)
     if not loads:
-        monkeypatch.setattr(tiers, "get_matched_tokens", lambda *_: Match(0, MatchKind.NONE))
+        monkeypatch.setattr(tiers, "get_matched_tokens", lambda *_, **__: Match(0, MatchKind.NONE))
     for name in ("a", "b"):
         engine.add(name, prompt(10, ord(name)), max_tokens=12, ignore_eos=True)
     engine.run_all()
@@ -131,7 +131,7 @@ def test_what_is_lost_by_giving_a_load_up(
     engine.step()
     tiers.tick()
     engine.step()
-    monkeypatch.setattr(tiers, "get_matched_tokens", lambda *_: Match(0, MatchKind.NONE))
+    monkeypatch.setattr(tiers, "get_matched_tokens", lambda *_, **__: Match(0, MatchKind.NONE))
     engine.run_all()
     grown = counted(engine, before)
     assert engine.scheduler.stats()["loads_given_up"] == 1
@@ -160,7 +160,7 @@ def test_who_waits_for_a_tier_is_deferred(
     engine.step()
     assert engine.scheduler.stats()["num_deferred"] == 1  # parked
 
-    def pending(request: RequestView, num_computed_tokens: int) -> Match:
+    def pending(request: RequestView, num_computed_tokens: int, **_: int) -> Match:
         return Match(0, MatchKind.RETRY)
 
     with monkeypatch.context() as patch:
