@@ -73,6 +73,7 @@ class World:
         self._trace = hashlib.sha256()
         self._show = show
         self._faulty = rng.random() < 0.8
+        self._steps_fail = self._faulty
         self._fails_with_load = rng.random() < 0.2
         self._pass_seconds = rng.choice([0.0005, 0.003])
         self._token_seconds = rng.choice([1e-6, 1e-4, 1e-2])  # what the engine says of its prefill
@@ -258,7 +259,7 @@ class World:
         self._note_step(output)
         if output.num_scheduled_tokens and self._is_harmed("nan"):
             engine.spoil(self._harm.choice(sorted(output.num_scheduled_tokens)))
-        if self._faulty and output.num_scheduled_tokens and self.rng.random() < 0.005:
+        if self._steps_fail and output.num_scheduled_tokens and self.rng.random() < 0.005:
             self._fail(output)
         else:
             self._run(output)
@@ -317,6 +318,8 @@ class World:
         """All is well again; what is under way ends, everybody is answered, the tiers close."""
         self.clock.advance(max(0.0, self._calm_at - self.clock.now))
         self._harm_rates = dict.fromkeys(self._harm_rates, 0.0)
+        # Nor would the scheduler learn of what a step met that fails.
+        self._steps_fail = False
         for store in self.stores:
             self._set_mode(store, "up")
             store.give_up_lost()
