@@ -16,6 +16,7 @@ import trustme
 from grpc_health.v1 import health_pb2
 
 from stratakv.proto.v1 import cache_service_pb2 as messages
+from stratakv.tiers.cache_server.access.call_guard import _end_call
 from stratakv.tiers.cache_server.access.tls import TlsFiles
 from stratakv.tiers.cache_server.transports.streams import ByteBudget
 from stratakv.tiers.contract import make_keys
@@ -23,6 +24,7 @@ from stratakv.tiers.errors import TierConfigError
 from stratakv.tiers.wire.frames import State
 from stratakv.tiers.wire.limits import Limits
 from stratakv.tiers.wire.listen import check_exposure, host_port, is_loopback
+from stratakv.tiers.wire.status import ending_of
 
 from .rig import WAIT_SECONDS, pieces_of, running_server, store_blocks
 
@@ -300,3 +302,15 @@ def test_bytes_in_flight_are_handed_out_in_turn() -> None:
         return told
 
     assert asyncio.run(run()) == ["large 10 10", "small 4 4"]
+
+
+def test_a_client_that_left_before_it_was_told_is_no_fault() -> None:
+    """Its call is over: whatever runs for it is cancelled, and nobody reads a traceback."""
+
+    class Gone:
+        async def abort(self, *_args: object, **_options: object) -> None:
+            raise grpc.aio.InternalError("the call has ended")
+
+    ending = ending_of(TimeoutError())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(_end_call(Gone(), ending))
