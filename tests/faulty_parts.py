@@ -193,8 +193,12 @@ def patch_tiers(
     monkeypatch.setattr(cpu_device, "_copy_runs", copies)
     monkeypatch.setattr(assemble, "SsdStore", make_store)
 
-    def build_offload(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
-        settings = dataclasses.replace(settings, read_seconds=read_seconds)
-        return build.build_offload(layout, settings, **options)
+    def with_seconds(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(layout: BlockLayout, settings: build.OffloadSettings, **options: Any) -> Any:
+            settings = dataclasses.replace(settings, read_seconds=read_seconds)
+            return make(layout, settings, **options)
 
-    monkeypatch.setattr(core_offload, "build_offload", build_offload)
+        return made
+
+    for make in (build.build_offload, build.build_scheduler_side):
+        monkeypatch.setattr(core_offload, make.__name__, with_seconds(make))

@@ -6,12 +6,15 @@ Reads private fields of every part, so that the parts need no methods for tests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.executor import InProcessExecutor
 from stratakv.engine.scheduler.scheduler import Scheduler
+from stratakv.engine.worker.model_runner import ModelRunner
 from stratakv.tiers.base import Answer, SlabTier
 
 # What follows the pool's name of a block in a key: shard 0 of 1.
@@ -45,14 +48,36 @@ def check_references(core: EngineCore) -> None:
     assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
 
 
-def check_nothing_left(core: EngineCore) -> None:
-    """All requests have ended, the worker has been told, and nothing is busy."""
+@dataclass
+class RunnerLook:
+    """What a model runner holds: requests and unfinished copies by name, and the bytes of its pool."""
+
+    held: list[str]
+    pool: np.ndarray[Any, Any]
+
+
+def look_at_runner(runner: ModelRunner) -> RunnerLook:
+    """Where it lives."""
+    held = [*runner._steps.requests, *runner.batch.row_of]
+    side: Any = runner._connector
+    if side is not None:
+        kinds = {"stores": side._stores, "loads": side._loads, "ahead": side._ahead}
+        held += [name for name, jobs in kinds.items() if jobs]
+    return RunnerLook(held, runner.pool.tensor.numpy())
+
+
+def check_nothing_left(core: EngineCore, look: RunnerLook | None = None) -> None:
+    """All requests have ended, the worker has been told, and nothing is busy. `look`: at a runner
+    that lives elsewhere."""
     check_references(core)
     check_ended(core.scheduler, core._connector)
-    runner = core._executor.runner
-    assert not (runner._steps.requests or runner.batch.row_of)
+    if look is None:
+        executor = core.executor
+        assert isinstance(executor, InProcessExecutor)
+        look = look_at_runner(executor.runner)
+    assert not look.held
     if core._connector.has_tiers:
-        check_bytes(core, core._connector._hierarchy._slab)
+        check_bytes(core, core._connector._hierarchy._slab, look.pool)
 
 
 def check_ended(scheduler: Scheduler, side: Any) -> None:
@@ -79,9 +104,8 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
         assert set(write_back._dirty) <= set(slab.keys())
 
 
-def check_bytes(core: EngineCore, slab: SlabTier) -> None:
+def check_bytes(core: EngineCore, slab: SlabTier, pool: np.ndarray[Any, Any]) -> None:
     """A block is the same wherever it lies, but for the rounding of another batch."""
-    pool = core._executor.runner.pool.tensor
     for block_id, name in core.scheduler.manager.pool.resident():
         key = name + SHARD
         if slab.lookup([key]) != [Answer.HIT]:
@@ -90,4 +114,4 @@ def check_bytes(core: EngineCore, slab: SlabTier) -> None:
         assert slot is not None
         kept = np.frombuffer(bytes(slab.buffer(slot)[: slab.layout.page_bytes]), np.float64)
         slab.unpin([key])
-        np.testing.assert_allclose(kept, pool[block_id].numpy().ravel(), atol=1e-6)
+        np.testing.assert_allclose(kept, pool[block_id].ravel(), atol=1e-6)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One random life of a whole engine core: drawn from a seed, lived, and looked through at its end.
 
-A life has ages: between two of them the engine is shut down and started again on the same SSD. what
-must not be left inside the engine is looked for by `leftovers.py`.
+A life has ages: between two of them the engine is shut down and started again on the same SSD. What
+must not be left inside the engine is looked for by `leftovers.py`. Where the model runner lives in
+another process, that one may lie or be killed in the first age; then the age ends there.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,18 +22,24 @@ import pytest
 
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.executor import ExecutorDied, InProcessExecutor
+from stratakv.engine.core.process_executor import ProcessExecutor
 from stratakv.engine.logprobs import PositionLogprobs, PromptLogprobs
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.ssd.store import SsdStore
 
 from .checked_logprobs import check_logprobs
 from .faulty_parts import MODEL_FAULT, FaultyStore, Mischief, damage, faulty_forward, patch_tiers
-from .leftovers import check_nothing_left, check_references, is_busy
+from .faulty_worker import LIES
+from .leftovers import check_ended, check_nothing_left, check_references, is_busy
 from .offload_config import offload_config
+from .other_process import OtherProcess
 from .random_wishes import World, draw_params
+from .recorder import Recorder
 from .stepping import Driver
 from .threads import check_threads
 
@@ -44,6 +53,8 @@ STORE_FAULTS = {"lookup fails": 0.05, "lookup lies": 0.1, "busy": 0.1, "refuses"
                 "load misses": 0.1, "future fails": 0.1, "late": 0.3}  # fmt: skip
 COPY_FAULTS = {"slow copy": 0.3, "copy fails": 0.1}
 MODEL_FAULTS = {"forward raises": 0.01, "logits are NaN": 0.01}
+KILLED = "killed from outside"
+ENDS = LIES | {KILLED: "ended with exit status -9"}
 
 
 @dataclass
@@ -64,16 +75,35 @@ class Asked:
 
 
 class Life:
-    """Drawn from `seed`, lived by `live`. What goes wrong is raised as an AssertionError."""
+    """Drawn from `seed`, lived by `live`. What goes wrong is raised as an AssertionError.
 
-    def __init__(self, world: World, seed: int, path: Path) -> None:
+    `other` has the model runner, None: this process. `end` is how it ends, one of ENDS; `has_died`
+    says whether it came to that.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        seed: int,
+        path: Path,
+        other: OtherProcess | None = None,
+        end: str = "",
+    ) -> None:
         self._world = world
+        self._seed = seed
+        self._other = other
+        self._end = end
+        self.has_died = False
+        # Drawn apart, so that a seed leads the life that it led before.
+        self._apart = random.Random(f"apart {seed}")
+        self._depth = self._apart.choice([1, 2])
         self._rng = rng = random.Random(seed)
         self._path = path
         rates: dict[str, float] = {}
         for faults in (STORE_FAULTS, COPY_FAULTS, MODEL_FAULTS):
             if rng.random() < 0.5:
                 rates |= faults
+        self._rates = rates
         self._mischief = Mischief(seed, rates)
         self._has_nans = "logits are NaN" in rates
         self._late_seconds = rng.choice([0.005, 0.1])
@@ -100,22 +130,83 @@ class Life:
             if age:
                 damage(self._path / "blocks", self._rng)
             before = frozenset(threading.enumerate())
-            self._start()
+            if self._other is not None:
+                lie = self._end if self._end in LIES and not age else ""
+                lie_at = self._apart.randint(1, 30)
+                self._other.patch(monkeypatch, self._seed + age, self._rates, lie, lie_at)
             try:
-                self._age()
-            finally:
-                self.core.shutdown(self._rng.choice([0.0, 20.0, 20.0]))
+                self._start()
+            except ExecutorDied as error:
+                self._note_death(error)
+            else:
+                self._live_age()
             check_threads(before)
+            if self._other is not None:
+                self._other.check_gone()
+
+    def _live_age(self) -> None:
+        """Until its engine is shut down, or cannot go on."""
+        try:
+            self._age()
+        except ExecutorDied as error:
+            self._note_death(error)
+            self._check_dead()
+        finally:
+            self.core.shutdown(self._rng.choice([0.0, 20.0, 20.0]))
+        self._check_books()
+
+    def _note_death(self, error: ExecutorDied) -> None:
+        """It ends as it was to end, and once."""
+        assert self._end, "the worker was to live"
+        assert ENDS[self._end] in str(error), error
+        assert not self.has_died
+        self.has_died = True
+
+    def _check_dead(self) -> None:
+        """The engine has no other end; its clients are told so once, instead of what is lost."""
+        assert self.core.has_work(), "whoever waits for a step hears why there is none"
+        with pytest.raises(ExecutorDied):
+            self.core.executor.poll_copies()
+        for name in self._open():
+            asked = self._asked[name]
+            asked.spoilt = True
+            asked.last = TokenOutput(name, [], finish_reason="abort")
+        self._check_answers()
+
+    def _check_books(self) -> None:
+        """After the shutdown: every request has ended once, every step came back once, and nobody
+        was told a token that does not count."""
+        core = self.core
+        self._recorder.check_names(core.scheduler)
+        self._recorder.check_all_ended(core.scheduler)
+        assert len(set(self._landed)) == len(self._landed), "a step came back twice"
+        made = {step.step_id for step in self._recorder.steps}
+        # One that the worker could not be told of does not come back.
+        assert len(made - set(self._landed)) <= self.has_died
+        assert made >= set(self._landed)
+        told = sum(len(asked.token_ids) for asked in self._asked.values())
+        assert told == core.scheduler.counts["generated_tokens"]
+        check_ended(core.scheduler, None)
 
     def _make_store(self, *args: Any, **kwargs: Any) -> StoreTier:
         return FaultyStore(SsdStore(*args, **kwargs), self._mischief, self._late_seconds)
 
     def _start(self) -> None:
-        self.core = EngineCore(self._config())
+        self._recorder = Recorder(self._block_size)
+        self.core = EngineCore(
+            self._config(), max_steps_in_flight=self._depth, observer=self._recorder
+        )
         self._wake.clear()
         self.core.set_wakeup(self._wake.set)
-        model = self.core._executor.runner.model
-        model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
+        executor = self.core.executor
+        if isinstance(executor, InProcessExecutor):
+            model = executor.runner.model
+            model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
+        else:
+            assert self._other is not None
+            self._other.arm(self.core)
+        self._landed: list[int] = []
+        self._note_landings()
         self._asked: dict[str, Asked] = {}
         self._driver = Driver(
             self.core.scheduler,
@@ -123,7 +214,22 @@ class Life:
             self._wake,
             seconds=AGE_SECONDS,
             longest_sleep=0.05,
+            has_work=self.core.has_work,
         )
+
+    def _note_landings(self) -> None:
+        scheduler: Any = self.core.scheduler
+
+        def noting(land: Any) -> Any:
+            def landed(step: SchedulerOutput, *rest: Any) -> list[TokenOutput]:
+                self._landed.append(step.step_id)
+                outputs: list[TokenOutput] = land(step, *rest)
+                return outputs
+
+            return landed
+
+        for name in ("update_from_output", "fail_step", "give_up_step"):
+            setattr(scheduler, name, noting(getattr(scheduler, name)))
 
     def _config(self) -> EngineConfig:
         rng = self._rng
@@ -157,6 +263,7 @@ class Life:
                 io_threads=2,
             ),
             num_threads=1,
+            executor="uni" if self._other is None else "mp",
         )  # fmt: skip
         # Below what an operator may ask for, so that everything is evicted all the time.
         slot_bytes = 4096 * -(-size * 512 // 4096)
@@ -189,12 +296,22 @@ class Life:
                 self._forget()
             if rng.random() < self._cut_rate:
                 return
+            if self._end == KILLED and not self.has_died and self._apart.random() < 0.05:
+                self._kill()
             self._driver.turn()
             if rng.random() < 0.2:
                 check_references(self.core)
+                self._recorder.check_names(self.core.scheduler)
+        self._driver.run(lambda: not self.core._in_flight)  # what they say is told the worker next
         self._driver.calm_down(partial(is_busy, self.core))
         self._check_answers()
-        check_nothing_left(self.core)
+        check_nothing_left(self.core, None if self._other is None else self._other.look(self.core))
+
+    def _kill(self) -> None:
+        executor = self.core.executor
+        assert isinstance(executor, ProcessExecutor)
+        if executor.is_alive:
+            os.kill(executor.pid, signal.SIGKILL)
 
     def _open(self) -> list[str]:
         return [name for name, asked in self._asked.items() if asked.last is None]

@@ -36,7 +36,8 @@ class Driver:
     """Runs one engine. `woken` is set by whoever wakes it, `step` makes one step of it.
 
     Fails where the engine spins, where there is work and nobody woke it (`grace_seconds` after its
-    sleep; a thread may be about to), and where `seconds` are over.
+    sleep; a thread may be about to), and where `seconds` are over. `has_work` knows of work that
+    the scheduler does not, such as steps in flight.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Driver:
         seconds: float = WAIT_SECONDS,
         longest_sleep: float = IDLE_SECONDS,
         grace_seconds: float = 10.0,
+        has_work: Callable[[], bool] | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._has_work = has_work or scheduler.has_runnable_work
         self._step = step
         self._woken = woken
         self._monotonic = monotonic
@@ -63,7 +66,7 @@ class Driver:
         """One step, or one sleep."""
         scheduler = self._scheduler
         assert self._monotonic() < self._deadline, f"stuck with {sorted(scheduler.requests)}"
-        if scheduler.has_runnable_work():
+        if self._has_work():
             self.step()
         else:
             self._empty_steps = 0
@@ -92,14 +95,14 @@ class Driver:
         """Let everything end that is under way; the first step tells the worker who is gone."""
         self.step()
         # Asking for work may start some.
-        self.run(lambda: not (self._scheduler.has_runnable_work() or is_busy()))
+        self.run(lambda: not (self._has_work() or is_busy()))
 
     def _sleep(self) -> None:
         scheduler = self._scheduler
         idle = RETRY_SECONDS if scheduler.num_waiting else IDLE_SECONDS
         woken = self._woken.wait(min(idle, self._longest_sleep))
         self._woken.clear()
-        if not woken and scheduler.has_runnable_work():
+        if not woken and self._has_work():
             retry_at = scheduler._retry_at
             if retry_at is None or retry_at > self._monotonic():
                 came = self._woken.wait(self._grace_seconds)

@@ -2,24 +2,32 @@
 """Random lives of a whole engine: everybody ends with the right tokens, and nothing is left.
 
 Requests share prefixes, come and are aborted at any moment; pool, slab and SSD are too small for
-them; stores, copies and the model fail; the engine is restarted on an SSD that was damaged. The
-reference is transformers, in float64.
+them; stores, copies and the model fail; the engine is restarted on an SSD that was damaged. One or
+two steps are in flight, an observer writes everything down, and the model runner lives here or in
+another process, which may lie or be killed. The reference is transformers, in float64.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .random_life import MAX_MODEL_LEN, Life
+from .other_process import OtherProcess
+from .random_life import ENDS, MAX_MODEL_LEN, Life
 from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
 from .stepping import noted
 from .tiny_models import VOCAB, greedy_reference
+from .worker_nursery import Nursery
 
 LIVES = 25
+LIVES_OF_OTHER_PROCESSES = 12
+# Some lives are over before the worker was to die in them.
+LIVES_TO_DIE_IN = 8
 
 
 def make_world(model: Path, num_prompts: int) -> World:
@@ -53,7 +61,47 @@ def test_a_random_life(number: int, world: World, seed: int, scale: str, tmp_pat
         live(world, seed + turn, tmp_path / str(turn))
 
 
-def live(world: World, seed: int, path: Path) -> None:
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("number", range(LIVES_OF_OTHER_PROCESSES))
+def test_a_random_life_with_the_worker_in_another_process(
+    number: int, world: World, nursery: Nursery, seed: int, scale: str, tmp_path: Path
+) -> None:
+    for turn in range(1 if scale == "ci" else 400):
+        path = tmp_path / str(turn)
+        live(world, seed + turn, path, OtherProcess(nursery, path))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_random_life_that_the_worker_ends(
+    end: str,
+    world: World,
+    nursery: Nursery,
+    seed: int,
+    scale: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    died = 0
+    for turn in range(LIVES_TO_DIE_IN if scale == "ci" else 400):
+        path = tmp_path / str(turn)
+        died += live(world, seed + turn, path, OtherProcess(nursery, path), end).has_died
+        if scale == "ci" and died:
+            break
+    assert died, "it lived for ever"
+
+
+def live(
+    world: World, seed: int, path: Path, other: OtherProcess | None = None, end: str = ""
+) -> Life:
     """One life; a failure says which."""
     with pytest.MonkeyPatch.context() as monkeypatch, noted(f"this was the life of seed {seed}"):
-        Life(world, seed, path).live(monkeypatch)
+        life = Life(world, seed, path, other, end)
+        life.live(monkeypatch)
+        return life

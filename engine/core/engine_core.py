@@ -258,7 +258,10 @@ class EngineCore:
         if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
-            self.executor.start_copies(self._connector.build_meta(resident))
+            try:
+                self.executor.start_copies(self._connector.build_meta(resident))
+            except Exception as error:  # noqa: BLE001 - what the tiers have is to be kept
+                logger.error("the blocks of the pool did not go to the tiers", exc_info=error)
         self._close(deadline - time.monotonic())
 
     def _build_engine(self, layout: BlockLayout, num_blocks: int | None) -> None:

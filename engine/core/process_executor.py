@@ -107,7 +107,7 @@ class ProcessExecutor(Executor):
             os.close(wake_write)
         note_ended = None if tiers is None else tiers.note_ended
         threading.Thread(
-            target=_pass_on, args=(wake_read, note_ended), name="worker-wake", daemon=True
+            target=_pass_on, args=(wake_read, note_ended), name="stratakv-worker-wake", daemon=True
         ).start()
         level = logging.getLevelName(logging.getLogger("stratakv").getEffectiveLevel())
         start = WorkerStart(
@@ -139,7 +139,7 @@ class ProcessExecutor(Executor):
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self._dead is None and self._process.poll() is None
 
     @property
     def pid(self) -> int:

@@ -226,3 +226,45 @@ def test_a_worker_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -
         ProcessExecutor(config, 3, 1000)
     with pytest.raises(ExecutorDied, match="ended with exit status 5"):
         ProcessExecutor(config, 80, 1000, command=[sys.executable, "-c", "raise SystemExit(5)"])
+
+
+def test_a_worker_that_was_given_up_is_ended_with_the_engine(tiny_model: Path) -> None:
+    """It lives, but its answers count no more: the shutdown ends it, and closes the tiers."""
+    core = EngineCore(
+        config_of(
+            tiny_model,
+            distributed_executor_backend="mp",
+            kv_offload="cpu",
+            kv_offload_cpu_bytes="1MiB",
+        )
+    )
+    executor = core.executor
+    assert isinstance(executor, ProcessExecutor)
+    core.add(request("a", prompt_of(20)))
+    executor._step_seconds = -1.0  # nobody answers so soon
+    with pytest.raises(ExecutorDied, match="did not answer"):
+        core.step()
+    assert executor._process.poll() is None
+    assert not executor.is_alive
+    assert core.has_work(), "who waits for a step hears why there is none"
+    core.shutdown(5.0)
+    assert executor._process.poll() is not None
+    assert not executor._directory.exists()
+
+
+def test_a_shutdown_goes_on_where_the_worker_takes_no_blocks(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may end at any moment, between the question whether it lives and the last copies too."""
+    core = EngineCore(config_of(tiny_model, kv_offload="cpu", kv_offload_cpu_bytes="1MiB"))
+    closed: list[float] = []
+    close = core._connector.shutdown
+    monkeypatch.setattr(core._connector, "shutdown", lambda s: closed.append(s) or close(s))
+
+    def refuse(_: object) -> None:
+        raise ExecutorDied("it ended just now")
+
+    monkeypatch.setattr(core.executor, "start_copies", refuse)
+    core.shutdown(5.0)
+    assert closed
+    assert "did not go to the tiers" in caplog.text

@@ -5,46 +5,16 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
 
 import pytest
 
-from stratakv.engine.observer import Decision, Observer, StepSnapshot
+from stratakv.engine.observer import Observer
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 
+from ...recorder import Recorder
 from .conftest import HASHER, MakeEngine, reference
 from .dict_tiers import DictTiers
-
-
-class Recorder(Observer):
-    """Names of the pool, and each request's story."""
-
-    def __init__(self) -> None:
-        self.names: dict[bytes, tuple[int, ...]] = {}  # key -> all tokens up to the block's end
-        self.stories: dict[str, list[Decision]] = {}
-        self.reused: Counter[str] = Counter()
-        self.steps: list[StepSnapshot] = []
-
-    def decision(self, request: Request, decision: Decision) -> None:
-        self.stories.setdefault(request.request_id, []).append(decision)
-
-    def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        self.reused.update(tokens)
-
-    def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
-        size = 4
-        for index in range(first, first + len(block_ids)):
-            key = request.block_hashes[index] + group.to_bytes(2, "little")
-            self.names[key] = tuple(request.all_token_ids[: (index + 1) * size].tolist())
-
-    def unnamed(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            del self.names[key]
-
-    def snapshot(self, snapshot: StepSnapshot) -> None:
-        self.steps.append(snapshot)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -62,7 +32,6 @@ def test_it_knows_what_the_engine_knows(make_engine: MakeEngine, seed: int) -> N
         max_num_seqs=4,
         observer=recorder,
     )
-    pool = engine.manager.pool
     asked = {}
     for number in range(150):
         luck = rng.random()
@@ -87,24 +56,11 @@ def test_it_knows_what_the_engine_knows(make_engine: MakeEngine, seed: int) -> N
             engine.step()
         elif engine.tiers:
             engine.tiers.tick()
-        assert recorder.names.keys() == pool._named.keys()
+        recorder.check_names(engine.scheduler)
     engine.run_all()
-    assert recorder.names.keys() == pool._named.keys()
-    counts = engine.scheduler.counts
-    for source, tokens in recorder.reused.items():
-        assert counts[f"reused_tokens_{source}"] == tokens
-    told = Counter(decision for story in recorder.stories.values() for decision in story)
-    assert told[Decision.QUEUED] == told[Decision.FINISHED] == len(asked)
-    assert told[Decision.PREEMPTED] == counts["preemptions"]
-    assert told[Decision.LOADING] == counts["loads"] + counts["meetings"]
-    assert told[Decision.LOAD_GIVEN_UP] == counts["loads_given_up"]
-    for story in recorder.stories.values():
-        assert story[0] is Decision.QUEUED
-        assert story[-1] is Decision.FINISHED
-        assert story.count(Decision.SCHEDULED) <= 1
-        assert story.count(Decision.RESUMED) <= story.count(Decision.PREEMPTED)
-    assert [step.step_id for step in recorder.steps] == sorted({s.step_id for s in recorder.steps})
-    assert sum(step.num_tokens for step in recorder.steps) == counts["scheduled_tokens"]
+    recorder.check_names(engine.scheduler)
+    recorder.check_all_ended(engine.scheduler)
+    assert len(recorder.stories) == len(asked)
     # What a name stands for is told with it.
     for key, tokens in recorder.names.items():
         request = Request("x", tokens, SamplingParams(), block_hasher=HASHER)
