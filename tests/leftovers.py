@@ -50,7 +50,7 @@ def check_references(core: EngineCore) -> None:
 
 @dataclass
 class RunnerLook:
-    """What a model runner holds: requests and unfinished copies by name, and the bytes of its pool."""
+    """What a model runner holds: names of requests and of unfinished copies, the pool's bytes."""
 
     held: list[str]
     pool: np.ndarray[Any, Any]

@@ -260,7 +260,7 @@ class EngineCore:
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
             try:
                 self.executor.start_copies(self._connector.build_meta(resident))
-            except Exception as error:  # noqa: BLE001 - what the tiers have is to be kept
+            except Exception as error:  # what the tiers have is still to be kept
                 logger.error("the blocks of the pool did not go to the tiers", exc_info=error)
         self._close(deadline - time.monotonic())
 

@@ -240,15 +240,19 @@ def test_a_worker_that_was_given_up_is_ended_with_the_engine(tiny_model: Path) -
     )
     executor = core.executor
     assert isinstance(executor, ProcessExecutor)
-    core.add(request("a", prompt_of(20)))
-    executor._step_seconds = -1.0  # nobody answers so soon
-    with pytest.raises(ExecutorDied, match="did not answer"):
-        core.step()
-    assert executor._process.poll() is None
-    assert not executor.is_alive
-    assert core.has_work(), "who waits for a step hears why there is none"
-    core.shutdown(5.0)
-    assert executor._process.poll() is not None
+    try:
+        core.add(request("a", prompt_of(20)))
+        executor._step_seconds = 0.3
+        os.kill(executor.pid, signal.SIGSTOP)
+        with pytest.raises(ExecutorDied, match="did not answer"):
+            core.step()
+        assert executor._process.poll() is None
+        assert not executor.is_alive
+        assert core.has_work(), "who waits for a step hears why there is none"
+        core.shutdown(5.0)
+        assert executor._process.poll() is not None
+    finally:
+        executor.shutdown(0.0)
     assert not executor._directory.exists()
 
 
