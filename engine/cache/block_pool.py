@@ -384,7 +384,9 @@ class BlockPool:
         if dropped:
             self._tell_dropped(dropped)
             if self.observer is not None:
-                self._tell_unnamed([block.key for block in dropped if block.key not in self._named])
+                # Of two blocks with one name both may be among them.
+                keys = dict.fromkeys(block.key for block in dropped)
+                self._tell_unnamed([key for key in keys if key not in self._named])
 
     def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
         """`drop_names` of every block that carries one of these names."""

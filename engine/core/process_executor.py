@@ -209,9 +209,15 @@ class ProcessExecutor(Executor):
     def _send(self, message: ToWorker) -> None:
         if self._dead is not None:
             raise ExecutorDied(self._dead)
-        # Without a worker at its other end the socket takes nothing.
-        self._wait(zmq.POLLOUT, self._step_seconds)
-        self._socket.send(encode(message))
+        data = encode(message)
+        while True:
+            # Without a worker at its other end the socket takes nothing.
+            self._wait(zmq.POLLOUT, self._step_seconds)
+            try:
+                self._socket.send(data, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                pass  # the worker went meanwhile
 
     def _receive(self, seconds: float) -> FromWorker:
         """The next message, which must come within the time and while the worker lives."""

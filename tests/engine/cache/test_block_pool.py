@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from stratakv.connector.base import EvictedBlock
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.kv_block import KVCacheBlock
+from stratakv.engine.observer import Observer
 
 
 def digest(number: int) -> bytes:
@@ -191,3 +194,19 @@ def test_without_caching_nothing_gets_a_name() -> None:
     pool = BlockPool(4, enable_caching=False)
     named(pool, 1)
     assert found(pool, digest(1)) is None
+
+
+def test_an_observer_hears_once_of_a_name_that_two_blocks_lose() -> None:
+    class Listener(Observer):
+        def unnamed(self, keys: Sequence[bytes]) -> None:
+            heard.append(list(keys))
+
+    heard: list[list[bytes]] = []
+    pool = BlockPool(5)
+    pool.observer = Listener()
+    one, other = named(pool, 1), named(pool, 1)
+    pool.drop_names(one)
+    assert heard == []
+    again = named(pool, 1)
+    pool.drop_names([*other, *again])
+    assert heard == [[key(1)]]

@@ -158,6 +158,30 @@ def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> 
     core.shutdown(5.0)
 
 
+def test_a_worker_that_goes_as_a_message_is_sent_is_noticed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket was ready a moment ago, and nobody may wait for it without end."""
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
+    executor = core.executor
+    assert isinstance(executor, ProcessExecutor)
+    os.kill(executor.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, executor.pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.3)  # as above
+    waits = []
+    wait = executor._wait
+
+    def wait_late(event: int, seconds: float) -> None:
+        waits.append(event)
+        if len(waits) > 1:
+            wait(event, seconds)
+
+    monkeypatch.setattr(executor, "_wait", wait_late)
+    with pytest.raises(ExecutorDied, match="ended with exit status -9"):
+        core.step()
+    core.shutdown(5.0)
+
+
 def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeCore) -> None:
     core = make_core(distributed_executor_backend="mp")
     core.add(request("a", prompt_of(20)))
