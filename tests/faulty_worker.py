@@ -84,18 +84,19 @@ class FaultyServer(worker_process.WorkerServer):
     def _handle(self, message: Begin | Sample | Call) -> None:
         if self._plan.lie == "dies at once" and self._num_answers + 1 == self._plan.lie_at:
             _die()
-        super()._handle(message)
+        if isinstance(message, Call) and message.name in ("arm", "look"):
+            self._serve_test(message.name)
+            super()._send(Returned())
+        else:
+            super()._handle(message)
 
-    def _answer(self, call: Call) -> FromWorker:
-        if call.name == "arm":
+    def _serve_test(self, name: str) -> None:
+        if name == "arm":
             model = self._runner.model
             model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
-        elif call.name == "look":
+        else:
             look = look_at_runner(self._runner)
             np.savez(self._plan.look_path, pool=look.pool, held=np.array(look.held, str))
-        else:
-            return super()._answer(call)
-        return Returned()
 
     def _send(self, message: FromWorker) -> None:
         lie = self._plan.lie

@@ -147,6 +147,7 @@ class Life:
     def _live_age(self) -> None:
         """Until its engine is shut down, or cannot go on."""
         try:
+            self._arm()
             self._age()
         except ExecutorDied as error:
             self._note_death(error)
@@ -198,13 +199,6 @@ class Life:
         )
         self._wake.clear()
         self.core.set_wakeup(self._wake.set)
-        executor = self.core.executor
-        if isinstance(executor, InProcessExecutor):
-            model = executor.runner.model
-            model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
-        else:
-            assert self._other is not None
-            self._other.arm(self.core)
         self._landed: list[int] = []
         self._note_landings()
         self._asked: dict[str, Asked] = {}
@@ -216,6 +210,16 @@ class Life:
             longest_sleep=0.05,
             has_work=self.core.has_work,
         )
+
+    def _arm(self) -> None:
+        """From now on the model may fail."""
+        executor = self.core.executor
+        if isinstance(executor, InProcessExecutor):
+            model = executor.runner.model
+            model.forward = faulty_forward(model.forward, self._mischief)  # type: ignore[method-assign]
+        else:
+            assert self._other is not None
+            self._other.arm(self.core)
 
     def _note_landings(self) -> None:
         scheduler: Any = self.core.scheduler

@@ -384,7 +384,7 @@ class BlockPool:
         if dropped:
             self._tell_dropped(dropped)
             if self.observer is not None:
-                # Of two blocks with one name both may be among them.
+                # Of two blocks with one name one may be left, or both be among them.
                 keys = dict.fromkeys(block.key for block in dropped)
                 self._tell_unnamed([key for key in keys if key not in self._named])
 
@@ -451,7 +451,7 @@ class BlockPool:
         return True
 
     def _tell_unnamed(self, keys: list[bytes]) -> None:
-        if self.observer is not None:
+        if self.observer is not None and keys:
             self.observer.unnamed(keys)
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
