@@ -177,6 +177,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def worker_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Starts the workers of engines whose model runner lives in another process."""
+    from .worker_nursery import Nursery  # torch, as above
+
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
 @pytest.fixture(scope="session")
 def scale(request: pytest.FixtureRequest) -> str:
     """`ci` or `long`: how many trials a test makes."""

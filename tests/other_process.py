@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stratakv.engine.offload_config import OffloadConfig
 from .faulty_worker import Plan, read_look
 from .leftovers import RunnerLook
 from .open_files import open_paths
+from .threads import WAIT_SECONDS
 from .worker_nursery import Nursery
 
 # Far more than a step takes here, on a machine that does other things beside.
@@ -73,9 +75,11 @@ class OtherProcess:
 
     def check_gone(self) -> None:
         """No process, folder or descriptor of the engine is left."""
-        [executor] = self._made
+        executor = self._made.pop()
         assert executor._process.poll() is not None, "the worker lives on"
         assert not os.path.exists(f"/proc/{executor.pid}")
         assert not executor._directory.exists()
-        left = len(open_paths()) - self._descriptors
-        assert left <= 0, f"{left} descriptors are left, of {open_paths()}"
+        deadline = time.monotonic() + WAIT_SECONDS
+        while len(open_paths()) > self._descriptors:
+            assert time.monotonic() < deadline, f"descriptors are left, of {open_paths()}"
+            time.sleep(0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 
-from .leftovers import check_nothing_left, check_references, is_busy
+from .leftovers import RunnerLook, check_nothing_left, check_references, is_busy
 from .stepping import Driver
 from .tiny_models import VOCAB
 
@@ -93,7 +93,7 @@ def draw_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def make_core(model: Path, tree: Tree, offload: OffloadConfig) -> EngineCore:
+def make_core(model: Path, tree: Tree, offload: OffloadConfig, executor: str = "uni") -> EngineCore:
     """The tree's engine, with these tiers."""
     return EngineCore(
         EngineConfig(
@@ -102,6 +102,7 @@ def make_core(model: Path, tree: Tree, offload: OffloadConfig) -> EngineCore:
             scheduler=tree.scheduler,
             offload=offload,
             num_threads=1,
+            executor=executor,
         )
     )
 
@@ -133,10 +134,11 @@ class Asker:
             check_references(core)
         return {name: tuple(token_ids) for name, token_ids in self._answers.items()}
 
-    def calm_down(self) -> None:
-        """Let everything end that is under way, and look for what is left."""
+    def calm_down(self, look: Callable[[EngineCore], RunnerLook] | None = None) -> None:
+        """Let everything end that is under way, and look for what is left; with `look` at a model
+        runner that lives elsewhere."""
         self._driver.calm_down(lambda: is_busy(self._core))
-        check_nothing_left(self._core)
+        check_nothing_left(self._core, look and look(self._core))
 
     def _take(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:

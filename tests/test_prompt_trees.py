@@ -27,12 +27,15 @@ from stratakv.tiers.ssd.store import SsdStore
 
 from .faulty_parts import Mischief, patch_tiers
 from .offload_config import offload_config
+from .other_process import OtherProcess
 from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
 from .stepping import noted
 from .threads import check_threads
+from .worker_nursery import Nursery
 
 TREES = {"ci": 60, "long": 10_000}
+TREES_OF_OTHER_PROCESSES = {"ci": 3, "long": 1_000}
 PARTS = 6  # so that a failing tree does not hide the others
 RATES = (0.0, 0.1, 1.0)
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 8  # of `small_llama`: K and V, layers, heads, head size, float64
@@ -82,8 +85,18 @@ WAYS = [Way(tiers, rate) for tiers in ("cpu", "ssd", "both", "exclusive") for ra
 class Run:
     """One tree on engines with one set of tiers, the second of them on the SSD of the first."""
 
-    def __init__(self, model: Path, tree: Tree, way: Way, seed: int, directory: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        tree: Tree,
+        way: Way,
+        seed: int,
+        directory: Path,
+        other: OtherProcess | None = None,
+    ) -> None:
+        """`other` has the model runner, None: this process."""
         self._model = model
+        self._other = other
         self._tree = tree
         self._way = way
         self._rng = rng = random.Random(seed)
@@ -101,7 +114,10 @@ class Run:
     def answers(self, monkeypatch: pytest.MonkeyPatch) -> list[Answers]:
         """Those of the first engine, and perhaps those of one that is started after it."""
         rates = {"copy fails": self._way.rate if self._breaks == "copies" else 0.0}
-        mischief = Mischief(self._rng.randrange(2**31), rates)
+        seed = self._rng.randrange(2**31)
+        mischief = Mischief(seed, rates)
+        if self._other is not None:
+            self._other.patch(monkeypatch, seed, rates)
         patch_tiers(monkeypatch, mischief, self._make_store, READ_SECONDS)
         answers = [self._life()]
         if self._way.tiers in ("pool", "cpu") or self._rng.random() < 0.5:
@@ -119,7 +135,8 @@ class Run:
     def _life(self) -> Answers:
         config = self._way.config(self._tree, self._directory, self._load)
         before = frozenset(threading.enumerate())
-        core = make_core(self._model, self._tree, config)
+        other = self._other
+        core = make_core(self._model, self._tree, config, "uni" if other is None else "mp")
         try:
             asker = Asker(core)
             answers = asker.ask(self._tree)
@@ -127,11 +144,13 @@ class Run:
             for store in self._stores:
                 if any(rule.kind == "hang" for rule in store.plan.rules):
                     store.close(5.0)  # what hangs keeps its slots until then, as it must
-            asker.calm_down()
+            asker.calm_down(None if other is None else other.look)
         finally:
             # A store that keeps failing is tried until the time is over.
             core.shutdown(0.3 if self._breaks == "store" and self._way.rate else 20.0)
         check_threads(before)
+        if other is not None:
+            other.check_gone()
         return answers
 
     def _count(self, core: EngineCore) -> None:
@@ -170,8 +189,11 @@ def seen() -> Counter[str]:
     return Counter()
 
 
-def check_tree(model: Path, seed: int, number: int, directory: Path) -> Counter[str]:
-    """One tree: without tiers, and on every third of the ways; what it went through."""
+def check_tree(
+    model: Path, seed: int, number: int, directory: Path, nursery: Nursery | None = None
+) -> Counter[str]:
+    """One tree: without tiers, and on every third of the ways, there with workers of the nursery's;
+    what it went through."""
     tree = grow(random.Random(seed))
     seen: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -180,7 +202,9 @@ def check_tree(model: Path, seed: int, number: int, directory: Path) -> Counter[
     for index, way in enumerate(WAYS):
         if (index + number) % len(RATES):
             continue
-        run = Run(model, tree, way, seed, directory / str(index))
+        path = directory / str(index)
+        other = None if nursery is None else OtherProcess(nursery, path)
+        run = Run(model, tree, way, seed, path, other)
         what = f"this was check_tree of seed {seed}, number {number}, {way}"
         with pytest.MonkeyPatch.context() as monkeypatch, noted(what):
             for answers in run.answers(monkeypatch):
@@ -202,6 +226,19 @@ def test_tokens_are_those_of_an_engine_without_tiers(
 ) -> None:
     for number in range(TREES[scale] // PARTS):
         seen += check_tree(small_llama, seed + number, number, tmp_path / str(number))
+
+
+@pytest.mark.slow
+def test_tokens_are_those_where_the_worker_is_another_process(
+    small_llama: Path,
+    one_thread: None,
+    worker_nursery: Nursery,
+    seed: int,
+    scale: str,
+    tmp_path: Path,
+) -> None:
+    for number in range(TREES_OF_OTHER_PROCESSES[scale]):
+        check_tree(small_llama, seed + number, number, tmp_path / str(number), worker_nursery)
 
 
 @pytest.mark.slow

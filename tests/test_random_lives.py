@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,27 +60,20 @@ def test_a_random_life(number: int, world: World, seed: int, scale: str, tmp_pat
         live(world, seed + turn, tmp_path / str(turn))
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
-
-
 @pytest.mark.parametrize("number", range(LIVES_OF_OTHER_PROCESSES))
 def test_a_random_life_with_the_worker_in_another_process(
-    number: int, world: World, nursery: Nursery, seed: int, scale: str, tmp_path: Path
+    number: int, world: World, worker_nursery: Nursery, seed: int, scale: str, tmp_path: Path
 ) -> None:
     for turn in range(1 if scale == "ci" else 400):
         path = tmp_path / str(turn)
-        live(world, seed + turn, path, OtherProcess(nursery, path))
+        live(world, seed + turn, path, OtherProcess(worker_nursery, path))
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_random_life_that_the_worker_ends(
     end: str,
     world: World,
-    nursery: Nursery,
+    worker_nursery: Nursery,
     seed: int,
     scale: str,
     tmp_path: Path,
@@ -91,7 +83,7 @@ def test_a_random_life_that_the_worker_ends(
     died = 0
     for turn in range(LIVES_TO_DIE_IN if scale == "ci" else 400):
         path = tmp_path / str(turn)
-        died += live(world, seed + turn, path, OtherProcess(nursery, path), end).has_died
+        died += live(world, seed + turn, path, OtherProcess(worker_nursery, path), end).has_died
         if scale == "ci" and died:
             break
     assert died, "it lived for ever"
