@@ -241,7 +241,7 @@ def test_the_command_line_names_findings(
     assert "loan: say" in long and "loan: say" not in short
 
 
-# The other tool
+# The other tools
 
 
 @pytest.mark.slow
@@ -259,3 +259,19 @@ def test_a_block_is_followed_to_the_ssd_and_back() -> None:
     modules = answer["modules"]
     assert len(modules) > 10 and all(lines > 0 for lines in modules.values())
     assert {path.split("/")[0] for path in modules} >= {"connector", "engine", "tiers"}
+
+
+@pytest.mark.slow
+def test_a_request_is_followed_through_admission() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "walk_admission.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts, files = done.stdout.splitlines()[-2:]
+    stays, returns, _ = (int(word) for word in counts.split() if word.isdigit())
+    assert files.split(" > ")[0] == "admission" and len(files.split(" > ")) == stays
+    assert stays <= 18 and returns <= 12, "the way through admission has become longer"

@@ -100,7 +100,7 @@ class Admission:
 
     def _consider(self, request: Request, step: StepBuilder, now: float) -> Verdict:
         connector, places = self._connector, self._places
-        hits, num_hit_tokens = None, 0
+        hits, num_hit_tokens, overlaps = None, 0, False
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
@@ -116,15 +116,17 @@ class Admission:
                 if match.kind is MatchKind.LOAD or (
                     match.kind is MatchKind.OVERLAP and step.budget > 0
                 ):
-                    if not self._overlaps(match, request, hits, num_hit_tokens):
+                    overlaps = self._overlaps(match, request, hits, num_hit_tokens)
+                    if not overlaps:
                         return self._load(request, hits, num_hit_tokens, match.tokens)
                     hits, num_hit_tokens = None, 0
                     places.note(request, Decision.LOADING)
         if step.budget == 0:
             self._waits_for_budget = request
             return Verdict.NO_ROOM
-        num_tokens = places.loading.most_tokens(request, places.progress[request.request_id])
-        num_tokens -= num_hit_tokens
+        num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
+        if overlaps:
+            num_tokens = places.loading.most_tokens(request, places.progress[request.request_id])
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
         elif num_tokens > step.budget:
