@@ -23,6 +23,7 @@ from ...connector.base import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
     KVConnectorWorker,
+    NullConnectorWorker,
 )
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..cache.group_spec import plan_groups
@@ -209,9 +210,8 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
         self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
-        self._connector = connector
-        if connector is not None:
-            connector.register_pool(self.pool.tensor)
+        self._connector = NullConnectorWorker() if connector is None else connector
+        self._connector.register_pool(self.pool.tensor)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step as a whole: `begin`, then `finish`."""
@@ -223,8 +223,7 @@ class ModelRunner:
         before the next step. Raises what goes wrong with the whole step, after which only steps
         whose `last_failed_id` says so are computed; see also `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
-        if self._connector is not None:
-            self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
+        self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         if output.last_failed_id < self._last_failed_id:
             raise StepRefused(
                 f"step {output.step_id} was made before it was known that step "
@@ -258,17 +257,15 @@ class ModelRunner:
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
-        if self._connector is not None:
-            self._connector.start_step(meta)
+        self._connector.start_step(meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
         """What the connector has finished since it was last asked; None without one."""
-        return None if self._connector is None else self._connector.poll()
+        return self._connector.poll()
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Let the connector finish its copies, at most so long. Idempotent."""
-        if self._connector is not None:
-            self._connector.shutdown(timeout_seconds)
+        self._connector.shutdown(timeout_seconds)
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
@@ -304,8 +301,7 @@ class ModelRunner:
                 tables.tables, rows, computed, counts, token_ids, positions, slots, wanted, embeds
             )
         )
-        if self._connector is not None:
-            self._connector.wait_before_forward()
+        self._connector.wait_before_forward()
         hidden = launch()
         batch.num_computed[rows] += counts
         step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
