@@ -55,14 +55,22 @@ class InputBuffers:
 
         self._token_ids = make(max_tokens)
         self._positions = make(max_tokens)
-        self._slots = [make(max_tokens) for _ in range(num_groups)]
         # Every token of a prompt whose log-probabilities are asked for, and each request's last.
         self._wanted = make(max_tokens + max_requests)
         self._seq_lens = make(max_requests, dtype=torch.int32)
         self._query_starts = make(max_requests + 1, dtype=torch.int32)
-        self._block_tables = [
-            make(max_requests, max_blocks, dtype=torch.int32) for _ in range(num_groups)
+        # Slots and block table of each group.
+        self._groups = [
+            (make(max_tokens), make(max_requests, max_blocks, dtype=torch.int32))
+            for _ in range(num_groups)
         ]
+        # Beside each what a row that is nobody's has in it.
+        self._by_token = (
+            (self._token_ids, 0),
+            (self._positions, 0),
+            *[(slots, _NO_SLOT) for slots, _ in self._groups],
+        )
+        self._by_request = (self._seq_lens, *[table for _, table in self._groups])
         self._copied: Mark | None = None
 
     @property
@@ -88,14 +96,12 @@ class InputBuffers:
         tokens = requests = 0
         if step is not None:
             tokens, requests = step.num_tokens, len(step.rows)
-            self._stage(step)
+            self._stage(step, tokens, requests)
         padded = requests + num_rows - tokens
-        for buffer, nobody in (
-            (self._token_ids, 0), (self._positions, 0), *[(each, _NO_SLOT) for each in self._slots],
-        ):  # fmt: skip
+        for buffer, nobody in self._by_token:
             buffer.array[tokens:num_rows] = nobody
             _send(buffer, num_rows)
-        for buffer in (self._seq_lens, *self._block_tables):
+        for buffer in self._by_request:
             buffer.array[requests:padded] = 0
             _send(buffer, padded)
         self._copied = self._runtime.mark()
@@ -104,7 +110,7 @@ class InputBuffers:
         """A step of one token for each of the first `num_requests`, in each cache group."""
         return [
             KernelPlan(slots.there[:num_requests], self._decodes(table, num_requests), None)
-            for slots, table in zip(self._slots, self._block_tables, strict=True)
+            for slots, table in self._groups
         ]
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:
@@ -121,28 +127,29 @@ class InputBuffers:
                 self._decodes(table, decodes) if decodes else None,
                 Chunks(table.there[decodes:requests], seq_lens, query_starts, longest),
             )
-            for slots, table in zip(self._slots, self._block_tables, strict=True)
+            for slots, table in self._groups
         ]
 
     def _decodes(self, table: _Buffer, count: int) -> Decodes:
         return Decodes(table.there[:count], self._seq_lens.there[:count])
 
-    def _stage(self, step: StepInputs) -> None:
-        tokens, requests = step.num_tokens, len(step.rows)
+    def _stage(self, step: StepInputs, tokens: int, requests: int) -> None:
         self._token_ids.array[:tokens] = step.token_ids
         self._positions.array[:tokens] = step.positions
         lengths = step.computed + step.counts
         self._seq_lens.array[:requests] = lengths
         # Beyond a request's own blocks nothing is read, so only as much as the longest one has.
         width = -(-int(lengths.max()) // step.tables[0].block_size)
-        for group, table in enumerate(step.tables):
-            self._slots[group].array[:tokens] = step.slots[group]
-            self._block_tables[group].array[:requests, :width] = table.array[step.rows, :width]
+        for (slots, blocks), table, given in zip(
+            self._groups, step.tables, step.slots, strict=True
+        ):
+            slots.array[:tokens] = given
+            blocks.array[:requests, :width] = table.array[step.rows, :width]
         if step.wanted is not None:
             self._wanted.array[: len(step.wanted)] = step.wanted
             _send(self._wanted, len(step.wanted))
-        chunks = step.counts[step.num_decodes :]
-        if len(chunks):
+        if tokens > requests:
+            chunks = step.counts[step.num_decodes :]
             self._query_starts.array[0] = 0
             np.cumsum(chunks, out=self._query_starts.array[1 : len(chunks) + 1])
             _send(self._query_starts, len(chunks) + 1)
