@@ -19,7 +19,7 @@ from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers import assemble
 from stratakv.tiers.base import Answer
 from stratakv.tiers.block import ALIGNMENT, BlockLayout, pack_key
-from stratakv.tiers.settings.values import ConfigError
+from stratakv.tiers.settings.values import MAX_BLOCKS, ConfigError
 from stratakv.tiers.ssd.index import index_file
 from stratakv.tiers.ssd.store import SsdStore
 
@@ -244,6 +244,9 @@ def test_a_plan_gives_every_layer_a_place_of_its_own(model: Path) -> None:
         ids.add(groups.layout.layout_id())
     assert len(ids) == 3
     assert plan_groups(whole, 1).layout == whole
+    assert groups.num_pages(MAX_BLOCKS // 4) == MAX_BLOCKS
+    with pytest.raises(ConfigError, match="lower --num-blocks"):
+        groups.num_pages(MAX_BLOCKS // 4 + 1)
 
 
 @pytest.mark.parametrize("num_groups", [3, 8])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
-from ...tiers.settings.values import ConfigError
+from ...tiers.settings.values import MAX_BLOCKS, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,16 @@ class CacheGroups:
         return len(self.groups)
 
     def num_pages(self, num_blocks: int) -> int:
-        """The pages that take the memory of `num_blocks` over all layers."""
-        return num_blocks * len(self.groups)
+        """The pages that take the memory of `num_blocks` over all layers. Raises ConfigError for
+        more than a pool may have."""
+        pages = num_blocks * len(self.groups)
+        if pages > MAX_BLOCKS:
+            raise ConfigError(
+                f"{num_blocks} blocks in {len(self.groups)} cache groups are {pages} of the KV "
+                f"pool, which has at most {MAX_BLOCKS}; lower --num-blocks or "
+                "--kv-cache-memory-bytes"
+            )
+        return pages
 
     def places(self) -> list[LayerPlace]:
         """The place of every layer of the model."""
