@@ -377,9 +377,28 @@ class KVConnectorWorker(ABC):
         """Return when every store of this step has read its block. Bounded by memory speed."""
 
     @abstractmethod
-    def poll(self) -> ConnectorWorkerOutput:
-        """What finished since the last call. Never waits."""
+    def poll(self) -> ConnectorWorkerOutput | None:
+        """What finished since the last call; None where nothing ever does. Never waits."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Wait for copies in flight, at most so long, and let go of the pool. Idempotent."""
+
+
+class NullConnectorWorker(KVConnectorWorker):
+    """The worker side without tiers."""
+
+    def register_pool(self, pool: torch.Tensor) -> None:
+        pass
+
+    def start_step(self, meta: ConnectorMetadata) -> None:
+        pass
+
+    def wait_before_forward(self) -> None:
+        pass
+
+    def poll(self) -> None:
+        return None
+
+    def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        pass

@@ -37,6 +37,7 @@ BLOCK_HASHES = ("sha256", "sha256_cbor")
 DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
+MAX_GROUPS = 4096  # of as many layers as a model may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,10 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     block_hash: str = "sha256"
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
+    # The layers are split into so many groups with block tables of their own
+    # (`cache/group_spec.py`). Settings count blocks over all layers; a pool of several groups has a
+    # smaller one in each instead. One is as fast as it gets; more are for kinds of layer to come.
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -104,6 +109,7 @@ class CacheConfig:
                 f"{self.gpu_memory_utilization}"
             )
         one_of("--block-hash", self.block_hash, BLOCK_HASHES)
+        within("the number of cache groups", self.num_groups, 1, MAX_GROUPS)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
 

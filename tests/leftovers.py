@@ -40,9 +40,10 @@ def check_references(core: EngineCore) -> None:
     """The references to blocks are tables, and what nobody holds is in the queue."""
     manager = core.scheduler.manager
     references = [0] * manager.pool.num_blocks
-    for table in manager._coordinator._groups[0]._tables.values():
-        for block in table:
-            references[block.block_id] += 1
+    for group in manager._coordinator._groups:
+        for table in group._tables.values():
+            for block in table:
+                references[block.block_id] += 1
     assert [block.ref_cnt for block in manager.pool.blocks] == references
     free = sorted(block.block_id for block in manager.pool.free_queue)
     assert free == [i for i, count in enumerate(references) if count == 0 and i > 0]
@@ -85,7 +86,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     block is held, and the slab's slots are free, or whole and not pinned."""
     places, manager = scheduler._places, scheduler.manager
     assert manager.pool.is_idle
-    assert manager._coordinator._groups[0]._tables == {}
+    assert all(group._tables == {} for group in manager._coordinator._groups)
     assert not (places.requests or places.progress or places.running or places.loaded)
     assert not (len(places.waiting) or len(places.skipped))
     assert not (places.loading.num_waiting or places.loading.num_overlapped)

@@ -88,11 +88,14 @@ class Life:
         path: Path,
         other: OtherProcess | None = None,
         end: str = "",
+        *,
+        num_groups: int = 1,
     ) -> None:
         self._world = world
         self._seed = seed
         self._other = other
         self._end = end
+        self._num_groups = num_groups
         self.has_died = False
         # Drawn apart, so that a seed leads the life that it led before.
         self._apart = random.Random(f"apart {seed}")
@@ -251,6 +254,7 @@ class Life:
                 num_blocks=1 + MAX_MODEL_LEN // size + rng.choice([0, 0, 1, 5, 40]),
                 watermark=rng.choice([0.0, 0.01, 0.2]),
                 block_hash=self._block_hash,
+                num_groups=self._num_groups,
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,

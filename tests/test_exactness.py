@@ -46,6 +46,7 @@ def running_core(
     scheduler: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,
+    executor: str = "uni",
 ) -> Iterator[EngineCore]:
     """A core on `model` in float64, shut down in an orderly way at the end."""
     config = EngineConfig(
@@ -62,6 +63,7 @@ def running_core(
         ),
         offload=offload_config(**(offload or {})),
         num_threads=1,
+        executor=executor,
     )
     core = EngineCore(config)
     try:

@@ -25,6 +25,7 @@ from .worker_nursery import Nursery
 
 LIVES = 25
 LIVES_OF_OTHER_PROCESSES = 12
+GROUPED_LIVES = 8
 # Some lives are over before the worker was to die in them.
 LIVES_TO_DIE_IN = 8
 
@@ -69,6 +70,23 @@ def test_a_random_life_with_the_worker_in_another_process(
         live(world, seed + turn, path, OtherProcess(worker_nursery, path))
 
 
+@pytest.mark.parametrize("has_process", [False, True], ids=["uni", "mp"])
+@pytest.mark.parametrize("number", range(GROUPED_LIVES))
+def test_a_random_life_of_two_cache_groups(
+    number: int,
+    has_process: bool,
+    world: World,
+    worker_nursery: Nursery,
+    seed: int,
+    scale: str,
+    tmp_path: Path,
+) -> None:
+    for turn in range(1 if scale == "ci" else 400):
+        path = tmp_path / str(turn)
+        other = OtherProcess(worker_nursery, path) if has_process else None
+        live(world, seed + turn, path, other, num_groups=2)
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_a_random_life_that_the_worker_ends(
     end: str,
@@ -90,10 +108,16 @@ def test_a_random_life_that_the_worker_ends(
 
 
 def live(
-    world: World, seed: int, path: Path, other: OtherProcess | None = None, end: str = ""
+    world: World,
+    seed: int,
+    path: Path,
+    other: OtherProcess | None = None,
+    end: str = "",
+    *,
+    num_groups: int = 1,
 ) -> Life:
     """One life; a failure says which."""
     with pytest.MonkeyPatch.context() as monkeypatch, noted(f"this was the life of seed {seed}"):
-        life = Life(world, seed, path, other, end)
+        life = Life(world, seed, path, other, end, num_groups=num_groups)
         life.live(monkeypatch)
         return life

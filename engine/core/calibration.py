@@ -60,6 +60,7 @@ class CalibrationBudget:
     num_blocks: int  # of the pool, the null block included
     max_model_len: int
     max_num_batched_tokens: int
+    num_groups: int = 1
 
 
 class Calibration:
@@ -110,7 +111,9 @@ class Calibration:
         name = f"calibration-{self._num_steps + 1}"
         num_blocks = -(-(start + count) // self._budget.block_size)
         prompt = np.zeros(start + count, np.int32)
-        blocks = (list(range(1, 1 + num_blocks)),)  # 0 is the null block
+        # 0 is the null block.
+        starts = range(1, 1 + self._budget.num_groups * num_blocks, num_blocks)
+        blocks = tuple([list(range(first, first + num_blocks)) for first in starts])
         began = time.monotonic()
         self._step([NewRequestData(name, prompt, _PARAMS, blocks, start)], {name: count})
         seconds = time.monotonic() - began

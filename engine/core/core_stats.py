@@ -69,7 +69,7 @@ def _cache_config(config: EngineConfig, layout: BlockLayout, num_blocks: int) ->
         "block_size": str(layout.block_size),
         "cache_dtype": layout.kv_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),
-        "kv_cache_size_tokens": str((num_blocks - 1) * layout.block_size),
+        "kv_cache_size_tokens": str((num_blocks - 1) // cache.num_groups * layout.block_size),
         "num_cpu_blocks": str(_num_chunks(config, layout)),
         "num_gpu_blocks": str(num_blocks),
         "prefix_caching_hash_algo": cache.block_hash,

@@ -20,8 +20,9 @@ from ...connector.base import (
     NullConnector,
 )
 from ...connector.rates import PrefillRate
-from ...tiers.block import BlockLayout, Identity
+from ...tiers.block import Identity
 from ..cache.block_hash import make_block_hasher
+from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
 from ..models.checkpoint.fingerprint import fingerprint
@@ -84,6 +85,7 @@ class EngineCore:
         self._dtype = dtype_for(config, self.spec, device)
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
+        self._groups = plan_groups(layout, config.cache.num_groups)
         num_blocks = blocks_of_pool(config, self.spec, layout)
         if num_blocks is not None:
             if config.model.max_model_len is None:
@@ -111,16 +113,17 @@ class EngineCore:
             if config.offload.enabled:
                 self._tiers = open_tiers(
                     config.offload,
-                    layout,
+                    self._groups.layout,
                     # Digests of the other form do not carry the identity, so the store must.
                     identity.root() if config.cache.block_hash == "sha256_cbor" else b"",
                     self._progress,
                     device=config.model.device,
                     prefill=self._prefill,
                     with_worker=config.executor != "mp",
+                    num_groups=len(self._groups),
                 )
                 self._connector = self._tiers.side
-            self._build_engine(layout, num_blocks)
+            self._build_engine(num_blocks)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,
@@ -264,24 +267,27 @@ class EngineCore:
                 logger.error("the blocks of the pool did not go to the tiers", exc_info=error)
         self._close(deadline - time.monotonic())
 
-    def _build_engine(self, layout: BlockLayout, num_blocks: int | None) -> None:
-        """Without `num_blocks` the pool is what a GPU has left beside the weights."""
+    def _build_engine(self, num_blocks: int | None) -> None:
+        """Without `num_blocks`, which are over all layers, the pool is what a GPU has left beside
+        the weights."""
         config = self.config
         if num_blocks is None:
             self._executor = executor = self._load_model(None)
-            num_blocks = executor.num_blocks
+            self.num_blocks = executor.num_blocks
             self.max_model_len = executor.max_model_len
-        self.num_blocks = num_blocks
-        self._stats = CoreStats(config, layout, num_blocks, self._prefill)
+        else:
+            self.num_blocks = self._groups.num_pages(num_blocks)
+        self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
             KVCacheManager(
-                num_blocks,
+                self.num_blocks,
                 config.cache.block_size,
                 self.max_model_len,
                 enable_caching=config.cache.enable_prefix_caching,
                 watermark=config.cache.watermark,
+                num_groups=len(self._groups),
             ),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.spec.eos_token_ids),
@@ -320,6 +326,7 @@ class EngineCore:
             self.num_blocks,
             self.max_model_len,
             self.config.scheduler.max_num_batched_tokens,
+            len(self._groups),
         )
         savings = self._stats.savings
         told = calibrate(self.executor, budget, self._connector, estimates, savings)

@@ -125,6 +125,7 @@ def load_runner(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_model_len,
+        num_groups=config.cache.num_groups,
         is_length_asked=config.model.max_model_len is not None,
         connector=connector,
         placement=placement,

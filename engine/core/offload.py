@@ -47,10 +47,12 @@ def open_tiers(
     device: str = "cpu",
     prefill: PrefillRate | None = None,
     with_worker: bool = True,
+    num_groups: int = 1,
 ) -> OpenTiers:
     """The connector over the tiers that the settings name, for a pool on `device`; without its
     worker side where that lives in another process. Raises ConfigError, and nothing stays open
-    then. `progress` hears what this is busy with; `prefill` is what computing costs."""
+    then. `progress` hears what this is busy with; `prefill` is what computing costs; `num_groups`
+    cache groups have pages of this layout."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     drill = offload.drill
     if drill is not None:
@@ -64,6 +66,7 @@ def open_tiers(
         "progress": _steps_of(progress, "memory of the cpu tier"),
         "wrap_store": None if drill is None else drill.wrap,
         "prefill": prefill,
+        "num_groups": num_groups,
     }
     settings = offload_settings(offload, device)
     try:

@@ -72,6 +72,7 @@ class MultiGroupBlockTable:
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
+        self.no_blocks: BlockIds = tuple([] for _ in self.tables)
 
     def __getitem__(self, group: int) -> BlockTable:
         return self.tables[group]

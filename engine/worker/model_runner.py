@@ -23,8 +23,10 @@ from ...connector.base import (
     ConnectorMetadata,
     ConnectorWorkerOutput,
     KVConnectorWorker,
+    NullConnectorWorker,
 )
 from ..batch.batch_update import BatchUpdate, IntArray
+from ..cache.group_spec import plan_groups
 from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.layers import Elementwise
@@ -99,7 +101,7 @@ class StepBatch:
                 request = self.requests[request_id]
                 if request_id in cached.output_token_ids:
                     request.output_token_ids[:] = cached.output_token_ids[request_id]
-                batch.add(request, block_ids or ([],), computed)
+                batch.add(request, block_ids or batch.tables.no_blocks, computed)
                 continue
             row = batch.row_of[request_id]
             batch.num_computed[row] = computed
@@ -144,6 +146,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         is_length_asked: bool = True,
+        num_groups: int = 1,
         connector: KVConnectorWorker | None = None,
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
@@ -151,16 +154,18 @@ class ModelRunner:
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
         the pool takes what a GPU's memory has left, and where that holds less than a request of
-        `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. `runtime`
-        is that of the placement's device.
+        `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. Blocks are
+        counted over all layers here; with several cache groups the pool has a page in each instead.
+        `runtime` is that of the placement's device.
 
-        Raises ConfigError where the weights do not fit `spec`, or the pool cannot hold one request
-        of the length asked for.
+        Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
+        of the length asked for, or the layers cannot be split into so many groups.
         """
         device = placement.device
         runtime = runtime or open_runtime(placement)
         compute = compute_dtype(dtype, device.type, spec.stored_dtype)
         layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
+        groups = plan_groups(layout, num_groups)
         elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
         load = partial(
             Decoder.load, path, spec, max_model_len, compute, device, elementwise,
@@ -182,12 +187,12 @@ class ModelRunner:
         else:
             check_pool_size(layout, num_blocks, max_model_len, device)
             self.model = load()
-        self.pool = KvPool(layout, num_blocks, device)
+        self.pool = KvPool(groups.layout, groups.num_pages(num_blocks), device)
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks_per_row = -(-max_model_len // block_size)
-        table = BlockTable(max_num_seqs, blocks_per_row, block_size)
-        self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable([table]))
+        tables = [BlockTable(max_num_seqs, blocks_per_row, block_size) for _ in groups.groups]
+        self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
         self._steps = StepBatch(self.batch)
         self._forward = make_forward(
             runtime,
@@ -199,14 +204,14 @@ class ModelRunner:
             max_tokens=max_num_batched_tokens,
             max_requests=max_num_seqs,
             progress=progress,
+            groups=groups,
         )
         self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
         self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
-        self._connector = connector
-        if connector is not None:
-            connector.register_pool(self.pool.tensor)
+        self._connector = NullConnectorWorker() if connector is None else connector
+        self._connector.register_pool(self.pool.tensor)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step as a whole: `begin`, then `finish`."""
@@ -218,8 +223,7 @@ class ModelRunner:
         before the next step. Raises what goes wrong with the whole step, after which only steps
         whose `last_failed_id` says so are computed; see also `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
-        if self._connector is not None:
-            self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
+        self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         if output.last_failed_id < self._last_failed_id:
             raise StepRefused(
                 f"step {output.step_id} was made before it was known that step "
@@ -253,17 +257,15 @@ class ModelRunner:
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
-        if self._connector is not None:
-            self._connector.start_step(meta)
+        self._connector.start_step(meta)
 
     def poll_copies(self) -> ConnectorWorkerOutput | None:
         """What the connector has finished since it was last asked; None without one."""
-        return None if self._connector is None else self._connector.poll()
+        return self._connector.poll()
 
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Let the connector finish its copies, at most so long. Idempotent."""
-        if self._connector is not None:
-            self._connector.shutdown(timeout_seconds)
+        self._connector.shutdown(timeout_seconds)
 
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
@@ -281,7 +283,8 @@ class ModelRunner:
         computed = batch.num_computed[rows]
         positions = ranges(computed, counts)
         token_rows = np.repeat(rows, counts)
-        slots = batch.tables[0].slot_mapping(token_rows, positions)
+        tables = batch.tables
+        slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
         # Only a request that reaches its last known token has something to sample from.
         ready = computed + counts == batch.num_tokens[rows]
@@ -295,11 +298,10 @@ class ModelRunner:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
         launch = self._forward.prepare(
             StepInputs(
-                batch.tables[0], rows, computed, counts, token_ids, positions, slots, wanted, embeds
+                tables.tables, rows, computed, counts, token_ids, positions, slots, wanted, embeds
             )
         )
-        if self._connector is not None:
-            self._connector.wait_before_forward()
+        self._connector.wait_before_forward()
         hidden = launch()
         batch.num_computed[rows] += counts
         step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}

@@ -9,7 +9,7 @@ Both are given the same steps and give the same hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
+from ...cache.group_spec import CacheGroups
 from ...embeds import EmbedArray
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
@@ -26,6 +26,7 @@ from ...models.decoder import AuxStates, Decoder, Embeds
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner
+from .grouped_attention import attention_over, plan_of
 
 
 class HostEmbeds(NamedTuple):
@@ -47,13 +48,13 @@ class StepInputs:
     finds decodes and chunks each in one piece.
     """
 
-    table: BlockTable
-    rows: IntArray  # [requests] of the batch and its block table
+    tables: Sequence[BlockTable]  # one for each cache group
+    rows: IntArray  # [requests] of the batch and its block tables
     computed: IntArray  # [requests] tokens whose K and V are there
     counts: IntArray  # [requests] tokens to compute after them
     token_ids: IntArray  # [tokens]
     positions: IntArray  # [tokens]
-    slots: IntArray  # [tokens] where their K and V go; -1: nowhere
+    slots: Sequence[IntArray]  # for each group, [tokens] where their K and V go; -1: nowhere
     wanted: IntArray | None  # rows of the step whose hidden states are asked for; None: all
     embeds: HostEmbeds | None = None  # rows that come as embeddings instead of token ids
     aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
@@ -91,18 +92,25 @@ class GatherForward:
         self,
         model: Decoder,
         pool: Tensor,
-        layout: BlockLayout,
+        groups: CacheGroups,
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
         self._model = model
+        layout = groups.layout
         self.planner = AttentionPlanner(layout, dtype, max_model_len)
-        self._attention = PagedAttention(
+        attention = PagedAttention(
             pool, layout, model.spec.num_heads, self.planner.max_group_blocks
         )
+        self._attention = attention_over(attention, groups)
 
     def prepare(self, step: StepInputs) -> Launch:
-        plan = self.planner.plan(step.table, step.rows, step.computed, step.counts, step.slots)
+        plan = plan_of(
+            [
+                self.planner.plan(table, step.rows, step.computed, step.counts, slots)
+                for table, slots in zip(step.tables, step.slots, strict=True)
+            ]
+        )
 
         def launch() -> Tensor:
             return self._model.forward(

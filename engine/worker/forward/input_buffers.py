@@ -37,9 +37,15 @@ class InputBuffers:
     """Room for steps of up to `max_tokens` tokens of up to `max_requests` requests."""
 
     def __init__(
-        self, runtime: DeviceRuntime, *, max_tokens: int, max_requests: int, max_blocks: int
+        self,
+        runtime: DeviceRuntime,
+        *,
+        max_tokens: int,
+        max_requests: int,
+        max_blocks: int,
+        num_groups: int = 1,
     ) -> None:
-        """`max_blocks` is the width of the block table."""
+        """`max_blocks` is the width of a block table; each cache group has one."""
         self._runtime = runtime
 
         def make(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
@@ -49,12 +55,22 @@ class InputBuffers:
 
         self._token_ids = make(max_tokens)
         self._positions = make(max_tokens)
-        self._slots = make(max_tokens)
         # Every token of a prompt whose log-probabilities are asked for, and each request's last.
         self._wanted = make(max_tokens + max_requests)
         self._seq_lens = make(max_requests, dtype=torch.int32)
         self._query_starts = make(max_requests + 1, dtype=torch.int32)
-        self._block_tables = make(max_requests, max_blocks, dtype=torch.int32)
+        # Slots and block table of each group.
+        self._groups = [
+            (make(max_tokens), make(max_requests, max_blocks, dtype=torch.int32))
+            for _ in range(num_groups)
+        ]
+        # Beside each what a row that is nobody's has in it.
+        self._by_token = (
+            (self._token_ids, 0),
+            (self._positions, 0),
+            *[(slots, _NO_SLOT) for slots, _ in self._groups],
+        )
+        self._by_request = (self._seq_lens, *[table for _, table in self._groups])
         self._copied: Mark | None = None
 
     @property
@@ -80,55 +96,60 @@ class InputBuffers:
         tokens = requests = 0
         if step is not None:
             tokens, requests = step.num_tokens, len(step.rows)
-            self._stage(step)
+            self._stage(step, tokens, requests)
         padded = requests + num_rows - tokens
-        for buffer, nobody in (
-            (self._token_ids, 0), (self._positions, 0), (self._slots, _NO_SLOT),
-        ):  # fmt: skip
+        for buffer, nobody in self._by_token:
             buffer.array[tokens:num_rows] = nobody
             _send(buffer, num_rows)
-        for buffer in (self._seq_lens, self._block_tables):
+        for buffer in self._by_request:
             buffer.array[requests:padded] = 0
             _send(buffer, padded)
         self._copied = self._runtime.mark()
 
-    def decode_plan(self, num_requests: int) -> KernelPlan:
-        """A step of one token for each of the first `num_requests`."""
-        return KernelPlan(self._slots.there[:num_requests], self._decodes(num_requests), None)
+    def decode_plans(self, num_requests: int) -> list[KernelPlan]:
+        """A step of one token for each of the first `num_requests`, in each cache group."""
+        return [
+            KernelPlan(slots.there[:num_requests], self._decodes(table, num_requests), None)
+            for slots, table in self._groups
+        ]
 
-    def plan(self, step: StepInputs) -> KernelPlan:
-        """The step that was filled in last."""
+    def plans(self, step: StepInputs) -> list[KernelPlan]:
+        """The step that was filled in last, in each cache group."""
         decodes, requests = step.num_decodes, len(step.rows)
         if decodes == requests:
-            return self.decode_plan(requests)
-        rows = slice(decodes, requests)
-        chunks = Chunks(
-            self._block_tables.there[rows],
-            self._seq_lens.there[rows],
-            self._query_starts.there[: requests - decodes + 1],
-            int(step.counts[decodes:].max()),
-        )
-        slots = self._slots.there[: step.num_tokens]
-        return KernelPlan(slots, self._decodes(decodes) if decodes else None, chunks)
+            return self.decode_plans(requests)
+        seq_lens = self._seq_lens.there[decodes:requests]
+        query_starts = self._query_starts.there[: requests - decodes + 1]
+        longest = int(step.counts[decodes:].max())
+        return [
+            KernelPlan(
+                slots.there[: step.num_tokens],
+                self._decodes(table, decodes) if decodes else None,
+                Chunks(table.there[decodes:requests], seq_lens, query_starts, longest),
+            )
+            for slots, table in self._groups
+        ]
 
-    def _decodes(self, count: int) -> Decodes:
-        return Decodes(self._block_tables.there[:count], self._seq_lens.there[:count])
+    def _decodes(self, table: _Buffer, count: int) -> Decodes:
+        return Decodes(table.there[:count], self._seq_lens.there[:count])
 
-    def _stage(self, step: StepInputs) -> None:
-        tokens, requests = step.num_tokens, len(step.rows)
+    def _stage(self, step: StepInputs, tokens: int, requests: int) -> None:
         self._token_ids.array[:tokens] = step.token_ids
         self._positions.array[:tokens] = step.positions
-        self._slots.array[:tokens] = step.slots
         lengths = step.computed + step.counts
         self._seq_lens.array[:requests] = lengths
         # Beyond a request's own blocks nothing is read, so only as much as the longest one has.
-        width = -(-int(lengths.max()) // step.table.block_size)
-        self._block_tables.array[:requests, :width] = step.table.array[step.rows, :width]
+        width = -(-int(lengths.max()) // step.tables[0].block_size)
+        for (slots, blocks), table, given in zip(
+            self._groups, step.tables, step.slots, strict=True
+        ):
+            slots.array[:tokens] = given
+            blocks.array[:requests, :width] = table.array[step.rows, :width]
         if step.wanted is not None:
             self._wanted.array[: len(step.wanted)] = step.wanted
             _send(self._wanted, len(step.wanted))
-        chunks = step.counts[step.num_decodes :]
-        if len(chunks):
+        if tokens > requests:
+            chunks = step.counts[step.num_decodes :]
             self._query_starts.array[0] = 0
             np.cumsum(chunks, out=self._query_starts.array[1 : len(chunks) + 1])
             _send(self._query_starts, len(chunks) + 1)

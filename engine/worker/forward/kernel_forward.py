@@ -16,9 +16,11 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from ...cache.group_spec import CacheGroups
 from ...models.decoder import AuxStates, Decoder, Embeds
 from ..runtime.device_runtime import DeviceRuntime, Work
 from .forward import Launch, StepInputs
+from .grouped_attention import attention_over, plan_of
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
@@ -90,14 +92,19 @@ class KernelForward:
         runtime: DeviceRuntime,
         model: Decoder,
         attention: KernelAttention,
+        groups: CacheGroups,
         *,
         max_tokens: int,
         max_requests: int,
         max_blocks: int,
     ) -> None:
-        self._model, self._attention = model, attention
+        self._model, self._attention = model, attention_over(attention, groups)
         self._buffers = InputBuffers(
-            runtime, max_tokens=max_tokens, max_requests=max_requests, max_blocks=max_blocks
+            runtime,
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            max_blocks=max_blocks,
+            num_groups=len(groups),
         )
         self._graphs = DecodeGraphs(runtime, self._decode_work, batch_buckets(max_requests))
 
@@ -113,7 +120,7 @@ class KernelForward:
             if found is not None:
                 return self._prepare_recorded(step, *found)
         self._buffers.fill(step, step.num_tokens)
-        plan, num_tokens = self._buffers.plan(step), step.num_tokens
+        plan, num_tokens = plan_of(self._buffers.plans(step)), step.num_tokens
         wanted = None if step.wanted is None else self._buffers.wanted[: len(step.wanted)]
         if is_plain:
             return partial(self._forward, num_tokens, plan, wanted)
@@ -131,12 +138,12 @@ class KernelForward:
         return lambda: work()[wanted]
 
     def _decode_work(self, bucket: int) -> Work:
-        return partial(self._forward, bucket, self._buffers.decode_plan(bucket), None)
+        return partial(self._forward, bucket, plan_of(self._buffers.decode_plans(bucket)), None)
 
     def _forward(
         self,
         num_tokens: int,
-        plan: KernelPlan,
+        plan: KernelPlan | Sequence[KernelPlan],
         wanted: Tensor | None,
         embeds: Embeds | None = None,
         aux: AuxStates | None = None,

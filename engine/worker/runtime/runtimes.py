@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....tiers.block import BlockLayout
+from ...cache.group_spec import CacheGroups, plan_groups
 from ...models.checkpoint.weights import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
@@ -147,11 +148,14 @@ def make_forward(
     max_tokens: int,
     max_requests: int,
     progress: Callable[[str], None],
+    groups: CacheGroups | None = None,
 ) -> StepForward:
-    """The model over the pool, with its decode steps recorded where that can be."""
+    """The model over the pool, with its decode steps recorded where that can be. Without `groups`
+    the pool's blocks are over all layers."""
     layout = pool.layout
+    groups = groups or plan_groups(layout, 1)
     if not placement.uses_kernels:
-        return GatherForward(model, pool.tensor, layout, compute, max_model_len)
+        return GatherForward(model, pool.tensor, groups, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
         # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to
@@ -164,6 +168,7 @@ def make_forward(
         runtime,
         model,
         attention,
+        groups,
         max_tokens=max_tokens,
         max_requests=max_requests,
         max_blocks=-(-max_model_len // layout.block_size),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
     assert two == asked(kv_cache_memory_bytes="2GiB") == 2 * GIB // LAYOUT.page_bytes
 
 
-def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch, num_groups: int):
     class Sizer:
         def blocks(self, model: object, layout: BlockLayout, **limits: int) -> int:
             assert limits == {"max_model_len": 64, "max_tokens": 128, "max_requests": 4}
@@ -73,9 +75,12 @@ def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, layout: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     given = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 4}
-    core = EngineCore(engine_config(None, given))
+    config = engine_config(None, given)
+    core = EngineCore(replace(config, cache=replace(config.cache, num_groups=num_groups)))
     try:
-        assert core.num_blocks == core.ready().num_blocks == 37
-        assert len(core.scheduler.manager.pool.blocks) == 37
+        assert core.num_blocks == core.ready().num_blocks == 37 * num_groups
+        assert len(core.scheduler.manager.pool.blocks) == 37 * num_groups
+        told = core.call("stats", "")["core"]["cache_config"]
+        assert told["kv_cache_size_tokens"] == str(36 * config.cache.block_size)
     finally:
         core.shutdown(1.0)

@@ -50,7 +50,7 @@ def step_of(table, prompts, computed, wanted) -> StepInputs:
     positions = np.concatenate([np.arange(computed, len(prompt)) for prompt in prompts])
     ids = np.concatenate([prompt[computed:] for prompt in prompts]).astype(np.int64)
     slots = table.slot_mapping(np.repeat(rows, counts), positions)
-    return StepInputs(table, rows, before, counts, ids, positions, slots, wanted)
+    return StepInputs((table,), rows, before, counts, ids, positions, (slots,), wanted)
 
 
 def run(runner, step: StepInputs) -> torch.Tensor:
