@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stratakv.connector.base import NullConnectorWorker
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
 from stratakv.engine.scheduler.scheduler import Scheduler
@@ -61,7 +62,7 @@ def look_at_runner(runner: ModelRunner) -> RunnerLook:
     """Where it lives."""
     held = [*runner._steps.requests, *runner.batch.row_of]
     side: Any = runner._connector
-    if side is not None:
+    if not isinstance(side, NullConnectorWorker):
         kinds = {"stores": side._stores, "loads": side._loads, "ahead": side._ahead}
         held += [name for name, jobs in kinds.items() if jobs]
     return RunnerLook(held, runner.pool.tensor.numpy())
