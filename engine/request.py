@@ -91,7 +91,8 @@ class Request:
     """One sequence being generated.
 
     `num_computed_tokens` counts positions whose K and V are written (or promised by a load);
-    the scheduler only ever closes the gap between it and `num_tokens`.
+    the scheduler only ever closes the gap between it and `num_tokens`, and `num_placeholders`
+    beyond it: tokens that steps in flight will choose, behind which the next step may go on.
     """
 
     __slots__ = (
@@ -109,6 +110,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_computed_tokens",
+        "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
@@ -157,6 +159,7 @@ class Request:
 
         self.num_computed_tokens = 0
         self.num_external_computed_tokens = 0
+        self.num_placeholders = 0
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0

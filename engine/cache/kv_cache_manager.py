@@ -104,6 +104,10 @@ class KVCacheManager:
         """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
         self._cache(request, num_computed_tokens, computed=True)
 
+    def name_blocks(self, request: Request, num_tokens: int) -> None:
+        """Name the full blocks among the first `num_tokens`, which the last step made computes."""
+        self._cache(request, num_tokens, computed=False)
+
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
     ) -> None:

@@ -132,8 +132,10 @@ class Places:
             self.manager.free(request)
             request.status = RequestStatus.PREEMPTED
             self.waiting.prepend(request)
-        self.progress[request.request_id].lose(request.num_computed_tokens, "preemption")
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        self.progress[request.request_id].lose(computed, "preemption")
         request.num_computed_tokens = 0
+        request.num_placeholders = 0
         request.num_external_computed_tokens = 0
         request.num_preemptions += 1
         self.counts["preemptions"] += 1

@@ -50,7 +50,8 @@ class RunningRound:
                 num_tokens = loading.most_tokens(request, progress[request.request_id])
             else:
                 num_tokens = request.num_tokens - request.num_computed_tokens
-            if num_tokens == 0:  # it waits for a copy
+            num_tokens += request.num_placeholders
+            if num_tokens == 0:  # it waits for a copy, or for its last token
                 index += 1
                 continue
             if num_tokens > 1:

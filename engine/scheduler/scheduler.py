@@ -133,8 +133,9 @@ class Scheduler:
     it computes them.
 
     A step is `schedule`, then `update_from_output` or `fail_step` with what became of it, in the
-    order of the steps. Up to `max_steps_in_flight` may be made before the first comes back; a
-    request whose next token is still being computed has no part in those after it. Only a step
+    order of the steps. Up to `max_steps_in_flight` may be made before the first comes back. A
+    request whose next token is still being computed has no part in those after it, unless it
+    `runs_ahead`: then they go on behind that token, which the worker knows in time. Only a step
     without tokens may be left without either.
     """
 
@@ -148,6 +149,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
+        runs_ahead: bool = False,
         observer: Observer | None = None,
     ) -> None:
         check_config(config, max_model_len)
@@ -176,6 +178,7 @@ class Scheduler:
         # Half of them go at a time: what is left in front is what one step takes.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
         self._max_steps_in_flight = max_steps_in_flight
+        self._run_ahead_to = max_model_len if runs_ahead else 0
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
         self._paused: Pause | None = None
@@ -277,7 +280,12 @@ class Scheduler:
         places = self._places
         self._step_id += 1
         self.manager.pool.begin_step(self._step_id)
-        step = StepBuilder(self.manager, self._step_id, self.config.max_num_batched_tokens)
+        step = StepBuilder(
+            self.manager,
+            self._step_id,
+            self.config.max_num_batched_tokens,
+            run_ahead_to=self._run_ahead_to,
+        )
         num_loading = places.loading.num_waiting
         retry = False
         if self._paused is not Pause.ALL:
@@ -332,6 +340,8 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if token_ids and request_id not in runner_output.nan_request_ids:
                 outputs.append(take(request, token_ids, now))
+                if request.num_placeholders:
+                    self._settle(request)
             elif error := fault_of(request, entry.end, runner_output):
                 ended = RequestStatus.FINISHED_ERROR
                 if request_id in runner_output.nan_request_ids:
@@ -426,6 +436,14 @@ class Scheduler:
             "evicted_blocks": pool.num_evicted,
             **self._places.counts,
         }
+
+    def _settle(self, request: Request) -> None:
+        """A token that a later step already computes is known."""
+        request.num_placeholders -= 1
+        num_tokens = request.num_tokens
+        if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
+            # That step could not name the block yet.
+            self.manager.name_blocks(request, min(num_tokens, request.num_computed_tokens))
 
     def _tell_again(self, scheduler_output: SchedulerOutput) -> None:
         """The worker may not have listened to a step: the next one says once more who has ended and

@@ -36,6 +36,7 @@ class StepEntry(NamedTuple):
     num_preemptions: int  # of the request so far: sent back, it gets nothing more of this step
     block_ids: BlockIds | None  # that the worker does not know of; None: none
     kind: EntryKind
+    num_placeholders: int  # before the step
 
     @property
     def is_current(self) -> bool:
@@ -60,6 +61,7 @@ class StepBuilder:
     __slots__ = (
         "_all_go_on",
         "_manager",
+        "_run_ahead_to",
         "budget",
         "entries",
         "preempted_ids",
@@ -67,8 +69,13 @@ class StepBuilder:
         "step_id",
     )
 
-    def __init__(self, manager: KVCacheManager, step_id: int, budget: int) -> None:
+    def __init__(
+        self, manager: KVCacheManager, step_id: int, budget: int, *, run_ahead_to: int = 0
+    ) -> None:
+        """The next step goes on behind the tokens that this one chooses, up to so many tokens a
+        request; 0: it waits for them."""
         self._manager = manager
+        self._run_ahead_to = run_ahead_to
         self._all_go_on = True
         self.step_id = step_id
         self.budget = budget
@@ -109,6 +116,7 @@ class StepBuilder:
         self._manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
         del self.entries[request.request_id]
         self.budget += entry.num_tokens
+        request.num_placeholders = entry.num_placeholders
         goes_on = entry.kind is EntryKind.GOES_ON
         request.num_computed_tokens = entry.num_computed_tokens if goes_on else 0
 
@@ -123,7 +131,7 @@ class StepBuilder:
         tokens: dict[str, int] = {}
         if entries:
             # By columns: most steps are hundreds of requests that go on.
-            _, counts, computed, _, block_ids, _ = zip(*entries.values(), strict=True)
+            _, counts, computed, _, block_ids, _, _ = zip(*entries.values(), strict=True)
             tokens = dict(zip(entries, counts, strict=True))
             if self._all_go_on:
                 cached = CachedRequestData(list(entries), list(block_ids), list(computed))
@@ -172,9 +180,13 @@ class StepBuilder:
         self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
-        computed = request.num_computed_tokens
+        computed, placeholders = request.num_computed_tokens, request.num_placeholders
         self.entries[request.request_id] = _step_entry(
-            (request, num_tokens, computed, request.num_preemptions, block_ids, kind)
+            (request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders)
         )
         self.budget -= num_tokens
-        request.num_computed_tokens = computed + num_tokens
+        request.num_computed_tokens = computed = computed + num_tokens
+        if computed + 1 < self._run_ahead_to and computed == request.num_tokens + placeholders:
+            # With the token chosen now it may be long enough, and needs no further step.
+            if computed + 1 < request.num_prompt_tokens + request.max_tokens:
+                request.num_placeholders = placeholders + 1

@@ -256,6 +256,7 @@ def make_engine() -> MakeEngine:
         caching: bool = True,
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
+        runs_ahead: bool = False,
         observer: Observer | None = None,
         **options: object,
     ) -> Engine:
@@ -279,6 +280,7 @@ def make_engine() -> MakeEngine:
             connector=tiers,
             fails_with_load=fails_with_load,
             max_steps_in_flight=max_steps_in_flight,
+            runs_ahead=runs_ahead,
             observer=observer,
         )
         engine = Engine(scheduler, tiers)

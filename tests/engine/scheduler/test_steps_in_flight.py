@@ -100,6 +100,55 @@ def test_who_waits_for_a_token_has_no_part_in_the_next_step(make_engine: MakeEng
     assert engine.said("b") == reference(prompt(9, 1), 5)
 
 
+def test_who_runs_ahead_does_not_wait_for_a_token(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_steps_in_flight=DEPTH, runs_ahead=True)
+    request = engine.add("a", prompt(6), max_tokens=3, ignore_eos=True)
+    line = Pipeline(engine)
+    assert line.begin().num_scheduled_tokens == {"a": 6}
+    output = line.begin()
+    assert output.num_scheduled_tokens == {"a": 1}
+    assert output.cached_requests.num_computed_tokens == [6]
+    assert (request.num_tokens, request.num_computed_tokens) == (6, 7)
+    line.end()
+    assert (request.num_tokens, request.num_placeholders) == (7, 1)
+    assert line.begin().num_scheduled_tokens == {"a": 1}
+    line.end()
+    # The third token ends it whatever it is, so that no step goes on behind it.
+    assert line.begin().num_scheduled_tokens == {}
+    line.run_all()
+    assert engine.said("a") == reference(prompt(6), 3, ignore_eos=True)
+
+
+def test_what_was_computed_behind_the_end_is_nobodys(make_engine: MakeEngine) -> None:
+    """A token ends the request while the next step goes on behind it: that one's token is told to
+    nobody, and all blocks come back."""
+    engine = make_engine(max_steps_in_flight=DEPTH, runs_ahead=True)
+    text = prompt(6)
+    first, second, *_ = reference(text, 9, ignore_eos=True)
+    engine.add("a", text, max_tokens=9, ignore_eos=True, stop_token_ids=[second])
+    line = Pipeline(engine)
+    line.run_all()
+    assert engine.said("a") == [first, second]
+    assert engine.finish_reason("a") == "stop"
+    assert engine.manager.pool.is_idle
+
+
+def test_blocks_of_those_who_run_ahead_are_found_as_those_of_others(
+    make_engine: MakeEngine,
+) -> None:
+    """A block that an unknown token completes gets its name when the token is known."""
+    found = {}
+    for runs_ahead in (False, True):
+        for count in range(1, 2 * SIZE + 2):
+            engine = make_engine(max_steps_in_flight=DEPTH, runs_ahead=runs_ahead)
+            text = prompt(6)
+            engine.add("a", text, max_tokens=count, ignore_eos=True)
+            Pipeline(engine).run_all()
+            again = engine.add("again", [*text, *engine.said("a"), 1])
+            found[runs_ahead, count] = engine.manager.get_computed_blocks(again)[1]
+    assert all(found[True, count] == found[False, count] for _, count in found)
+
+
 def test_blocks_are_trusted_when_their_own_step_has_come_back(make_engine: MakeEngine) -> None:
     engine = make_engine(max_steps_in_flight=DEPTH, max_num_batched_tokens=8)
     engine.add("a", prompt(16))
@@ -164,24 +213,29 @@ def test_a_request_that_ended_while_its_step_ran_gets_nothing_of_it(
     assert engine.said("a") == reference(prompt(7, 1), 3)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
 @pytest.mark.parametrize("case", range(12))
 def test_random_lives_two_steps_deep(
-    make_engine: MakeEngine, case: int, seed: int, scale: str
+    make_engine: MakeEngine, case: int, seed: int, scale: str, runs_ahead: bool
 ) -> None:
     """Little room, aborts, tiers and failing steps: who is not told otherwise says what it would
     alone."""
     for turn in range(8 if scale == "ci" else 2_000):
         with noted(f"this was the life of seed {seed + turn}"):
-            check_life(make_engine, random.Random(seed + turn), with_tiers=case % 2 == 1)
+            rng = random.Random(seed + turn)
+            check_life(make_engine, rng, with_tiers=case % 2 == 1, runs_ahead=runs_ahead)
 
 
-def check_life(make_engine: MakeEngine, rng: random.Random, with_tiers: bool) -> None:
+def check_life(
+    make_engine: MakeEngine, rng: random.Random, *, with_tiers: bool, runs_ahead: bool
+) -> None:
     tiers = DictTiers(rng) if with_tiers else None
     recorder = Recorder(SIZE)
     engine = make_engine(
         24,
         tiers=tiers,
         max_steps_in_flight=DEPTH,
+        runs_ahead=runs_ahead,
         max_num_batched_tokens=16,
         max_num_seqs=4,
         observer=recorder,
