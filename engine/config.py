@@ -163,6 +163,8 @@ class EngineConfig:
     tenant_secret: bytes = field(default=b"", repr=False)  # separates the blocks of tenants
     num_threads: int | None = None  # None: the physical cores
     executor: str = "uni"
+    # Whether the next step is made while one is computed, where the model has its own process.
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         one_of("--distributed-executor-backend", self.executor, EXECUTORS)

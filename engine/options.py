@@ -134,6 +134,10 @@ OPTIONS: Mapping[str, Option] = {
         "engine", "executor", one_of(*EXECUTORS),
         "uni: the model runs in the engine core's process; mp: in one of its own", "NAME",
     ),
+    "async_scheduling": Option(
+        "engine", "async_scheduling", readers.switch,
+        "with --distributed-executor-backend mp: make the next step while one is computed",
+    ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,
         "separates the cached blocks of tenants; give it by environment or file", "SECRET",

@@ -117,7 +117,11 @@ class Asker:
         woken = threading.Event()
         core.set_wakeup(woken.set)
         self._driver = Driver(
-            core.scheduler, lambda: self._take(core.step()), woken, longest_sleep=0.05
+            core.scheduler,
+            lambda: self._take(core.step()),
+            woken,
+            longest_sleep=0.05,
+            has_work=core.has_work,
         )
 
     def ask(self, tree: Tree) -> Answers:

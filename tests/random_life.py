@@ -99,7 +99,7 @@ class Life:
         self.has_died = False
         # Drawn apart, so that a seed leads the life that it led before.
         self._apart = random.Random(f"apart {seed}")
-        self._depth = self._apart.choice([1, 2])
+        self._depth, self._runs_ahead = self._apart.choice([(1, False), (2, False), (2, True)])
         self._rng = rng = random.Random(seed)
         self._path = path
         rates: dict[str, float] = {}
@@ -273,6 +273,7 @@ class Life:
             ),
             num_threads=1,
             executor="uni" if self._other is None else "mp",
+            async_scheduling=self._runs_ahead,
         )  # fmt: skip
         # Below what an operator may ask for, so that everything is evicted all the time.
         slot_bytes = 4096 * -(-size * 512 // 4096)

@@ -92,9 +92,11 @@ class Driver:
         self._deadline = end
 
     def calm_down(self, is_busy: Callable[[], bool]) -> None:
-        """Let everything end that is under way; the first step tells the worker who is gone."""
-        self.step()
-        # Asking for work may start some.
+        """Let everything end that is under way; a step in between tells the worker who is gone."""
+        for _ in range(2):
+            # Asking for work may start some.
+            self.run(lambda: not (self._has_work() or is_busy()))
+            self.step()
         self.run(lambda: not (self._has_work() or is_busy()))
 
     def _sleep(self) -> None:

@@ -61,7 +61,8 @@ class EngineCore:
 
     Raises ConfigError for settings, a model directory or tiers that cannot work; nothing stays
     open then. `progress` hears what the start is busy with. `max_steps_in_flight` steps are
-    begun before the first of them comes back. `observer` hears what is decided; it only listens.
+    begun before the first of them comes back; None: two where steps are made while others are
+    computed. `observer` hears what is decided; it only listens.
     """
 
     def __init__(
@@ -69,9 +70,12 @@ class EngineCore:
         config: EngineConfig,
         *,
         progress: Progress | None = None,
-        max_steps_in_flight: int = 1,
+        max_steps_in_flight: int | None = None,
         observer: Observer | None = None,
     ) -> None:
+        if max_steps_in_flight is None:
+            # On the core's own thread there is nothing to overlap.
+            max_steps_in_flight = 2 if config.async_scheduling and config.executor == "mp" else 1
         self.config = config
         self._progress = progress or logger.info
         self._closed = False
@@ -294,6 +298,7 @@ class EngineCore:
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",
             max_steps_in_flight=self._max_steps_in_flight,
+            runs_ahead=config.async_scheduling,
             observer=self._observer,
         )
         if self._executor is None:

@@ -15,12 +15,13 @@ from stratakv.engine.sampling.token_mask import TokenMask
 from .conftest import MakeCore, Reference, config_of, finish, prompt_of, request
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 def test_two_steps_in_flight_give_the_tokens_of_one(
-    tiny_model: Path, greedy_reference: Reference
+    tiny_model: Path, greedy_reference: Reference, runs_ahead: bool
 ) -> None:
+    options = {"kv_offload": "cpu", "kv_offload_cpu_bytes": "2MiB", "num_blocks": 40}
     core = EngineCore(
-        config_of(tiny_model, kv_offload="cpu", kv_offload_cpu_bytes="2MiB", num_blocks=40),
-        max_steps_in_flight=2,
+        config_of(tiny_model, async_scheduling=runs_ahead, **options), max_steps_in_flight=2
     )
     try:
         prompts = {f"r{i}": prompt_of(20 + 11 * i, i) for i in range(6)}
@@ -63,7 +64,7 @@ def test_what_a_refused_step_told_is_told_again(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by one without tokens: else the worker would keep who has ended."""
-    core = EngineCore(config_of(tiny_model), max_steps_in_flight=2)
+    core = EngineCore(config_of(tiny_model, async_scheduling=False), max_steps_in_flight=2)
     try:
         assert isinstance(core.executor, InProcessExecutor)
         runner = core.executor.runner

@@ -71,6 +71,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "require_tiers": (("on", True), ("off", False), ("yes", True)),
     "num_threads": (("1", 1), ("2", 2), ("3", 3)),
     "distributed_executor_backend": (("mp", "mp"), ("uni", "uni"), ("mp", "mp")),
+    "async_scheduling": (("0", False), ("1", True), ("off", False)),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),
     "port": (("1", 1), ("2", 2), ("0", 0)),
