@@ -178,7 +178,7 @@ class Scheduler:
         # Half of them go at a time: what is left in front is what one step takes.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
         self._max_steps_in_flight = max_steps_in_flight
-        self._run_ahead_to = max_model_len if runs_ahead else 0
+        self._run_ahead_to = max_model_len if runs_ahead and max_steps_in_flight > 1 else 0
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
         self._paused: Pause | None = None
