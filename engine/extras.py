@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _EXTRAS = {
     "engine": (
-        "fastapi", "huggingface_hub", "jinja2", "numpy", "pydantic", "rich", "safetensors",
+        "fastapi", "h11", "huggingface_hub", "jinja2", "numpy", "pydantic", "rich", "safetensors",
         "starlette", "tokenizers", "torch", "uvicorn", "yaml", "zmq",
     ),
     "bench": ("matplotlib",),

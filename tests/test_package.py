@@ -7,6 +7,7 @@ dropped at the root, would go unnoticed until somebody installs a wheel.
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib.metadata
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import stratakv
+from stratakv.engine.extras import explain_missing_module
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -169,6 +171,31 @@ else:
     said = _run(code, engine_extra, "-").splitlines()[-1]
     # `SamplingParams` needs none of these.
     assert said == "imported" if name == "SamplingParams" else "pip install '.[engine]'" in said
+
+
+def test_a_missing_package_of_an_extra_is_told_with_its_extra() -> None:
+    """Whatever a base install lacks and a module imports; peers say themselves what they lack."""
+    base = _installed_closure(PYPROJECT["project"]["dependencies"])
+    packages = importlib.metadata.packages_distributions()
+    peers = {"mooncake", "zstandard"}
+    missing = set()
+    for folder in TOP_FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    missing |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    missing.add((node.module or "").partition(".")[0])
+    missing -= sys.stdlib_module_names | {"stratakv", "google"} | peers
+    missing = {
+        name
+        for name in missing
+        if not {each.lower().replace("_", "-") for each in packages.get(name, ())} & base.keys()
+    }
+    assert {"torch", "h11", "cupy"} <= missing
+    for name in missing:
+        said = explain_missing_module(ModuleNotFoundError(f"No module named {name!r}", name=name))
+        assert "pip install" in said, f"engine/extras.py does not know {name}"
 
 
 def test_lower_floors_import_without_torch_and_numpy() -> None:
