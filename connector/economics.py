@@ -9,10 +9,11 @@ far as that is quicker than computing it.
                Several requests with overlapped loads share what computing there is
 
 The leading run of blocks up to a change of tier is loaded for which most seconds are saved, if any
-are. Near break-even the last choice for as many blocks from the same tier stands. What was found
-too slow to load is tried again, a few blocks of it, by every `PROBE_EVERY`-th request that could
-have used it, so that a tier that is quick again is noticed. All seconds are estimates; nothing is
-known here of requests, keys or tickets.
+are. What others compute before a request's turn hides as much of its load. Near break-even the last
+choice for as many blocks from the same tier stands. What was found too slow to load is tried again,
+a few blocks of it, by every `PROBE_EVERY`-th request that could have used it, so that a tier that
+is quick again is noticed. All seconds are estimates; nothing is known here of requests, keys or
+tickets.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Admission:
         self._chunked = config.enable_chunked_prefill
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._most_tokens = config.max_num_batched_tokens
-        self._waits_for_budget: Request | None = None  # found to have nothing to load
+        self._waits_for_budget = ""  # the id of a request found to have nothing to load
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
@@ -86,7 +86,7 @@ class Admission:
         needs none, and the sooner it begins, the more of it is over when its turn comes."""
         return (
             self._connector.has_tiers
-            and request is not self._waits_for_budget
+            and request.request_id != self._waits_for_budget
             and request.num_computed_tokens == 0
             and _may_load(request)
         )
@@ -122,7 +122,7 @@ class Admission:
                     hits, num_hit_tokens = None, 0
                     places.note(request, Decision.LOADING)
         if step.budget == 0:
-            self._waits_for_budget = request
+            self._waits_for_budget = request.request_id
             return Verdict.NO_ROOM
         num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
         if overlaps:
