@@ -24,22 +24,29 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PACKAGES := benchmarks connector engine kernels proto tiers
 
-.PHONY: help demo test check lint format names proto bench clean
+.PHONY: help demo test test-vllm check lint format names proto bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
 
 demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 	$(BIN)/stratakv bench offload --quick --out build/demo
 
-# Two processes: half of the time of the tests is waiting. tests/alone_at_the_end.py says which files
-# each of them gets, and keeps the tests that measure time for the end.
+# Three processes for two processors: a third of the time of the tests is waiting. What each of them
+# gets is up to tests/alone_at_the_end.py, which keeps the tests that measure time for the end.
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
-	$(BIN)/pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest -n 3 $(PYTEST_ARGS)
+
+# docs/vllm.md says how to make the environment whose Python this takes. One engine at a time.
+test-vllm: $(STAMP) ## our tiers below a real vLLM; STRATAKV_VLLM_PYTHON=its Python
+	@test -x "$(STRATAKV_VLLM_PYTHON)" || { \
+	  echo "make test-vllm needs STRATAKV_VLLM_PYTHON=PYTHON of an environment with vLLM; see docs/vllm.md" >&2; \
+	  exit 1; }
+	STRATAKV_VLLM_PYTHON="$(STRATAKV_VLLM_PYTHON)" $(BIN)/pytest tests/connector/vllm $(PYTEST_ARGS)
 
 check: lint ## lint, then the quick tests: run it before every commit
-	$(BIN)/pytest -q -m "not slow" -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest -q -m "not slow" -n 3 $(PYTEST_ARGS)
 
 lint: $(STAMP) names ## ruff, its formatter, mypy
 	$(BIN)/ruff check .

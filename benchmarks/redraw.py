@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cluster.command import plot_cluster
 from .core.command import plot_core
 from .gpu.command import SECTIONS
 from .gpu.section import Results
@@ -23,8 +24,8 @@ from .trace.command import plot_traces
 from .transfer.command import plot_transfer
 
 _DRAW = {
-    "core": plot_core, "serve": plot_serve, "service": plot_service, "tiers": plot_tiers,
-    "trace": plot_traces, "transfer": plot_transfer, "offload": plot_costs,
+    "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
+    "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
 }  # fmt: skip
 
 
@@ -34,9 +35,8 @@ def draw(report: Report, path: Path) -> list[Path]:
         results = Results(report, path.parent)
         drawn = [section.plot(results, path.parent) for section in SECTIONS]
         return [each for each in drawn if each is not None]
-    if "phases" in report.figures:
-        return [plot_phases(report, path)]
-    return [_DRAW[report.name](report, path)]
+    plot = plot_phases if "phases" in report.figures else _DRAW[report.name]
+    return [plot(report, path)]
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ Knows nothing of schedulers or models: requests and pools are seen through small
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -62,6 +62,11 @@ class RequestView(Protocol):
     def block_hashes(self) -> Sequence[bytes]:
         """Digests (32 bytes) of the full blocks so far."""
 
+    @property
+    def tail_hash(self) -> bytes | None:
+        """For a request whose prompt another engine has computed: the digest of the block behind
+        the full ones as far as it was computed there, b"" where there is none. None for others."""
+
 
 class MatchKind(Enum):
     """What the scheduler should do with a request after asking."""
@@ -73,8 +78,9 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """Tokens, beyond those computed in the pool, that the tiers hold (a multiple of the block
-    size, never the whole request: one token is always left to compute)."""
+    """Tokens, beyond those computed in the pool, that the tiers hold: never the whole request, for
+    one token is always left to compute. A multiple of the block size but for a request with a
+    `tail_hash`."""
 
     tokens: int
     kind: MatchKind
@@ -179,6 +185,13 @@ class LoadReport:
     is_cancelled: bool = field(default=False, compare=False)
 
 
+class HandedOver(NamedTuple):
+    """The end of one hand-over."""
+
+    request_id: str
+    missing: list[bytes]  # keys, as the pool names them, of blocks that others cannot load
+
+
 class LoadState(NamedTuple):
     """How far a request may compute whose load is overlapped."""
 
@@ -186,6 +199,14 @@ class LoadState(NamedTuple):
     load_frontier: int  # from this token on everything has been loaded, if anything was
     is_copying: bool  # blocks before the load frontier are being written to
     failure: str | None = None  # why blocks have not come; see `LoadReport.failure`
+
+
+class Elsewhere(Enum):
+    """Whether another engine computes the prompt of a request at this moment."""
+
+    NO = "no"
+    PERHAPS = "perhaps"  # blocks of it that come would say so
+    TOLD = "told"  # whoever sent the request says so
 
 
 class TierEstimates(ABC):
@@ -216,6 +237,9 @@ class KVConnectorScheduler(ABC):
     # Whether blocks are wanted as soon as they are computed, because others wait for them, and not
     # only when they are about to be evicted. The same from the start to the end.
     wants_all = False
+    # Requests that wait now because of `await_prefill`, by id: nobody needs to ask about them
+    # meanwhile. Not to be changed.
+    awaiting_prefill: Collection[str] = ()
 
     def request_queued(  # noqa: B027 - a hint, not a duty
         self, request: RequestView, context: RequestContext = NO_CONTEXT
@@ -259,6 +283,34 @@ class KVConnectorScheduler(ABC):
         waiting request (`is_cancelled` unless it had failed), and the blocks must not be reused
         before."""
         raise NotImplementedError
+
+    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+        """Another engine computes a prompt with these blocks, and a request for it will come: what
+        it stores is to be near by then. A hint; False where it is of no use."""
+        return False
+
+    def expect_prompts(self) -> None:  # noqa: B027 - a hint, not a duty
+        """Requests will come whose prompts other engines compute: what those store is to be heard
+        of from now on."""
+
+    def await_prefill(  # noqa: B027 - optional
+        self, request_id: str, elsewhere: Elsewhere
+    ) -> None:
+        """Another engine may be computing the prompt of a request that was queued. When it is first
+        asked about, it may be made to wait for blocks that are to come; bounded in time."""
+
+    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Other engines are about to load these blocks, named as by the pool, head first; those
+        that were computed have been given to `build_meta`. They are written where others look,
+        and kept there for a while. Only for connectors with `wants_all`."""
+        raise NotImplementedError
+
+    def take_handed_over(self) -> list[HandedOver]:
+        """The requests whose blocks others can load by now, or never will: each is named once."""
+        return []
+
+    def forget_hand_over(self, request_id: str) -> None:  # noqa: B027 - nothing to forget
+        """Nobody waits for these blocks any longer."""
 
     def num_wanted_ahead(self) -> int:
         """How many cold blocks the connector would store ahead of need in this step. Optional: by

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores
+from ..tiers.assemble import close_stores, make_admission, make_slab, open_stores, serve_slab
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.cpu import CpuSlab
 from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
+from ..tiers.peers.serving import SlabServing
 from ..tiers.tag import Tagger
 from ..tiers.tier_settings import TierSettings
 from .device.base import SlabMemory
@@ -45,7 +46,7 @@ class WorkerDescription:
     slab_fd: int
     num_slots: int
     device: str
-    makes_digests: bool  # of what it stores, for tiers below the slab
+    makes_digests: bool  # of what it stores, for tiers below the slab and other engines
 
 
 class AttachedSlab:
@@ -116,17 +117,26 @@ def build_scheduler_side(
     try:
         if wrap_store is not None:
             stores = [wrap_store(store) for store in stores]
-        slab = make_slab(layout, settings.cpu, progress)
+        is_served = settings.serve_at is not None
+        slab = make_slab(layout, settings.cpu, progress, is_served=is_served)
+        serving: SlabServing | None = None
         try:
-            side = _connect(slab, stores, settings, num_groups, prefill)
+            serving = serve_slab(slab, settings, namespace=namespace)
+            side = _connect(slab, stores, settings, num_groups, prefill, serving)
         except BaseException:
+            if serving is not None:
+                serving.close(0.0)
             slab.close()
             raise
     except BaseException:
         close_stores(stores)
         raise
     description = WorkerDescription(
-        slab.layout, slab.fd, slab.num_slots, settings.device, makes_digests=bool(stores)
+        slab.layout,
+        slab.fd,
+        slab.num_slots,
+        settings.device,
+        makes_digests=bool(stores) or is_served,
     )
     return BuiltSide(side, description, slab)
 
@@ -156,6 +166,7 @@ def _connect(
     settings: OffloadSettings,
     num_groups: int,
     prefill: PrefillRate | None,
+    serving: SlabServing | None,
 ) -> OffloadScheduler:
     signal = CopySignal()
     ssd = settings.ssd
@@ -176,4 +187,5 @@ def _connect(
         num_groups=num_groups,
         choice=settings.load,
         prefill=prefill,
+        serving=serving,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..tiers.histogram import Histogram
+from ..tiers.histogram import IO_SECONDS, Histogram
 from .base import ConnectorWorkerOutput, LoadReport
 
 # Histogram bounds: the size of one copy job, in bytes.
@@ -36,11 +36,21 @@ class OffloadCounters:
     lookup_queries: dict[str, int] = field(default_factory=dict)
     lookup_hits: dict[str, int] = field(default_factory=dict)
 
+    # Requests that waited for a prompt that another engine computed, by how that ended.
+    prefill_waits: dict[str, int] = field(default_factory=dict)
+    prefill_wait_seconds: Histogram = field(
+        default_factory=lambda: Histogram((*IO_SECONDS, 30.0, 60.0))
+    )
+
     # Blocks that every tier was told to forget because they may be wrong, by cause.
     blocks_dropped: dict[str, int] = field(default_factory=dict)
 
     def count_failure(self, reason: str) -> None:
         self.failures[reason] = self.failures.get(reason, 0) + 1
+
+    def count_prefill_wait(self, end: str, seconds: float) -> None:
+        self.prefill_waits[end] = self.prefill_waits.get(end, 0) + 1
+        self.prefill_wait_seconds.observe(seconds)
 
     def count_dropped(self, cause: str, num_blocks: int) -> None:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks

@@ -100,11 +100,10 @@ class Calibration(TierEstimates):
         for store in stores:
             try:
                 sample = store.trial_read(seconds / len(stores))
+                if sample is not None and sample.num_bytes >= LEAST_READ_BYTES:
+                    self._links[store.name].believe(*sample)
             except Exception as error:  # noqa: BLE001 - a tier of others may raise anything
                 log.warning("the %s tier could not be tried: %s", store.name, error)
-                continue
-            if sample is not None and sample.num_bytes >= LEAST_READ_BYTES:
-                self._links[store.name].believe(*sample)
 
     def _next_copy(self, block_ids: Sequence[int]) -> CopyJob:
         num_slots = self._hierarchy.num_slots

@@ -73,6 +73,7 @@ class Load:
     started: float
     load_frontier: int  # positions from here on have been loaded
     next_end: int  # positions from here on have been asked for
+    num_short_tokens: int = 0  # that the last position has less than others
     give_up_at: float | None = None  # on the monotonic clock
     reading: deque[Piece] = field(default_factory=deque)
     copying: deque[Piece] = field(default_factory=deque)
@@ -153,13 +154,16 @@ class Loads:
         origins: Mapping[bytes, str],
         max_wait_seconds: Callable[[int], float | None],
         context: RequestContext = NO_CONTEXT,
+        num_short_tokens: int = 0,
     ) -> float | None:
         """Begin a load whose request waits for it. `origins`: where blocks came from that were read
         ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at most,
-        given the first position that is not there yet. When the load is given up, if ever."""
+        given the first position that is not there yet. `num_short_tokens`: that are not wanted of
+        the last position. When the load is given up, if ever."""
         num_blocks = len(keys) // self._num_parts
         load = Load(
             request_id, 0, list(keys), block_ids, num_blocks, time.monotonic(), num_blocks, 0,
+            num_short_tokens=num_short_tokens,
             context=context,
         )  # fmt: skip
         ticket = self._read(load, 0, num_blocks)
@@ -381,8 +385,12 @@ class Loads:
         # Given up while it was late, it has not failed.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
-        load.blocks_by_tier.update(self._tiers_of(ticket)[:num_blocks])
+        tiers = self._tiers_of(ticket)[:num_blocks]
+        load.blocks_by_tier.update(tiers)
         report = self._report_of(load)
+        if load.num_short_tokens and num_blocks == load.num_blocks:
+            report.num_loaded_tokens -= load.num_short_tokens
+            report.tokens_by_tier[tiers[-1]] -= load.num_short_tokens
         report.seconds = time.monotonic() - load.started
         self._counters.count_load(report)
         self._reports.append(report)

@@ -93,7 +93,7 @@ class Lookups:
             self._contexts[request_id] = context
         if self._hierarchy.learns and request_id not in self._observed:
             self._observed.put(request_id, None)
-            self._hierarchy.observe(self._keys_of(request.block_hashes))
+            self._hierarchy.observe(self.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or request_id in self._read_ahead:
             return
         lookup = self.of(request, 0, self.end_of(request))
@@ -167,8 +167,20 @@ class Lookups:
 
     def end_of(self, request: RequestView) -> int:
         """How many leading blocks may be loaded: one token is always left to compute, so that
-        there are logits to sample from."""
-        return min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        there are logits to sample from. Behind another engine's prefill the block that this token
+        lies in is among them, where more of it is known."""
+        num_tokens = request.num_tokens - 1
+        end = num_tokens // self._block_size
+        if request.tail_hash is not None and num_tokens % self._block_size:
+            end += 1
+        return min(end, len(self._digests_of(request)))
+
+    def _digests_of(self, request: RequestView) -> Sequence[bytes]:
+        """With the tail, behind which stands one token at most, in place of what goes on there."""
+        tail = request.tail_hash
+        if not tail:
+            return request.block_hashes
+        return [*request.block_hashes[: (request.num_tokens - 1) // self._block_size], tail]
 
     def of(self, request: RequestView, first: int, end: int) -> Lookup | None:
         """`find` for these blocks of the request, or what it said if nothing changed since; None
@@ -176,7 +188,7 @@ class Lookups:
         if end <= first:
             return None
         version = self._hierarchy.version
-        digests = request.block_hashes
+        digests = self._digests_of(request)
         known = self._lookups.get(request.request_id)
         # The last digest stands for the whole chain, also where an id is used again.
         if (
@@ -184,7 +196,7 @@ class Lookups:
             or known.first != first
             or known.keys[-1] != digests[end - 1] + self._suffixes[-1]
         ):
-            keys = self._keys_of(digests[first:end])
+            keys = self.keys_of(digests[first:end])
         elif known.version == version:
             return known
         else:
@@ -235,7 +247,8 @@ class Lookups:
             num_blocks = len(lookup.keys) // self._width
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
 
-    def _keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
+    def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The keys of the blocks at these positions."""
         if self._width == 1:
             suffix = self._suffixes[0]
             return [digest + suffix for digest in digests]

@@ -22,14 +22,17 @@ from ..tiers.block import key_suffix
 from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.mailbox import Alarm
+from ..tiers.peers.serving import SlabServing
 from .base import (
     NO_MATCH,
     NOTHING_FINISHED,
     NOTHING_TO_MOVE,
     ConnectorMetadata,
     ConnectorWorkerOutput,
+    Elsewhere,
     EvictedBlock,
     GroupBlockIds,
+    HandedOver,
     KVConnectorScheduler,
     LoadReport,
     LoadState,
@@ -40,9 +43,12 @@ from .base import (
 )
 from .counters import OffloadCounters
 from .economics import NOTHING, Calibration, Choice, Economics
+from .following import Follows
+from .handover import HandOvers
 from .loads import Loads
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
+from .prefill_waits import PrefillWaits
 from .rates import PrefillRate, ReadTimes
 from .transfer import CopySignal, JobIds, Remembered
 
@@ -59,7 +65,7 @@ class OffloadScheduler(KVConnectorScheduler):
     """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
 
     `num_groups` cache groups have a block at each position. `prefill` is what computing costs, told
-    by whoever runs steps.
+    by whoever runs steps. `serving` ends with it.
     """
 
     def __init__(
@@ -73,11 +79,13 @@ class OffloadScheduler(KVConnectorScheduler):
         num_groups: int = 1,
         choice: Choice = Choice.AUTO,
         prefill: PrefillRate | None = None,
+        serving: SlabServing | None = None,
     ) -> None:
         suffixes = [key_suffix(group, shard_rank, shard_count) for group in range(num_groups)]
         parts = [Part(group, shard_rank) for group in range(num_groups)]
         job_ids = JobIds()
         self._hierarchy = hierarchy
+        self._serving = serving
         self._block_size = block_size
         self._signal = signal
         self._counters = OffloadCounters()
@@ -108,6 +116,18 @@ class OffloadScheduler(KVConnectorScheduler):
         # The pool's keys carry the group already.
         self._shard = suffixes[0][_GROUP_BYTES:]
         self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids, parts)
+        self._follows = Follows(hierarchy, self._alarm)
+        self._prefill_waits = PrefillWaits(
+            hierarchy,
+            self._follows,
+            self._economics,
+            self._counters,
+            self._alarm,
+            block_size,
+            num_groups,
+        )
+        self.awaiting_prefill = self._prefill_waits.request_ids
+        self._hand_overs = HandOvers(hierarchy, self._shard, self._alarm)
         self._loads = Loads(hierarchy, block_size, self._counters, job_ids, self._read_times, parts)
         self.estimates = self._calibration = Calibration(
             self._economics, hierarchy, signal, job_ids
@@ -133,6 +153,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_finished(self, request_id: str) -> None:
         self._alive.discard(request_id)
+        self._prefill_waits.forget(request_id)
         self._lookups.finished(request_id)
 
     def get_matched_tokens(
@@ -147,6 +168,9 @@ class OffloadScheduler(KVConnectorScheduler):
             return NO_MATCH
         if lookup.prefix.asked:  # a store that is far away will soon say what it has
             self._retry_version = self._version
+            return _RETRY
+        waits = self._prefill_waits
+        if waits.expects_any and waits.begin(request, lookup):
             return _RETRY
         tiers = lookup.prefix.tiers
         plan = NOTHING
@@ -165,8 +189,14 @@ class OffloadScheduler(KVConnectorScheduler):
         self._lookups.count(lookup)
         if not tiers:
             return NO_MATCH
-        kind = MatchKind.OVERLAP if plan.compute_blocks else MatchKind.LOAD
-        return Match(plan.num_blocks * self._block_size, kind)
+        num_tokens = plan.num_blocks * self._block_size
+        # The last token is computed; the block that it lies in may be loaded all the same.
+        most = request.num_tokens - 1 - num_computed_tokens
+        if not plan.compute_blocks:
+            return Match(min(num_tokens, most), MatchKind.LOAD)
+        if num_tokens > most:  # the frontiers meet where a block begins
+            num_tokens -= self._block_size
+        return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
 
     def begin_load(
         self,
@@ -180,7 +210,7 @@ class OffloadScheduler(KVConnectorScheduler):
             return
         request_id = request.request_id
         lookup = self._lookups.taken(request_id)
-        num_blocks = num_tokens // self._block_size
+        num_blocks = -(-num_tokens // self._block_size)
         keys = lookup.keys[: num_blocks * len(block_ids)]
         first_token = lookup.first * self._block_size
         context = self._lookups.context_of(request_id)
@@ -200,7 +230,13 @@ class OffloadScheduler(KVConnectorScheduler):
         else:
             origins = self._lookups.origins(request_id)
             give_up_at = self._loads.begin_blocking(
-                request_id, keys, block_ids, origins, max_wait_seconds, context
+                request_id,
+                keys,
+                block_ids,
+                origins,
+                max_wait_seconds,
+                context,
+                num_blocks * self._block_size - num_tokens,
             )
             if give_up_at is not None:
                 self._alarm.at(give_up_at)
@@ -214,6 +250,25 @@ class OffloadScheduler(KVConnectorScheduler):
         if report is not None and not report.is_whole:
             self._failed.put(request_id, None)
         return report
+
+    def follow(self, block_hashes: Sequence[bytes]) -> bool:
+        return self._follows.begin(self._lookups.keys_of(block_hashes)) is not None
+
+    def expect_prompts(self) -> None:
+        self._follows.watch()
+
+    def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
+        if elsewhere is not Elsewhere.NO:
+            self._prefill_waits.expect(request_id, is_told=elsewhere is Elsewhere.TOLD)
+
+    def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
+        self._hand_overs.begin(request_id, keys)
+
+    def take_handed_over(self) -> list[HandedOver]:
+        return self._hand_overs.take()
+
+    def forget_hand_over(self, request_id: str) -> None:
+        self._hand_overs.forget(request_id)
 
     def num_wanted_ahead(self) -> int:
         return self._outgoing.num_wanted_ahead()
@@ -258,10 +313,17 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def has_pending_work(self) -> bool:
         self._collect()
-        return self._retry_due or self._loads.has_due or self._signal.ended > self._jobs_reported
+        return (
+            self._retry_due
+            or self._loads.has_due
+            or self._hand_overs.has_ended
+            or self._signal.ended > self._jobs_reported
+        )
 
     def reset(self) -> None:
         self._lookups.clear()
+        self._prefill_waits.clear()
+        self._follows.clear()
         self._hierarchy.clear()
         for store in self._hierarchy.stores:
             if not store.wait_forgotten(FORGET_SECONDS):
@@ -277,6 +339,9 @@ class OffloadScheduler(KVConnectorScheduler):
         result["estimates"] = self._economics.stats()
         result["declined_tokens"] = dict(self._economics.declined_tokens)
         result["probes"] = self._economics.probes
+        result["followed"] = self._follows.num_followed
+        result["awaiting_prefill"] = len(self.awaiting_prefill)
+        result["serving"] = None if self._serving is None else self._serving.stats()
         result["loads_in_flight"] = len(self._loads)
         result["stores_in_flight"] = len(self._outgoing)
         return result
@@ -288,6 +353,8 @@ class OffloadScheduler(KVConnectorScheduler):
         self._signal.set_wakeup(None)  # the engine's loop is over
         self._alarm.close()
         self._lookups.clear()
+        self._prefill_waits.clear()
+        self._follows.clear()
         # Closing what was written has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
@@ -296,6 +363,8 @@ class OffloadScheduler(KVConnectorScheduler):
         is_flushed = self._hierarchy.flush(deadline - CLOSE_SECONDS - time.monotonic())
         if not is_flushed:
             log.warning("not every block could be written down in time; those are lost")
+        if self._serving is not None:
+            self._serving.close(CLOSE_SECONDS)
         left = deadline - time.monotonic()
         # A store that takes nothing does not close any faster for being waited for.
         if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
@@ -322,6 +391,10 @@ class OffloadScheduler(KVConnectorScheduler):
         self._hierarchy.poll()
         self._read_times.collect()
         self._loads.collect()
+        self._hand_overs.collect()
+        self._follows.collect()
+        if self._prefill_waits.collect():
+            self._retry_due = True
         if self._lookups.num_asked:
             self._lookups.answered()
         if self._retry_version is not None and self._retry_version != self._version:

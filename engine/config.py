@@ -32,6 +32,9 @@ ATTENTION_BACKENDS = ("auto", "gather", "kernels")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
 EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one of its own
+# What an engine is for where others share its cache. prefill: it answers when others can load the
+# prompt's blocks; decode: others have computed its prompts.
+ROLES = ("both", "prefill", "decode")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 # On the CPU: the pool that every model gets where the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
@@ -165,6 +168,7 @@ class EngineConfig:
     executor: str = "uni"
     # Whether the next step is made while one is computed, where the model has its own process.
     async_scheduling: bool = True
+    role: str = "both"
 
     def __post_init__(self) -> None:
         one_of("--distributed-executor-backend", self.executor, EXECUTORS)
@@ -173,10 +177,26 @@ class EngineConfig:
                 "--kv-offload finds blocks by their prefix hashes, so it cannot work with "
                 "--no-enable-prefix-caching; drop one of them"
             )
+        one_of("--role", self.role, ROLES)
+        self._check_role()
         if self.cache.kv_cache_dtype != "auto":
             self._check_kv_cache_dtype()
         if self.num_threads is not None:
             within("--num-threads", self.num_threads, 1, MAX_THREADS)
+
+    def _check_role(self) -> None:
+        """A prefill node's blocks have to be found by others, a decode node has to find them."""
+        offload = self.offload
+        works = {"prefill": offload.is_read_by_others, "decode": offload.reads_others}
+        if works.get(self.role, True):
+            return
+        given = ",".join(offload.tier_names) or "nothing"
+        direct = "--kv-serve HOST:9500" if self.role == "prefill" else "--kv-peers grpc://host:9500"
+        raise ConfigError(
+            f"--role {self.role} shares blocks with other engines, and --kv-offload "
+            f"{given} names nothing that they share; add a cache server, --kv-offload "
+            f"cpu,grpc://host:9400, or do without one: --kv-offload cpu {direct}"
+        )
 
     def _check_kv_cache_dtype(self) -> None:
         name = self.cache.kv_cache_dtype

@@ -278,7 +278,7 @@ class LLM:
         ready = self._client.ready
         longest = ready.max_model_len - 1
         extras = None
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 2:
+        if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind == "f"):
             extras = _embeds_extras(prompt, params, ready.hidden_size, longest)
             ids: Sequence[int] = [0] * len(prompt)
         elif isinstance(prompt, str):

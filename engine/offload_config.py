@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,9 +17,19 @@ from ..tiers.settings.format import format_value
 from ..tiers.settings.option import Option, check_options, options_of, setting
 from ..tiers.settings.suggestions import did_you_mean
 from ..tiers.settings.values import ConfigError
-from ..tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
+from ..tiers.tier_settings import (
+    CpuSettings,
+    ListenAddress,
+    PeerSettings,
+    RemoteTierSettings,
+    ServeSettings,
+    SsdSettings,
+)
+from ..tiers.wire.listen import LARGEST_PORT
 
 REMOTE = "remote"  # the tier that cache servers are together
+PEER = "peer"  # the tier that other engines are together
+_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 OFFLOAD_TIERS = ("cpu", "ssd")  # beside those that other packages bring
 LOAD_FAILURES = ("recompute", "fail")
 
@@ -62,6 +73,15 @@ class OffloadConfig:
         "options of tiers that other packages bring: tier.option=value,…", "LIST",
         name="kv_offload_tier_options",
     )  # fmt: skip
+    peers: tuple[str, ...] = setting(
+        (), readers.tiers,
+        "other engines whose cpu tier is read: grpc://host:9500,…", "ADDRESSES", name="kv_peers",
+    )  # fmt: skip
+    peer: PeerSettings = field(default_factory=PeerSettings)
+    serve_at: str = setting(
+        "", readers.text, "let other engines read the cpu tier here", "HOST:PORT", name="kv_serve",
+    )  # fmt: skip
+    serve: ServeSettings = field(default_factory=ServeSettings)
     require_tiers: bool = setting(
         False, readers.switch,
         "refuse to start while a tier below cpu is down, instead of going on without it",
@@ -70,6 +90,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         self._check_tiers()
+        self._check_peers()
         if "ssd" in self.tiers and self.ssd.path is None:
             raise ConfigError("the ssd tier needs --kv-offload-ssd-path DIR")
         check_options(OFFLOAD_OPTIONS, self)
@@ -92,6 +113,34 @@ class OffloadConfig:
         return bool(self.tiers)
 
     @property
+    def peer_addresses(self) -> tuple[ServerAddress, ...]:
+        """The engines whose slabs are one tier together, before the cache servers."""
+        return tuple(map(parse_address, self.peers))
+
+    @property
+    def listen_address(self) -> ListenAddress | None:
+        """Where the slab is served to other engines."""
+        if not self.serve_at:
+            return None
+        match = _LISTEN.fullmatch(self.serve_at.strip())
+        if match is None or int(match["port"]) > LARGEST_PORT:
+            raise ConfigError(
+                f"--kv-serve takes HOST:PORT, such as 127.0.0.1:9500 or [::1]:9500, not "
+                f"{format_value(self.serve_at)}"
+            )
+        return ListenAddress(match["host"].strip("[]"), int(match["port"]))
+
+    @property
+    def reads_others(self) -> bool:
+        """Whether blocks of other engines are found."""
+        return bool(self.cache_servers or self.peers)
+
+    @property
+    def is_read_by_others(self) -> bool:
+        """Whether other engines find this one's blocks."""
+        return bool(self.cache_servers or self.serve_at)
+
+    @property
     def other_tiers(self) -> tuple[str, ...]:
         """The tiers that other packages bring."""
         return tuple(
@@ -112,12 +161,38 @@ class OffloadConfig:
     def store_names(self) -> tuple[str, ...]:
         """The tiers below the slab, as metrics and drills call them."""
         named = tuple(tier for tier in self.tiers[1:] if not is_address(tier))
-        return (*named, REMOTE) if self.cache_servers else named
+        peers = (PEER,) if self.peers else ()
+        return (*named, *peers, REMOTE) if self.cache_servers else (*named, *peers)
 
     @property
     def drill(self) -> Drill | None:
         """The faults to inject; None where none were asked for."""
         return parse_drill(self.faults, self.store_names) if self.faults else None
+
+    def _check_peers(self) -> None:
+        for flag, value in (("--kv-peers", self.peers), ("--kv-serve", self.serve_at)):
+            if value and "cpu" not in self.tiers:
+                raise ConfigError(f"{flag} is for the cpu tier; add --kv-offload cpu or drop it")
+        try:
+            peers = self.peer_addresses
+        except TierConfigError as error:
+            raise ConfigError(f"--kv-peers: {error}") from error
+        if len(set(peers)) != len(peers):
+            raise ConfigError(f"--kv-peers names an engine twice: {','.join(self.peers)}")
+        if set(peers) & set(self.cache_servers):
+            raise ConfigError("--kv-peers and --kv-offload name the same address; drop one of them")
+        if len({server.tls for server in peers}) > 1:
+            raise ConfigError(
+                f"--kv-peers {','.join(self.peers)} names engines with and without TLS; use "
+                "grpcs:// for all of them, or grpc:// for all"
+            )
+        listen = self.listen_address
+        for flag, servers in (("--kv-peers", peers), ("--kv-offload", self.cache_servers)):
+            if listen in [ListenAddress(server.host, server.port) for server in servers]:
+                raise ConfigError(
+                    f"{flag} names {self.serve_at}, where this engine itself is (--kv-serve); "
+                    f"take it out of {flag}"
+                )
 
     def _check_faults(self) -> None:
         try:
@@ -175,6 +250,10 @@ def _offload_options() -> dict[str, Option]:
         **cpu,
         **options_of(SsdSettings, "ssd", "kv_offload_ssd_"),
         **options_of(RemoteTierSettings, "remote", "kv_offload_remote_"),
+        "kv_peers": own.pop("kv_peers"),
+        **options_of(PeerSettings, "peer", "kv_peers_"),
+        "kv_serve": own.pop("kv_serve"),
+        **options_of(ServeSettings, "serve", "kv_serve_"),
         **own,
     }
 

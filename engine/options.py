@@ -19,7 +19,13 @@ from ..tiers.settings.option import Option, flag_of
 from ..tiers.settings.readers import one_of
 from ..tiers.settings.suggestions import did_you_mean
 from ..tiers.settings.values import ConfigError
-from ..tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings
+from ..tiers.tier_settings import (
+    CpuSettings,
+    PeerSettings,
+    RemoteTierSettings,
+    ServeSettings,
+    SsdSettings,
+)
 from .config import (
     ATTENTION_BACKENDS,
     BLOCK_HASHES,
@@ -28,6 +34,7 @@ from .config import (
     EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    ROLES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -134,9 +141,15 @@ OPTIONS: Mapping[str, Option] = {
         "engine", "executor", one_of(*EXECUTORS),
         "uni: the model runs in the engine core's process; mp: in one of its own", "NAME",
     ),
+    "role": Option(
+        "engine", "role", one_of(*ROLES),
+        "prefill: answer when others can load the prompt's blocks; decode: load what others have "
+        "computed, to the last token", "NAME",
+    ),
     "async_scheduling": Option(
         "engine", "async_scheduling", readers.switch,
-        "with --distributed-executor-backend mp: make the next step while one is computed",
+        "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
+        "computed",
     ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,
@@ -178,6 +191,8 @@ def engine_config(
             cpu=CpuSettings(**sections["offload.cpu"]),
             ssd=SsdSettings(**sections["offload.ssd"]),
             remote=RemoteTierSettings(**sections["offload.remote"]),
+            peer=PeerSettings(**sections["offload.peer"]),
+            serve=ServeSettings(**sections["offload.serve"]),
             **sections["offload"],
         ),
         **sections["engine"],
@@ -245,6 +260,16 @@ def _refuse_contradictions(
                 raise ConfigError(
                     f"{flag_of(name)} is given but {what} in --kv-offload; add "
                     f"--kv-offload {wanted} or drop it"
+                )
+    for prefix, needed, wanted in (
+        ("kv_serve_", "serve_at", "--kv-serve HOST:PORT"),
+        ("kv_peers_", "peers", "--kv-peers grpc://host:9500"),
+    ):
+        for name in given:
+            if name.startswith(prefix) and not sections["offload"].get(needed):
+                raise ConfigError(
+                    f"{flag_of(name)} is given and {wanted.split()[0]} is not; add {wanted} or "
+                    "drop it"
                 )
     if "num_blocks" in given and "kv_cache_memory_bytes" in given:
         raise ConfigError(

@@ -2,7 +2,7 @@
 """The request noun: its inputs, its progress counters, its place in life.
 
 Token ids are kept as int32 in one growing buffer, so that hashing and the worker take views of it
-instead of rebuilding lists.
+instead of rebuilding lists. Output goes there when a view is asked for, which is once a block.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .logprobs import PromptLogprobs
 from .sampling_params import SamplingParams
 
 # Token ids travel to the core and are hashed as little-endian int32. The core checks their range.
@@ -51,6 +52,8 @@ class BlockHasher(NamedTuple):
     block_size: int  # tokens
     # The digests (32 bytes each) of the full blocks that a request has and its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
+    # That of the tokens of its prompt behind the full blocks; b"" where there are none.
+    tail: Callable[[Request], bytes]
 
 
 class RequestStatus(enum.IntEnum):
@@ -90,22 +93,26 @@ _FINISH_REASONS = {
 class Request:
     """One sequence being generated.
 
-    `num_computed_tokens` counts positions whose K and V are written (or promised by a load);
-    the scheduler only ever closes the gap between it and `num_tokens`, and `num_placeholders`
-    beyond it: tokens that steps in flight will choose, behind which the next step may go on.
+    `num_tokens` counts prompt and verified output, `num_computed_tokens` positions whose K and V
+    are written (or promised by a load). The scheduler only ever closes the gap between them, and
+    `num_placeholders` beyond it: tokens that steps in flight will choose, behind which the next
+    step may go on.
     """
 
     __slots__ = (
         "_block_hasher",
         "_hash_at",
-        "_num_tokens",
+        "_num_packed",
+        "_tail_hash",
         "_tokens",
         "arrival_seconds",
         "block_hashes",
         "cache_salt",
         "cached_tokens_by_tier",
         "external_load_failed",
+        "hands_over",
         "lora_name",
+        "max_num_tokens",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -113,6 +120,8 @@ class Request:
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens",
+        "num_told_tokens",
         "output_token_ids",
         "prompt_embeds",
         "repetition_detection",
@@ -135,6 +144,8 @@ class Request:
         block_hasher: BlockHasher | None = None,
         prompt_embeds: npt.NDArray[Any] | None = None,
         skip_reading_prefix_cache: bool = False,
+        hands_over: bool = False,
+        goes_on: bool = False,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -151,15 +162,19 @@ class Request:
         # At hand here, since they are asked for after every token.
         self.max_tokens = sampling_params.max_tokens
         self.repetition_detection = sampling_params.repetition_detection
-        self._tokens: TokenArray = np.empty(self.num_prompt_tokens + self.max_tokens, np.int32)
+        # Prompt and output; a scheduler with a shorter context lowers it.
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
+        self._tokens: TokenArray = np.empty(self.max_num_tokens, np.int32)
         self._tokens[: self.num_prompt_tokens] = prompt_token_ids
-        self._num_tokens = self.num_prompt_tokens
+        self._num_packed = self.num_tokens = self.num_prompt_tokens
         # A list as well, because samplers and stop checks read its newest entries by reference.
         self.output_token_ids: list[int] = []
 
         self.num_computed_tokens = 0
         self.num_external_computed_tokens = 0
         self.num_placeholders = 0
+        # Of `num_computed_tokens`, as the worker counts them; -1: it does not know.
+        self.num_told_tokens = -1
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
@@ -173,20 +188,37 @@ class Request:
         self.block_hashes: list[bytes] = []
         self._hash_at: float = math.inf  # tokens with which the next block is full
         self._extend_hashes()
+        # Others are to load the blocks of its prompt.
+        self.hands_over = hands_over and block_hasher is not None
+        # Another engine has computed its prompt.
+        self._tail_hash = self.prompt_tail_hash() if goes_on and block_hasher is not None else None
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and verified output."""
-        return self._num_tokens
+    def tail_hash(self) -> bytes | None:
+        """See `RequestView`: None too for one that has output which the other engine has not."""
+        return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
+
+    def prompt_tail_hash(self) -> bytes:
+        """The digest of the prompt's tokens behind its full blocks, b"" where there are none."""
+        assert self._block_hasher is not None
+        return self._block_hasher.tail(self)
 
     @property
     def num_output_tokens(self) -> int:
-        return self._num_tokens - self.num_prompt_tokens
+        return len(self.output_token_ids)
 
     @property
     def all_token_ids(self) -> TokenArray:
         """A view of prompt and output, int32 `[num_tokens]`; valid until tokens are appended."""
-        return self._tokens[: self._num_tokens]
+        packed, length = self._num_packed, self.num_tokens
+        if packed < length:
+            if length > len(self._tokens):
+                grown = np.empty(2 * length, np.int32)
+                grown[:packed] = self._tokens[:packed]
+                self._tokens = grown
+            self._tokens[packed:length] = self.output_token_ids[packed - length :]
+            self._num_packed = length
+        return self._tokens[:length]
 
     @property
     def prompt_token_ids(self) -> TokenArray:
@@ -204,15 +236,9 @@ class Request:
 
     def append_output_token(self, token_id: int) -> None:
         """Add a verified token and hash the block it completes."""
-        position = self._num_tokens
-        if position == len(self._tokens):
-            grown = np.empty(2 * position, np.int32)
-            grown[:position] = self._tokens
-            self._tokens = grown
-        self._tokens[position] = token_id
-        self._num_tokens = position = position + 1
         self.output_token_ids.append(token_id)
-        if position >= self._hash_at:
+        self.num_tokens = num_tokens = self.num_tokens + 1
+        if num_tokens >= self._hash_at:
             self._extend_hashes()
 
     def __repr__(self) -> str:
@@ -237,6 +263,7 @@ class Progress:
     is_known: bool = False  # the worker has been told of it
     scheduled: float | None = None
     first_token: float | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # that came with a token which did not count
     load_seconds: float = 0.0
     # Tokens that its last load brought, by tier, until it runs.
     loaded_by_tier: dict[str, int] = field(default_factory=dict)

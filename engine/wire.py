@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from .handover import Ticket
 from .logprobs import PositionLogprobs, PromptLogprobs
 from .sampling_params import SamplingParams
 
@@ -34,6 +35,11 @@ class RequestExtras(
 
     session: str = ""  # turns of one conversation, or of one agent's job, have one name
     kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
+    # The last output waits until others can load the prompt's blocks, and brings a ticket.
+    hand_over: bool = False
+    ticket: Ticket | None = None  # of a node that has computed the prompt
+    computed_elsewhere: bool = False  # another node computes the prompt at this moment
+    asked_elsewhere: bool = False  # another node, of another role, was asked the same at once
     # A safetensors file: what the model reads in place of the prompt's tokens, which are zeros.
     prompt_embeds: bytes = b""
 
@@ -63,15 +69,16 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Ask the core for one of: "stats", "reset_prefix_cache", "pause", "resume", "paused",
-    "shutdown"."""
+    """Ask the core for one of: "stats", "follow" (an AddRequest in JSON), "reset_prefix_cache",
+    "pause", "resume", "paused", "shutdown"."""
 
     call_id: int
     name: str
     argument: str = ""
 
 
-class TokenOutput(msgspec.Struct, array_like=True):
+# Hundreds in each step, and none of them is part of a cycle.
+class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """One step's output for one request."""
 
     request_id: str
@@ -89,6 +96,8 @@ class TokenOutput(msgspec.Struct, array_like=True):
     # one for each prompt token.
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    # With the last one, where the prompt was handed over.
+    ticket: Ticket | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -119,6 +128,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
     hidden_size: int = 0  # numbers of a prompt embedding
+    identity: dict[str, str] = {}  # what another engine must have too to find its blocks
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two processes share the tests: file by file, and what measures time alone at the end.
+"""How processes share the tests: file by file, and what measures time alone at the end.
 
 A file stays in one process, because its tests share fixtures and some of them add up what others
 counted. The tests that measure time run in the last process, after every other one has ended.

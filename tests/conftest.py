@@ -7,6 +7,7 @@ fixtures of their own in their own conftest.py.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -29,6 +30,7 @@ TESTS = Path(__file__).resolve().parent
 # Whole folders and modules that `make check` leaves out: rehearsals of benchmarks, those that try
 # everything at every place, and the one that starts every command.
 SLOW_PLACES = (
+    "benchmarks/cluster/",
     "benchmarks/gpu/",
     "benchmarks/service/",
     "benchmarks/tiers/",
@@ -36,15 +38,29 @@ SLOW_PLACES = (
     "benchmarks/transfer/",
     "connector/device/test_contract.py",
     "connector/device/test_cuda.py",
+    "connector/lmcache/",
+    "connector/sglang/",
     "connector/test_offload_model.py",
     "connector/test_order.py",
+    "connector/test_two_processes.py",
+    "connector/vllm/",
     "engine/api/test_stream_equals_whole.py",
     "engine/cli/test_cache_client.py",
     "engine/client/test_process.py",
+    "engine/core/test_concurrent_prefill.py",
+    "engine/core/test_handover.py",
     "engine/models/test_hub.py",
+    "engine/router/test_asked_at_once.py",
+    "engine/router/test_faults.py",
+    "engine/router/test_other_routers.py",
+    "engine/router/test_real_faults.py",
+    "engine/router/test_real_identity.py",
+    "engine/router/test_real_nodes.py",
     "regressions/",
     "simulation/",
+    "test_cluster_script.py",
     "test_docs_rows.py",
+    "test_engine_peers.py",
     "test_families.py",
     "test_fault_sweep.py",
     "test_load_or_recompute.py",
@@ -132,6 +148,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return AloneAtTheEnd(config, log, _runs_alone)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Everything that the test modules import stays: no collection of garbage looks at it again,
+    neither while the rest is imported nor in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The slow files are not even imported where their tests are left out."""
+    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
+        return None
+    place = collection_path.relative_to(TESTS).as_posix() + "/" * collection_path.is_dir()
+    is_named = any(collection_path.name in argument for argument in config.args)
+    return (place.startswith(SLOW_PLACES) and not is_named) or None
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"stratakv: --scale {config.getoption('--scale')} --seed {config.getoption('--seed')}"
 
@@ -142,7 +179,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = item.path.relative_to(TESTS).as_posix()
         if place.startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
-    # The files with slow tests come first, so that two processes end at about the same time.
+    # The files with slow tests come first, so that all processes end at about the same time.
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (_runs_alone(item.nodeid), item.path not in slow_files))
     if not config.getoption("--net"):

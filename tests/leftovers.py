@@ -89,7 +89,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     assert manager.pool.is_idle
     assert all(group._tables == {} for group in manager._coordinator._groups)
     assert not (places.requests or places.progress or places.running or places.loaded)
-    assert not (len(places.waiting) or len(places.skipped))
+    assert not (len(places.waiting) or len(places.skipped) or len(places.deferred))
     assert not (places.loading.num_waiting or places.loading.num_overlapped)
     if side is None or not side.has_tiers:
         return
@@ -98,6 +98,7 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     assert not (outgoing._tickets or outgoing._ahead or outgoing._ahead_job_of)
     assert not (len(side._read_times) or side._lookups._contexts)
     assert not (side._copies or side._alive)
+    assert not (side.awaiting_prefill or side._prefill_waits.expects_any)
     assert not (side._lookups._read_ahead or side._lookups._blocks_ahead)
     slab = side._hierarchy._slab
     assert all(slot.committed and not slot.pins for slot in slab._slots.values())

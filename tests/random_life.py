@@ -78,7 +78,8 @@ class Life:
     """Drawn from `seed`, lived by `live`. What goes wrong is raised as an AssertionError.
 
     `other` has the model runner, None: this process. `end` is how it ends, one of ENDS; `has_died`
-    says whether it came to that.
+    says whether it came to that. `overlaps`: each step is made and begun while the one before is
+    computed, and there is one age.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Life:
         end: str = "",
         *,
         num_groups: int = 1,
+        overlaps: bool = False,
     ) -> None:
         self._world = world
         self._seed = seed
@@ -100,6 +102,9 @@ class Life:
         # Drawn apart, so that a seed leads the life that it led before.
         self._apart = random.Random(f"apart {seed}")
         self._depth, self._runs_ahead = self._apart.choice([(1, False), (2, False), (2, True)])
+        self._overlaps = overlaps
+        if overlaps:
+            self._depth, self._runs_ahead = 2, True
         self._rng = rng = random.Random(seed)
         self._path = path
         rates: dict[str, float] = {}
@@ -129,6 +134,8 @@ class Life:
         """From the first start to the last shutdown."""
         patch_tiers(monkeypatch, self._mischief, self._make_store, self._read_seconds)
         ages = self._rng.choice([1, 2, 3]) if "ssd" in self._tiers else 1
+        if self._overlaps:
+            ages = 1
         for age in range(ages):
             if age:
                 damage(self._path / "blocks", self._rng)

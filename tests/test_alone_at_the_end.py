@@ -55,7 +55,7 @@ def test_another_alone():
 """
 
 
-def run(folder: Path, *, crashes: bool) -> tuple[int, str, list[list[str]]]:
+def run(folder: Path, *, crashes: bool, processes: int = 2) -> tuple[int, str, list[list[str]]]:
     """The exit status, the closing line and what the tests wrote down."""
     (folder / "conftest.py").write_text(CONFTEST)
     for number in range(4):
@@ -63,7 +63,7 @@ def run(folder: Path, *, crashes: bool) -> tuple[int, str, list[list[str]]]:
         (folder / f"test_{number}.py").write_text(content)
     pytest_script = Path(sys.executable).with_name("pytest")
     done = subprocess.run(
-        [pytest_script, "-q", "-n", "2", "--max-worker-restart", "1", folder],
+        [pytest_script, "-q", "-n", str(processes), "--max-worker-restart", "1", folder],
         cwd=folder, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     log = (folder / "log").read_text()
@@ -74,8 +74,9 @@ def run(folder: Path, *, crashes: bool) -> tuple[int, str, list[list[str]]]:
     )
 
 
-def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path) -> None:
-    status, closing, log = run(tmp_path, crashes=False)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_what_runs_alone_runs_when_all_others_have_ended(tmp_path: Path, processes: int) -> None:
+    status, closing, log = run(tmp_path, crashes=False, processes=processes)
     assert status == 0 and closing.startswith("24 passed")
     alone = [line for line in log if line[2].endswith("alone")]
     others = [line for line in log if line not in alone]

@@ -48,7 +48,7 @@ def texts(model: Path) -> Texts:
     return documents(model)
 
 
-@pytest.fixture(params=["uni", "mp"])
+@pytest.fixture(params=["uni", pytest.param("mp", marks=pytest.mark.slow)])
 def executor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

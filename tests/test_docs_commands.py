@@ -24,9 +24,10 @@ from stratakv.engine.api.openai.protocol import (
     SamplingFields,
 )
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.cli import bench, cache_server, config, generate, serve
+from stratakv.engine.cli import bench, cache_server, config, generate, route, serve
 from stratakv.engine.cli.args import Parser, log_level
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS
+from stratakv.engine.router.settings import ROUTER_OPTIONS
 from stratakv.engine.settings.aliases import ALIASES
 from stratakv.engine.settings.environment import CACHE_SERVER_PREFIX, OTHER_VARIABLES
 from stratakv.engine.settings.resolve import read_config_settings, resolve
@@ -116,6 +117,16 @@ def test_flags_of_the_cache_server() -> None:
         assert table[flag_of(name)][0] in (text, f"`{text}`"), name
 
 
+def test_flags_of_the_router() -> None:
+    table = _tables()["stratakv route"]
+    own = ["--decode", "--prefill", *(flag_of(name) for name in ROUTER_OPTIONS)]
+    assert list(table) == own, "in the order of --help"
+    assert _flags(_parser_of(route)).keys() == set(own)
+    for name in ROUTER_OPTIONS:
+        text = route.default_text(name)
+        assert table[flag_of(name)][0] in (text, f"`{text}`"), name
+
+
 def test_the_example_of_tenants() -> None:
     [example] = re.findall(r"```toml\n(.*?)```", FILE.read_text(), re.DOTALL)
     [tenant] = read_tenants(example, "the example", readers.size)
@@ -127,7 +138,9 @@ def test_flags_of_config() -> None:
     config.add_show_arguments(parser)
     own = _flags(parser).keys() - _flags(_parser_of(serve)).keys()
     commands = _tables()["Configuration"]
-    assert list(commands) == ["stratakv config show", "stratakv config check FILE"]
+    assert list(commands) == [
+        "stratakv config show", "stratakv config check FILE", "stratakv config vllm",
+    ]  # fmt: skip
     assert set(re.findall(r"`(--\S+)`", commands["stratakv config show"][0])) == {
         "--config", *own,
     }  # fmt: skip
@@ -263,7 +276,9 @@ def test_fields_of_a_body(heading: str, kind: type[msgspec.Struct]) -> None:
 
 def test_limits() -> None:
     settings = ApiSettings()
-    switches = {"api_key", "enable_dev_routes", "metrics_without_key", "cross_origin"}
+    switches = {
+        "api_key", "enable_dev_routes", "metrics_without_key", "cross_origin", "tenant_header",
+    }  # fmt: skip
     wanted = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)

@@ -25,11 +25,12 @@ ENGINE_ROOMS: dict[str, str] = {
     "probes": "models",
     "sampling_params": "logprobs",
     "embeds": "",
+    "handover": "logprobs sampling_params",
     "options": "config models not_built offload_config",
     "plan": "config models",
-    "request": "sampling_params",
+    "request": "logprobs sampling_params",
     "observer": "request",
-    "wire": "logprobs sampling_params",
+    "wire": "handover logprobs sampling_params",
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
@@ -39,16 +40,17 @@ ENGINE_ROOMS: dict[str, str] = {
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
     "core": (
-        "cache config embeds extras logs models observer offload_config plan request sampling "
-        "sampling_params scheduler wire worker"
+        "cache config embeds extras handover logprobs logs models observer offload_config plan "
+        "request sampling sampling_params scheduler wire worker"
     ),
     "client": "config core wire",
-    "text": "client logprobs models request sampling_params wire",
-    "api": "client embeds logprobs request sampling_params settings text wire",
+    "text": "client handover logprobs models request sampling_params wire",
+    "api": "client embeds handover logprobs request sampling_params settings text wire",
+    "router": "api logs",
     "llm": "client core embeds logprobs logs models options request sampling_params text wire",
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "
-        "sampling_params settings text wire"
+        "router sampling_params settings text wire"
     ),
 }
 

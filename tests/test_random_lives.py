@@ -24,6 +24,8 @@ from .tiny_models import VOCAB, greedy_reference
 from .worker_nursery import Nursery
 
 LIVES = 25
+# Of steps that overlap, in tests of so many.
+OVERLAPPING_LIVES, LIVES_A_TEST = 1000, 50
 LIVES_OF_OTHER_PROCESSES = 12
 GROUPED_LIVES = 8
 # Some lives are over before the worker was to die in them.
@@ -59,6 +61,15 @@ def world(small_llama: Path, one_thread: None, scale: str) -> World:
 def test_a_random_life(number: int, world: World, seed: int, scale: str, tmp_path: Path) -> None:
     for turn in range(1 if scale == "ci" else 400):
         live(world, seed + turn, tmp_path / str(turn))
+
+
+@pytest.mark.parametrize("number", range(OVERLAPPING_LIVES // LIVES_A_TEST))
+def test_lives_of_overlapping_steps(
+    number: int, world: World, seed: int, scale: str, tmp_path: Path
+) -> None:
+    """What is asked gets the tokens of one step at a time, which are those of the reference."""
+    for turn in range(LIVES_A_TEST if scale == "ci" else 20 * LIVES_A_TEST):
+        live(world, seed + turn, tmp_path / str(turn), overlaps=True)
 
 
 @pytest.mark.parametrize("number", range(LIVES_OF_OTHER_PROCESSES))
@@ -115,9 +126,10 @@ def live(
     end: str = "",
     *,
     num_groups: int = 1,
+    overlaps: bool = False,
 ) -> Life:
     """One life; a failure says which."""
     with pytest.MonkeyPatch.context() as monkeypatch, noted(f"this was the life of seed {seed}"):
-        life = Life(world, seed, path, other, end, num_groups=num_groups)
+        life = Life(world, seed, path, other, end, num_groups=num_groups, overlaps=overlaps)
         life.live(monkeypatch)
         return life

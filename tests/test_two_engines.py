@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 import pytest
-import trustme
 
 from stratakv.engine.llm import LLM
 from stratakv.engine.sampling_params import SamplingParams
@@ -38,6 +37,7 @@ from .two_engines import (
     full_blocks,
     prompt,
     remote,
+    secured,
     tier,
     wait_shared,
 )
@@ -120,26 +120,6 @@ def sharing(
             yield server, one, two
     finally:
         server.close()
-
-
-def secured(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """Flags of a server with TLS and a token, and what an engine is told of them."""
-    authority = trustme.CA()
-    issued = authority.issue_cert("localhost")
-    issued.private_key_pem.write_to_path(directory / "key.pem")
-    with (directory / "cert.pem").open("wb") as chain:
-        for part in issued.cert_chain_pems:
-            chain.write(part.bytes())
-    authority.cert_pem.write_to_path(directory / "ca.pem")
-    (directory / "token").write_text(token_of("both") + "\n")
-    (directory / "key.pem").chmod(0o600)
-    (directory / "token").chmod(0o600)
-    flags = ["--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem")]
-    return [*flags, "--token-file", str(directory / "token")], {
-        "kv_offload_remote_ca_file": str(directory / "ca.pem"),
-        "kv_offload_remote_token_file": str(directory / "token"),
-        "kv_offload_remote_server_name": "localhost",
-    }
 
 
 def test_through_memory(model: Path, plain: Plain) -> None:
@@ -229,16 +209,21 @@ def share_nothing(ann: LLM, bob: LLM, other_ann: LLM, plain: Plain) -> None:
 def test_a_burst_of_prompts_of_both_engines(model: Path, plain: Plain) -> None:
     """Prompts with one beginning, asked of both at once, in an order of each one's own."""
     with sharing(model) as (_, one, two):
-        root = prompt(6000, 128)
-        texts = [root + prompt(6001 + number, 40) for number in range(8)]
-        ask(one, texts[0])
-        wait_shared(one, 8)
-        with ThreadPoolExecutor(2) as askers:
-            both = [
-                askers.submit(llm.generate, order, GREEDY)
-                for llm, order in ((one, texts), (two, texts[::-1]))
-            ]
-        answers = both[0].result(), both[1].result()[::-1]
-        for text, *pair in zip(texts, *answers, strict=True):
-            assert [answer.token_ids for answer in pair] == [plain(text, GREEDY)] * 2
-        assert sum(from_remote(a) for a in answers[1]) >= 128
+        for burst in range(3):
+            root = prompt(6000 + 10 * burst, 128)
+            texts = [root + prompt(6001 + 10 * burst + number, 40) for number in range(8)]
+            stored = tier(one)["stored_blocks"]
+            ask(one, texts[0])
+            wait_shared(one, stored + 8)
+            with ThreadPoolExecutor(2) as askers:
+                both = [
+                    askers.submit(llm.generate, order, GREEDY)
+                    for llm, order in ((one, texts), (two, texts[::-1]))
+                ]
+            answers = both[0].result(), both[1].result()[::-1]
+            for text, *pair in zip(texts, *answers, strict=True):
+                assert [answer.token_ids for answer in pair] == [plain(text, GREEDY)] * 2
+            if loaded := sum(from_remote(a) for a in answers[1]):
+                break
+            # A look-up has a tenth of a second, which a machine with other things to do can miss.
+        assert loaded >= 128

@@ -20,10 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import trustme
+
 from stratakv.engine.llm import LLM, RequestOutput
 from stratakv.engine.sampling_params import SamplingParams
 
-from .tiers.cache_server.rig import WAIT_SECONDS, Client
+from .tiers.cache_server.rig import WAIT_SECONDS, Client, token_of
 from .tiny_models import VOCAB
 
 BLOCK_TOKENS = 16
@@ -62,14 +64,15 @@ def engines(model: Path, *options: dict[str, Any]) -> Iterator[list[LLM]]:
                 stack.enter_context(future.result())
         llms = [future.result() for future in started]
         for llm, each in zip(llms, options, strict=True):
-            if "kv_offload" in each:
+            if "kv_peers" in each or "://" in each.get("kv_offload", ""):
                 wait_for(partial(is_attached, llm), "an engine attached to its server")
         yield llms
 
 
 def is_attached(llm: LLM) -> bool:
-    """Whether the engine knows how much its server holds."""
-    return bool(tier(llm)["capacity_bytes"])
+    """Whether the engine knows how much its servers hold, and the engines that it reads."""
+    tiers = llm.stats()["connector"]["tiers"]
+    return all(tiers[name]["capacity_bytes"] for name in ("remote", "peer") if name in tiers)
 
 
 def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> RequestOutput:
@@ -79,9 +82,9 @@ def ask(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY) -> Req
     return answer
 
 
-def from_remote(answer: RequestOutput) -> int:
-    """Tokens of the prompt that came from a cache server."""
-    return answer.cached_tokens_by_tier.get("remote", 0)
+def from_remote(answer: RequestOutput, name: str = "remote") -> int:
+    """Tokens of the prompt that came from a cache server, or from the tier of that name."""
+    return answer.cached_tokens_by_tier.get(name, 0)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -113,3 +116,23 @@ def wait_for(is_true: Any, what: str, seconds: float = WAIT_SECONDS) -> float:
 def full_blocks(num_tokens: int) -> int:
     """Blocks that are whole when this many tokens are computed."""
     return num_tokens // BLOCK_TOKENS
+
+
+def secured(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Flags of a server with TLS and a token, and what an engine is told of them."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    issued.private_key_pem.write_to_path(directory / "key.pem")
+    with (directory / "cert.pem").open("wb") as chain:
+        for part in issued.cert_chain_pems:
+            chain.write(part.bytes())
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    (directory / "token").write_text(token_of("both") + "\n")
+    (directory / "key.pem").chmod(0o600)
+    (directory / "token").chmod(0o600)
+    flags = ["--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem")]
+    return [*flags, "--token-file", str(directory / "token")], {
+        "kv_offload_remote_ca_file": str(directory / "ca.pem"),
+        "kv_offload_remote_token_file": str(directory / "token"),
+        "kv_offload_remote_server_name": "localhost",
+    }

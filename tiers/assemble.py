@@ -17,6 +17,7 @@ from .codecs.choice import CodecFactory, make_codec
 from .cpu import CpuSlab
 from .errors import TierConfigError, TierDown
 from .mac_key import MacKey, read_mac_key
+from .peers.serving import SlabServing
 from .policies.choice import policy_factory
 from .registry import TierRequest, open_tier
 from .ssd.store import SsdStore
@@ -30,9 +31,14 @@ REQUIRED_SECONDS = 10.0  # for cache servers to be attached, where they must be
 
 
 def make_slab(
-    layout: BlockLayout, cpu: CpuSettings, progress: Callable[[int, int], None] | None = None
+    layout: BlockLayout,
+    cpu: CpuSettings,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    is_served: bool = False,
 ) -> CpuSlab:
-    """The memory for blocks. `progress` is called with bytes done and bytes in all."""
+    """The memory for blocks. `progress` is called with bytes done and bytes in all. `is_served`: to
+    other engines, by another process."""
     return CpuSlab(
         layout,
         cpu.capacity_bytes,
@@ -40,6 +46,7 @@ def make_slab(
         huge_pages=cpu.huge_pages,
         progress=progress,
         policy=policy_factory(cpu.policy)(cpu.capacity_bytes // layout.slot_bytes),
+        is_served=is_served,
     )
 
 
@@ -106,8 +113,10 @@ def open_stores(
     try:
         for name, opener in openers:
             stores.append(opener() if settings.require else open_or_wait(name, layout, opener))
+        if settings.peers:
+            stores.append(_open_peers(layout, settings, namespace))
         if settings.addresses:
-            stores.append(_open_remote(layout, settings))
+            stores.append(_open_remote(layout, settings, namespace))
     except BaseException:
         close_stores(stores)
         raise
@@ -120,14 +129,16 @@ def close_stores(stores: list[StoreTier]) -> None:
         store.close(CLOSE_SECONDS)
 
 
-def _open_remote(layout: BlockLayout, settings: TierSettings) -> StoreTier:
+def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
     # Here, so that engines without cache servers do not load grpc.
     from .remote.remote_store import open_remote
     from .remote.settings import RemoteSettings
 
     file = settings.remote.tag_key_file
     key = None if file is None else read_mac_key(file, "--kv-offload-remote-tag-key-file").tag_key
-    client = RemoteSettings(credentials=settings.remote.credentials(), tag_key=key)
+    client = RemoteSettings(
+        credentials=settings.remote.credentials(), tag_key=key, namespace=namespace
+    )
     store = open_remote(settings.addresses, layout, client)
     if settings.require and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
@@ -137,3 +148,27 @@ def _open_remote(layout: BlockLayout, settings: TierSettings) -> StoreTier:
             "start them, or start without them"
         )
     return store
+
+
+def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
+    from .peers.peer_tier import PeerTier
+    from .remote.settings import RemoteSettings
+
+    # No key for tags: who has these blocks is an engine, which would have it too.
+    client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
+    tier = PeerTier(settings.peers, layout, client)
+    if settings.require and not tier.wait_up(REQUIRED_SECONDS):
+        tier.close(CLOSE_SECONDS)
+        engines = ", ".join(map(str, settings.peers))
+        raise TierDown(
+            f"not every engine of {engines} could be attached within {REQUIRED_SECONDS:g} s; start "
+            "them, or start without them"
+        )
+    return tier
+
+
+def serve_slab(slab: CpuSlab, settings: TierSettings, *, namespace: bytes) -> SlabServing | None:
+    """Serve the slab to other engines, where the settings say so."""
+    if settings.serve_at is None:
+        return None
+    return SlabServing(slab, settings.serve_at, settings.serve, namespace=namespace)

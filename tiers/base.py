@@ -25,7 +25,7 @@ A tier must do this:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -95,6 +95,8 @@ class StoreTier(ABC):
     layout: BlockLayout
     # Whether other engines read it too. Blocks are then written as soon as the slab has them.
     is_shared: bool = False
+    # Whether only others fill it: nothing is written to it.
+    is_read_only: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -144,6 +146,17 @@ class StoreTier(ABC):
         time, with a result, when `lookup` knows. None: it knows already. `context` as in `load`."""
         return None
 
+    def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
+        """From now on `lookup` knows soon of blocks that are stored here. `news` is called, from
+        any thread, after each change, with the blocks that came. Optional; False: it does not."""
+        return False
+
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        """Keep these blocks, given head first, from being evicted for so long. The future ends in a
+        short time: whether each is here and kept, as far as the first that is not. Optional; None:
+        nothing can be promised."""
+        return None
+
     def trial_read(self, seconds: float) -> ReadSample | None:
         """Read a little of what is here and throw it away, for an estimate before the first load.
         Waits, as only `wait_forgotten` does too: for about `seconds` at most. Nothing is counted,
@@ -184,6 +197,7 @@ class SlabTier(ABC):
     layout: BlockLayout
     num_slots: int
     learns: bool = False  # whether `observe` does anything
+    is_served: bool = False  # to other engines, which load what is in it
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
         """A prompt arrived whose blocks are `chain`, head first, at `now` monotonic seconds. For
@@ -227,6 +241,11 @@ class SlabTier(ABC):
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Take one pin back from each block."""
+
+    def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """Keep blocks from being evicted for so long, for engines that this slab is served to.
+        Whether each is here."""
+        return [False] * len(keys)
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:

@@ -7,6 +7,9 @@ slots from `fd`. Who fills and reads the slots is decided above (`reserve`/`comm
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
+
+With an index it is served to other engines by another process, which keeps slots that it reads
+from being evicted (`peers/slab_index.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import copy
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
+from .peers.slab_index import SlabIndex
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
 from .settings.sizes import show_size
@@ -30,6 +35,8 @@ log = logging.getLogger(__name__)
 
 
 _FORGOTTEN = -1  # the epoch of a block that was forgotten by name
+# Of the slots, for blocks that are kept for other engines: the rest is left to this one.
+KEPT_SHARE = 0.5
 
 
 class _Slot:
@@ -61,6 +68,7 @@ class CpuSlab(SlabTier):
         progress: Progress | None = None,
         policy: EvictionPolicy | None = None,
         huge_pages: bool = False,
+        is_served: bool = False,
     ) -> None:
         self.name = "cpu"
         self.layout = layout
@@ -89,6 +97,8 @@ class CpuSlab(SlabTier):
         self._epoch = 0  # blocks of earlier ones are forgotten
         self._num_forgotten = 0  # at the most, of those whose slots are not free yet
         self._closed = False
+        self.is_served = is_served
+        self.index = SlabIndex(self.num_slots) if is_served else None
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         with self._lock:
@@ -131,6 +141,8 @@ class CpuSlab(SlabTier):
                     continue
                 slot.committed, slot.epoch, slot.proof = True, self._epoch, proof
                 published.append(key)
+                if self.index is not None and proof is not None:
+                    self.index.publish(slot.index, key, proof)
             self._stats.reserved_blocks -= len(keys)
             self._policy.insert(reversed(published))
             self._stats.stored_blocks += len(published)
@@ -187,8 +199,21 @@ class CpuSlab(SlabTier):
                     raise InvalidBlock(f"unpin takes pinned keys; {key.hex()} is not pinned")
                 slot.pins -= 1
                 self._stats.pinned_blocks -= not slot.pins
-                if slot.epoch != self._epoch and not slot.pins:
+                if slot.epoch != self._epoch and not slot.pins and not self._is_held(slot):
                     self._free_forgotten([key])
+
+    def keep(self, keys: Sequence[bytes], seconds: float) -> list[bool]:
+        """See SlabTier. Beyond KEPT_SHARE of the slots blocks are there and not kept."""
+        with self._lock:
+            index = self.index
+            if index is None or not index.is_read:
+                return [False] * len(keys)
+            is_here = [self._answer(key) is Answer.HIT for key in keys]
+            slots = [
+                self._slots[key].index for key, here in zip(keys, is_here, strict=True) if here
+            ]
+            index.hold(slots, time.monotonic() + seconds, int(KEPT_SHARE * self.num_slots))
+            return is_here
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Committed blocks, given head first, are as good as used now. No hit is counted."""
@@ -228,20 +253,24 @@ class CpuSlab(SlabTier):
                     continue
                 if not slot.committed:
                     slot.is_unwanted = True
-                elif not slot.pins:
+                elif not slot.pins and not self._is_held(slot):
                     self._num_forgotten -= slot.epoch != self._epoch
                     self._forget([key])
                 elif slot.epoch == self._epoch:
                     slot.epoch = _FORGOTTEN
                     self._num_forgotten += 1
+                    self._retract(slot)
 
     def clear(self) -> None:
         with self._lock:
             self._epoch += 1
             self._num_forgotten = len(self._policy)
+            if self.index is not None:
+                self.index.clear()
 
     def sweep(self, most: int) -> int:
-        """See SlabTier. A pinned block is freed with its last pin."""
+        """See SlabTier. A pinned block is freed with its last pin, one that is kept for other
+        engines when its slot is needed."""
         with self._lock:
             if not self._num_forgotten:
                 return 0
@@ -266,6 +295,9 @@ class CpuSlab(SlabTier):
             return
         self._closed = True
         os.close(self.fd)
+        if self.index is not None:
+            os.close(self.index.fd)
+            self.index.close()
         try:
             self._memory.release()
             self._map.close()
@@ -283,7 +315,13 @@ class CpuSlab(SlabTier):
 
     def _is_idle(self, key: bytes) -> bool:
         slot = self._slots[key]
-        return slot.committed and not slot.pins
+        if not slot.committed or slot.pins:
+            return False
+        return not self._is_held(slot)
+
+    def _is_held(self, slot: _Slot) -> bool:
+        """Whether it is kept for other engines."""
+        return self.index is not None and self.index.is_held(slot.index)
 
     def _is_known(self, key: bytes) -> bool:
         """Whether a committed block has not been forgotten."""
@@ -324,6 +362,11 @@ class CpuSlab(SlabTier):
         self._forget(keys)
         self._num_forgotten -= len(keys)
 
+    def _retract(self, slot: _Slot) -> None:
+        if self.index is not None:
+            self.index.retract(slot.index)
+
     def _release(self, key: bytes, slot: _Slot) -> None:
         del self._slots[key]
+        self._retract(slot)
         self._free.append(slot.index)

@@ -123,6 +123,59 @@ class RemoteTierSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings:
+    """The files that reading other engines' slabs needs."""
+
+    token_file: Path | None = setting(
+        None, readers.path, "file with the token for other engines", "FILE"
+    )
+    ca_file: Path | None = setting(
+        None, readers.path, "who signed the certificates of other engines, as PEM", "FILE",
+        "the system's authorities",
+    )  # fmt: skip
+    cert_file: Path | None = setting(
+        None, readers.path, "this engine's certificate for other engines, as PEM", "FILE"
+    )
+    key_file: Path | None = setting(
+        None, readers.path, "the key of that certificate, as PEM", "FILE"
+    )
+    server_name: str | None = setting(
+        None, readers.text, "what the certificates of other engines say", "NAME",
+        "the host in the address",
+    )  # fmt: skip
+
+    def credentials(self) -> Credentials:
+        """What is shown to the engines. Raises TierConfigError for half a certificate."""
+        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Who may read this engine's slab, where it is served to other engines, and how."""
+
+    token_file: Path | None = setting(
+        None, readers.path, "file of the token that other engines send", "FILE",
+        "on loopback one that engines of this user find by themselves",
+    )  # fmt: skip
+    tls_cert: Path | None = setting(
+        None, readers.path, "PEM file of the certificate shown to other engines", "FILE"
+    )
+    tls_key: Path | None = setting(None, readers.path, "PEM file of its key", "FILE")
+    tls_client_ca: Path | None = setting(
+        None, readers.path, "ask other engines for certificates of this CA", "FILE"
+    )
+    insecure: bool = setting(False, readers.switch, "let anybody read the cpu tier who reaches it")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where to listen; port 0 takes any that is free."""
+
+    host: str  # without brackets
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """All tiers from the slab down. `others` are names of tiers that other packages bring."""
 
@@ -130,6 +183,10 @@ class TierSettings:
     ssd: SsdSettings | None = None
     remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
     addresses: tuple[ServerAddress, ...] = ()  # of cache servers, which are one tier together
+    peers: tuple[ServerAddress, ...] = ()  # engines whose slabs are read, one tier together too
+    peer: PeerSettings = field(default_factory=PeerSettings)
+    serve_at: ListenAddress | None = None  # where this engine's slab is served
+    serve: ServeSettings = field(default_factory=ServeSettings)
     others: tuple[str, ...] = ()
     other_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     require: bool = False  # refuse to start without one of the stores below the slab

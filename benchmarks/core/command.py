@@ -2,9 +2,10 @@
 """`stratakv bench core`: how fast the engine names blocks, hands them out and makes up steps.
 
 No model is computed: the real block hasher, cache manager and scheduler do their work, and the
-worker's answers are made up. All figures are taken in turn, in as many rounds as there are repeats,
-so that what else the machine does meets them alike; each is the median of its rounds, and a ratio
-is the median of the ratios within a round. Token ids are int32 throughout.
+worker's answers are made up; or the whole engine does, beside a device that is a clock
+(`device.py`). All figures are taken in turn, in as many rounds as there are repeats, so that what
+else the machine does meets them alike; each is the median of its rounds, and a ratio is the median
+of the ratios within a round. Token ids are int32 throughout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import hashlib
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,12 @@ from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
 from ...tiers.block import DIGEST_BYTES, Identity
 from ...tiers.settings import readers
-from ..harness.plots import GATE, caption, draw_bars, mark_gates, new_figure, save_figure
+from ..harness.peer import PeerFailed
+from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from .device import DEVICE_SECONDS, DeviceSteps, device_engines
 from .hash_peers import pickle_sha256_chain
+from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_peers
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 4096
@@ -58,12 +64,13 @@ class WrongWork(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One figure: `work` does `count` units."""
+    """One figure: `work` does `count` units, after `prepare`, which is not timed."""
 
     name: str
     unit: str
     count: int
     work: Callable[[], object]
+    prepare: Callable[[], object] | None = None
 
 
 def hash_cases(num_tokens: int) -> list[Case]:
@@ -175,14 +182,35 @@ def step_case(name: str, count: int, num_waiting: int, max_steps: int) -> Case:
     return Case(name, "steps/s", count, work)
 
 
-class Decodes:
-    """A scheduler with as many running requests as may run, all of them past their prompts.
+def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
+    """Whole steps of the engines."""
 
-    Their prompts differ in length, so that the same number of them begins a block in each step.
-    """
+    def stepping(engine: DeviceSteps, count: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(count):
+                if (tokens := engine.step()) != NUM_RUNNING:
+                    raise WrongWork(f"{tokens} tokens came out, not {NUM_RUNNING}")
+
+        return work
+
+    # The others have had their turns: until its queue is as full as it stays, the device was idle.
+    return [
+        Case(f"device_steps_{name}", "steps/s", _DEVICE_STEPS,
+             stepping(engine, _DEVICE_STEPS), stepping(engine, _FILLING_STEPS))
+        for name, engine in engines.items()
+    ]  # fmt: skip
+
+
+def decode_lengths() -> list[int]:
+    """Of the prompts: they differ, so that as many requests begin a block in each step."""
+    return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
+
+
+class Decodes:
+    """A scheduler with as many running requests as may run, all of them past their prompts."""
 
     def __init__(self, num_waiting: int, max_steps: int) -> None:
-        lengths = [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
+        lengths = decode_lengths()
         # The step of the prompts gives a token too, and nobody comes to the end.
         max_tokens = max_steps + 2
         longest = max(lengths) + max_tokens
@@ -258,6 +286,8 @@ TITLES: Mapping[str, str] = {
     "look_up_miss": "  nothing cached",
     "steps": f"schedule and update, {NUM_RUNNING} decodes",
     "steps_with_waiting": f"  {NUM_WAITING:,} more waiting",
+    "device_steps_sync": f"whole engine, {NUM_RUNNING} decodes, a device of 10 ms",
+    "device_steps_async": "  steps made beside the device",
 }
 # ratio → the case above the line, the case below it
 RATIOS: Mapping[str, tuple[str, str]] = {
@@ -266,16 +296,12 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
 }
-LIMIT = "sha256_alone"
-# What vLLM's own Python core was seen to do: lowest and highest. Never measured in the same run.
-REFERENCE_SOURCE = "vLLM 0.32, two cores, one thread, measured on another day"
-REFERENCE: Mapping[str, tuple[float, float]] = {
-    "hash": (9.1e6, 9.1e6),
-    "hash_pickle_sha256": (9.1e6, 9.1e6),  # its default, so it stands beside ours too
-    "hash_sha256_cbor": (3.5e6, 3.5e6),
-    "cycles_half_cached": (3060.0, 3390.0),
-    "steps": (312.0, 373.0),
+# ratio → the case whose step is held against the device's time
+STEP_OVER_DEVICE: Mapping[str, str] = {
+    "sync_step_over_device": "device_steps_sync",
+    "async_step_over_device": "device_steps_async",
 }
+LIMIT = "sha256_alone"
 _PANELS = (
     ("tokens/s", "naming blocks"),
     ("cycles/s", "requests"),
@@ -306,13 +332,12 @@ def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds])
     report.figures["rates"] = {
         case.name: _figures(case, taken) for case, taken in zip(cases, rounds, strict=True)
     }
-    report.figures["reference"] = {
-        "source": REFERENCE_SOURCE,
-        "rates": {name: {"low": low, "high": high} for name, (low, high) in REFERENCE.items()},
-    }
     report.limits[f"{LIMIT}_tokens_per_second"] = median(rates[LIMIT])
     for name, (above, below) in RATIOS.items():
         report.ratios[name] = median(ratios(rates[above], rates[below]))
+    for name, case in STEP_OVER_DEVICE.items():
+        report.ratios[name] = median([1.0 / (rate * DEVICE_SECONDS) for rate in rates[case]])
+    add_peers(report, rates)
 
 
 def _figures(case: Case, taken: Rounds) -> dict[str, Any]:
@@ -331,63 +356,50 @@ def print_core(report: Report) -> None:
     """The tables a person reads."""
     rows = [
         [
-            TITLES[name],
+            TITLES.get(name) or PEERS[name].title,
             f"{figures['median']:,.0f}",
             f"{figures['highest']:,.0f}",
             figures["unit"],
             f"{figures['processor_share']:.2f}",
-            _reference(name),
         ]
         for name, figures in report.figures["rates"].items()
     ]
-    columns = ["what", "median", "highest", "unit", "CPU share", "vLLM 0.32 *"]
     repeats = report.figures["plan"]["repeats"]
-    print_table(f"One thread, blocks of {BLOCK_SIZE} tokens, {repeats} rounds", columns, rows)
-    print(f"* {REFERENCE_SOURCE}: for orientation, no ratio of this run.")
-    print_table(
-        "Ratios of this run",
-        ["what", "ratio"],
-        [[name.replace("_", " "), f"{ratio:.2f}"] for name, ratio in report.ratios.items()],
-    )
-
-
-def _reference(name: str) -> str:
-    if name not in REFERENCE:
-        return ""
-    low, high = REFERENCE[name]
-    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+    title = f"One thread, blocks of {BLOCK_SIZE} tokens, {repeats} rounds"
+    print_table(title, ["what", "median", "highest", "unit", "CPU share"], rows)
+    rows = [[name.replace("_", " "), f"{value:.2f}"] for name, value in report.ratios.items()]
+    print_table("Ratios of this run", ["what", "ratio"], rows)
+    print_peers(report)
 
 
 def plot_core(report: Report, path: Path) -> Path:
-    """Bars of the medians by unit, with a line where a reference is known."""
+    """Bars of the medians by unit."""
     rates = report.figures["rates"]
     figure, panels = new_figure(2, 2, 5.6)
     for axes, (unit, title) in zip(panels.flat, _PANELS, strict=True):
         names = [name for name in rates if rates[name]["unit"] == unit]
         medians = [rates[name]["median"] for name in names]
-        labels = ["\n".join(textwrap.wrap(name.replace("_", " "), 14)) for name in names]
+        labels = ["\n".join(textwrap.wrap(name.replace("_", " "), 11)) for name in names]
         draw_bars(axes, labels, {"": medians}, fmt="{:,.0f}")
-        lines: dict[float, float | None] = {
-            place: sum(REFERENCE[name]) / 2 for place, name in enumerate(names) if name in REFERENCE
-        }
-        mark_gates(axes, lines, 0.9, GATE)
         caption(axes, f"{title}, {unit}")
         if max(medians) > 10 * min(medians):
             axes.set_yscale("log")
         axes.margins(y=0.2)
-    figure.suptitle(f"Lines: {REFERENCE_SOURCE}", fontsize=9, color=GATE)
     return save_figure(figure, report.environment, path)
 
 
 HASHED_TOKENS = 2**18
 MAX_REPEATS = 1000
 # How much one timing of each does: some tens of milliseconds.
-_CYCLES, _EVICTING, _LOOK_UPS, _STEPS = 400, 200, 1000, 50
+_CYCLES, _EVICTING, _LOOK_UPS, _STEPS, _DEVICE_STEPS, _FILLING_STEPS = 400, 200, 1000, 50, 20, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
     parser.add_argument("--repeats", type=int, help="timings of each figure (25, quick 5)")
+    parser.add_argument(
+        "--peer-python", metavar="PATH", help="a Python with vLLM, to measure its core in turn"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -396,23 +408,55 @@ def run(arguments: argparse.Namespace) -> int:
     if repeats is None:
         repeats = 5 if arguments.quick else 25
     readers.integer_within(1, MAX_REPEATS)("--repeats", repeats)
+    python = None if arguments.peer_python is None else interpreter(arguments.peer_python)
     report = Report("core", "stratakv bench core")
-    return run_and_tell(
-        report, arguments.out, lambda: measure(report, repeats), print_core, plot_core, WrongWork
-    )
+    failures = (WrongWork, PeerFailed)
+    work = partial(measure, report, repeats, python)
+    return run_and_tell(report, arguments.out, work, print_core, plot_core, *failures)
 
 
-def measure(report: Report, repeats: int) -> None:
-    """Fill the report. Raises WrongWork where something did not do what it should."""
-    cases = make_cases(repeats)
-    # As the engine does before its first step: what is there stays, and is not looked at again.
-    gc.collect()
-    gc.freeze()
-    try:
-        rounds = take_rounds(cases, repeats)
-    finally:
-        gc.unfreeze()
+def measure(report: Report, repeats: int, python: str | None = None) -> None:
+    """Fill the report, with vLLM's core where a Python has it. Raises WrongWork where something did
+    not do what it should, and PeerFailed."""
+    with ExitStack() as stack:
+        peer = None
+        if python is not None:
+            peer = stack.enter_context(VllmPeer(python, peer_plan(repeats)))
+            report.figures["peer"] = peer.start()
+        steps = (repeats + 1) * (_DEVICE_STEPS + _FILLING_STEPS)
+        cases = make_cases(repeats) + device_cases(stack.enter_context(device_engines(steps)))
+        if peer is not None:
+            cases = with_peers(cases, peer)
+        # As the engine does before its first step: what is there is not looked at again.
+        gc.collect()
+        gc.freeze()
+        try:
+            rounds = take_rounds(cases, repeats)
+        finally:
+            gc.unfreeze()
     fill_report(report, cases, rounds)
+
+
+def peer_plan(repeats: int) -> dict[str, Any]:
+    """What the peer must know to do the same."""
+    lengths = decode_lengths()
+    return {
+        "seed": _SEED, "vocabulary": VOCABULARY, "token": _TOKEN, "block_size": BLOCK_SIZE,
+        "hash_tokens": HASHED_TOKENS, "prompt_tokens": PROMPT_TOKENS, "half": HALF,
+        "requests": _REQUESTS, "pool_blocks": _POOL_REQUESTS * PROMPT_BLOCKS,
+        "prompt_lengths": lengths, "max_tokens": (repeats + 1) * _STEPS + 2,
+    }  # fmt: skip
+
+
+def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
+    """Each of the peer's cases right after ours."""
+    theirs = {
+        ours: Case(name, case.unit, case.count, partial(peer.take, name, case.count))
+        for case in cases
+        for name, (ours, *_) in PEERS.items()
+        if ours == case.name
+    }
+    return [each for case in cases for each in (case, theirs.get(case.name)) if each is not None]
 
 
 def make_cases(repeats: int) -> list[Case]:
@@ -435,8 +479,12 @@ def take_rounds(cases: Sequence[Case], repeats: int) -> list[Rounds]:
         case.work()
     for _ in range(repeats):
         for case, taken in zip(cases, rounds, strict=True):
+            if case.prepare is not None:
+                case.prepare()
             wall, busy = time.perf_counter(), time.thread_time()
-            case.work()
-            taken.busy_seconds.append(time.thread_time() - busy)
-            taken.wall_seconds.append(time.perf_counter() - wall)
+            took = case.work()
+            here = Seconds(time.perf_counter() - wall, time.thread_time() - busy)
+            elsewhere = took if isinstance(took, Seconds) else here
+            taken.busy_seconds.append(elsewhere.busy)
+            taken.wall_seconds.append(elsewhere.wall)
     return rounds

@@ -2,8 +2,7 @@
 """Block hashing as it is done where token ids are lists of Python integers, to be compared with.
 
 The form is vLLM's default: each block is SHA-256 over the pickle of (parent, ids, extras). Pickle
-is only written here and never read.
-"""
+is only written here and never read."""
 
 from __future__ import annotations
 

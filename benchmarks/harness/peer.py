@@ -32,19 +32,18 @@ class PeerFailed(RuntimeError):
 
 
 class Child:
-    """Runs `python -m MODULE WORDS`; a context manager. Its errors go to `log`."""
+    """Runs `python WORDS`, by default with this Python; a context manager. Its errors go to `log`.
+    Raises OSError where it cannot be started."""
 
-    def __init__(self, module: str, words: Sequence[str], log: Path, name: str = "") -> None:
-        self._name = name or module.rpartition(".")[2]
-        self._log = log
+    def __init__(
+        self, words: Sequence[str], log: Path, name: str, python: str | None = None
+    ) -> None:
+        self._name, self._log = name, log
         with log.open("ab") as sink:
             self._process: Any = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                env={**CORE_ENVIRONMENT, **os.environ},
-            )
+                [python or sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=sink, env={**CORE_ENVIRONMENT, **os.environ},
+            )  # fmt: skip
         self._pending = b""
 
     def __enter__(self) -> Self:
@@ -82,14 +81,21 @@ class Child:
             piece = os.read(self._process.stdout.fileno(), _READ_BYTES)
             if not piece:
                 code = self._process.wait(timeout=_EXIT_SECONDS)
-                words = self._log.read_text(errors="replace")[-_SHOWN_CHARACTERS:]
-                raise PeerFailed(f"{self._name} ended with code {code}\n{words}")
+                raise PeerFailed(f"{self._name} ended with code {code}{self._last_words()}")
             self._pending += piece
         line, _, self._pending = self._pending.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
+        answer: Any = None
+        with suppress(ValueError):
+            answer = json.loads(line)
+        if not isinstance(answer, dict):
+            shown = line.decode(errors="replace")[:100]
+            raise PeerFailed(f"{self._name} answered {shown!r}, which is no JSON object")
         if "error" in answer:
             raise PeerFailed(f"{self._name}: {answer['error']}")
         return answer
+
+    def _last_words(self) -> str:
+        return "\n" + self._log.read_text(errors="replace")[-_SHOWN_CHARACTERS:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,8 @@ class Peer(Child):
     """The same work done in another way: a child that runs `MODULE MODEL THREADS`."""
 
     def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
-        super().__init__(module, [str(model), str(threads)], log)
+        name = module.rpartition(".")[2]
+        super().__init__(["-P", "-m", module, str(model), str(threads)], log, name)
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
         """Once, until the model is loaded. Raises PeerFailed."""

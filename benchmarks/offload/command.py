@@ -266,10 +266,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
         for index, name in enumerate((*WARM_PHASES, "prime"))
     }
     phases = {name: Phase() for name in PHASES}
-    with (
-        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        progress(console) as bar,
-    ):
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch, progress(console) as bar:
         total = len(texts) * (2 * len(WARM_PHASES) + 2) + 4
         steps = bar.add_task("starting", total=total)
         server_log = Path(scratch) / "serve.log"
@@ -320,10 +317,7 @@ def measure_costs(
     chosen = [name for name in sections if name in COSTS]
     if not chosen:
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch,
-        progress(console) as bar,
-    ):
+    with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as scratch, progress(console) as bar:
         scale = QUICK_COSTS if quick else FULL_COSTS
         steps = bar.add_task("pairs", total=num_pairs(chosen, scale))
 

@@ -10,16 +10,7 @@ from typing import Any
 
 from ...engine.models.spec import ModelSpec
 from ..harness.load_client import StreamedAnswer
-from ..harness.plots import (
-    COLOURS,
-    GATE,
-    MET,
-    MISSED,
-    caption,
-    label_bars,
-    new_figure,
-    save_figure,
-)
+from ..harness.plots import COLOURS, GATE, MET, MISSED, caption, label_bars, new_figure, save_figure
 from ..harness.report import Report, median, percentile, print_table
 from .scale import CONVOY, GATES, TOLD, WORST_CASE
 

@@ -254,10 +254,7 @@ def _convoy_from(bench: Bench, tier: str) -> Figures:
     request_tokens = prefix + SUFFIX_TOKENS + scale.convoy_output
     request = blocks_of(request_tokens)
     alone = blocks_of(SUFFIX_TOKENS + scale.convoy_output) + 1
-    options = {
-        "num_blocks": 1 + 2 * (request + count * alone),
-        "max_model_len": request_tokens,
-    }
+    options = {"num_blocks": 1 + 2 * (request + count * alone), "max_model_len": request_tokens}
     slab, num_known = bench.slab_for(request)
     room = (num_known + FILLERS) * request
     sizes = (room, 0) if tier == "cpu" else (slab, 2 * room)
@@ -361,7 +358,7 @@ def measure_in_child(
     """`{"figures": {section: ...}, "ratios": {name: value}}`; `told` hears after every pair what
     it was a part of. Raises PeerFailed."""
     order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
-    with Child(__name__, [], scratch / "child.log", "the measuring process") as child:
+    with Child(["-P", "-m", __name__], scratch / "child.log", "the measuring process") as child:
         child.send(order | {"quick": quick})
         while "done" in (answer := child.read()):
             told(answer["done"])

@@ -45,13 +45,7 @@ from ..harness.workloads import (
     Session,
     make_sessions,
 )
-from .report import (
-    fill_comparison,
-    load_figures,
-    plot_serve,
-    print_comparison,
-    print_workloads,
-)
+from .report import fill_comparison, load_figures, plot_serve, print_comparison, print_workloads
 
 
 @dataclass(frozen=True, slots=True)

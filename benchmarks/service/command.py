@@ -32,15 +32,7 @@ from ..harness.comparison import (
     quartiles,
     take_rounds,
 )
-from ..harness.plots import (
-    GATE,
-    MISSED,
-    caption,
-    draw_bars,
-    mark_gates,
-    new_figure,
-    save_figure,
-)
+from ..harness.plots import GATE, MISSED, caption, draw_bars, mark_gates, new_figure, save_figure
 from ..harness.report import Report, chosen, median, print_table, run_and_tell
 from ..harness.served import (
     OPENSSL,

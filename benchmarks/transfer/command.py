@@ -16,15 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ..harness.comparison import WrongWork, take_rounds
-from ..harness.plots import (
-    COLOURS,
-    GATE,
-    add_legend,
-    caption,
-    draw_bars,
-    new_figure,
-    save_figure,
-)
+from ..harness.plots import COLOURS, GATE, add_legend, caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, print_table, run_and_tell
 from ..tiers.slab_case import footprint_bytes
 from .copy_case import (

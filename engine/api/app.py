@@ -30,12 +30,13 @@ from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
 from ..text.tokenizer import Tokenizer
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
-from .http.auth import HEALTH_PATH, ApiKeyMiddleware
+from .http.auth import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
 from .metrics.metrics import Metrics
 from .openai.body import MAX_QUOTED_CHARACTERS
 from .openai.chat import create_chat_completion
 from .openai.chat_template import ChatTemplate
 from .openai.completions import create_completion
+from .openai.follow import FOLLOW
 from .openai.replies import ModelCard, ModelList, now
 from .openai.token_texts import TokenTexts
 from .openai.tokenization import detokenize, tokenize
@@ -49,6 +50,8 @@ METRICS_PATH = "/metrics"
 DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
+NODE_OBJECT = "stratakv.node"  # of a node's account of itself
+NONE = "none"
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
 CLIENT_CLOSED_REQUEST = 499  # nobody sees it; it keeps logs apart from answers
 
@@ -86,15 +89,24 @@ def create_app(
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
         _route("/v1/chat/completions", ["POST"], front, create_chat_completion, counted=True),
+        *[
+            _route(FOLLOW + path, ["POST"], front, partial(create, follows=True))
+            for path, create in (
+                ("/v1/completions", create_completion),
+                ("/v1/chat/completions", create_chat_completion),
+            )
+        ],
         _route("/v1/models", ["GET"], front, partial(_list_models, created=now())),
         _route("/v1/models/{name:path}", ["GET"], front, partial(_one_model, created=now())),
         _route("/tokenize", ["POST"], front, tokenize),
         _route("/detokenize", ["POST"], front, detokenize),
         _route(HEALTH_PATH, ["GET"], front, _health),
+        _route(NODE_PATH, ["GET"], front, _node),
         _route("/ping", ["GET", "POST"], front, _health),
         _route("/load", ["GET"], front, _load),
         _route(METRICS_PATH, ["GET"], front, _metrics),
         _route("/version", ["GET"], front, _version),
+        _route("/server_info", ["GET"], front, _server_info),
     ]
     if settings.enable_dev_routes:
         routes += [
@@ -109,7 +121,8 @@ def create_app(
     app.state.in_flight = front.in_flight
     app.add_exception_handler(HTTPException, partial(_answer_http_exception, routes))
     if settings.api_key is not None:
-        open_paths = [HEALTH_PATH, *([METRICS_PATH] if settings.metrics_without_key else [])]
+        open_paths = [HEALTH_PATH, NODE_PATH]
+        open_paths += [METRICS_PATH] if settings.metrics_without_key else []
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
     if settings.cross_origin is not None:
         # Outside the key check: a browser asks first without a key, and a page has to see a 401.
@@ -202,12 +215,39 @@ async def _health(front: Front, request: Request) -> ASGIApp:
     return _json({"status": "ok"})
 
 
+async def _node(front: Front, request: Request) -> ASGIApp:
+    """What a router compares nodes by. It is told to anybody, so no secret and no address is in
+    it."""
+    told = {
+        "object": NODE_OBJECT,
+        "model": front.model_name,
+        **front.client.ready.identity,
+        "tokenizer": NONE if front.tokenizer is None else front.tokenizer.digest,
+        "chat_template": NONE if front.template is None else front.template.digest,
+        "tenant_header": front.settings.tenant_header or NONE,
+    }
+    return _json(told)
+
+
 async def _load(front: Front, request: Request) -> ASGIApp:
     return _json({"server_load": front.in_flight.count})
 
 
 async def _version(front: Front, request: Request) -> ASGIApp:
     return _json({"version": __version__})
+
+
+async def _server_info(front: Front, request: Request) -> ASGIApp:
+    """What SGLang's router reads of its nodes, to know which model they serve."""
+    card = _card(front, 0)
+    return _json(
+        {
+            "model_path": card.root,
+            "served_model_name": card.id,
+            "max_model_len": card.max_model_len,
+            "version": __version__,
+        }
+    )
 
 
 async def _metrics(front: Front, request: Request) -> ASGIApp:

@@ -24,6 +24,7 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     metrics_without_key: bool = False
+    tenant_header: str | None = None  # whose word is taken for the tenant; None: there is one
     cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128

@@ -17,6 +17,7 @@ from ..request import BlockHasher, Request
 
 # Where the chain of `sha256_cbor` starts; routers must be set to the same.
 _CBOR_SEED = "0"
+_TAIL = b"stratakv.tail"
 
 
 def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -> BlockHasher:
@@ -49,7 +50,22 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
 
-    return BlockHasher(block_size, hash_new_blocks)
+    def hash_tail(request: Request) -> bytes:
+        first = request.num_prompt_tokens // block_size
+        tokens = request.prompt_token_ids[first * block_size :]
+        if not len(tokens):
+            return b""
+        extras = _encoded_extras(request, first, first + 1, block_size)
+        raw = tokens.astype("<i4", copy=False).data.cast("B")
+        parent = request.block_hashes[first - 1] if first else root
+        return _tail_digest(len(tokens), chain_digests(parent, raw, len(tokens), extras)[0])
+
+    return BlockHasher(block_size, hash_new_blocks, hash_tail)
+
+
+def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
+    """No part of a block has the name of a full one, nor of a longer or shorter part."""
+    return hashlib.sha256(_TAIL + num_tokens.to_bytes(4, "little") + digest).digest()
 
 
 def _encoded_extras(
@@ -99,7 +115,17 @@ def _sha256_cbor_hasher(block_size: int) -> BlockHasher:
         extras = _plain_extras(request, first, end, block_size)
         return chain_digests_sha256_cbor(known[-1] if known else start, blocks, extras)
 
-    return BlockHasher(block_size, hash_new_blocks)
+    def hash_tail(request: Request) -> bytes:
+        first = request.num_prompt_tokens // block_size
+        tokens = request.prompt_token_ids[first * block_size :].tolist()
+        if not tokens:
+            return b""
+        extras = _plain_extras(request, first, first + 1, block_size)
+        parent = request.block_hashes[first - 1] if first else start
+        (digest,) = chain_digests_sha256_cbor(parent, [tokens], extras)
+        return _tail_digest(len(tokens), digest)
+
+    return BlockHasher(block_size, hash_new_blocks, hash_tail)
 
 
 def _plain_extras(

@@ -35,131 +35,16 @@ computed what another one has keeps its own copy.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice, takewhile
-from typing import Any
+from itertools import takewhile
 
 from ...connector.base import EvictedBlock
-from ...tiers.histogram import Histogram
 from ..observer import Observer
+from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
-
-MAX_SAMPLED_BLOCKS = 64
-
-_SECONDS = (
-    0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
-    3600.0,
-)  # fmt: skip
-
-
-class Residency:
-    """How long blocks stay in the pool: their age and idle time at eviction, and the time between
-    two uses. A block is used when it is handed out and when a request finds it by its name.
-
-    Only every n-th block is followed, so that a step of thousands of blocks pays for a few.
-    """
-
-    def __init__(
-        self, blocks: Sequence[KVCacheBlock], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        stride = -(-len(blocks) // MAX_SAMPLED_BLOCKS)
-        self._followed = frozenset(blocks[::stride])
-        self._clock = clock
-        self._born: dict[int, float] = {}
-        self._used: dict[int, float] = {}
-        self.lifetime = Histogram(_SECONDS)
-        self.idle_before_evict = Histogram(_SECONDS)
-        self.reuse_gap = Histogram(_SECONDS)
-
-    def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Free blocks are handed out; those that still have a name are evicted by it."""
-        followed = self._followed.intersection(blocks)
-        if not followed:
-            return
-        now = self._clock()
-        for block in followed:
-            block_id = block.block_id
-            if block.block_hash is not None:
-                self.lifetime.observe(now - self._born[block_id])
-                self.idle_before_evict.observe(now - self._used[block_id])
-            self._born[block_id] = self._used[block_id] = now
-
-    def touched(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Blocks were found by their names."""
-        followed = self._followed.intersection(blocks)
-        if not followed:
-            return
-        now = self._clock()
-        for block in followed:
-            self.reuse_gap.observe(now - self._used[block.block_id])
-            self._used[block.block_id] = now
-
-    def stats(self) -> dict[str, Any]:
-        """The three histograms, as plain values."""
-        return {
-            "lifetime": asdict(self.lifetime),
-            "idle_before_evict": asdict(self.idle_before_evict),
-            "reuse_gap": asdict(self.reuse_gap),
-        }
-
-
-class ColdBlocks:
-    """Blocks in front of a free queue, to be stored before they are reused.
-
-        head | offered | offered | new | new | ... | tail
-             |<------------- window -------------->|
-
-    A step takes blocks from the front, and the window moves on over others. The queue's owner
-    reports its changes, so it is walked only when enough may have come into the window.
-    """
-
-    __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
-
-    def __init__(self, queue: FreeBlockQueue) -> None:
-        self._queue = queue
-        self._window = 0
-        self._num_unseen = len(queue)  # blocks that came into the window since the walk, at most
-        self.was_late = False  # a block was evicted that had not been offered
-
-    def removed(self, count: int) -> None:
-        """So many blocks left the queue, from wherever they stood."""
-        self._num_unseen += count
-
-    def added(self, count: int) -> None:
-        """So many are about to come to its end, which in a short queue is in the window."""
-        if self._queue.num_free < self._window:
-            self._num_unseen += count
-
-    def take(
-        self, count: int, within: int, least: int, uncomputed: Container[int]
-    ) -> list[KVCacheBlock]:
-        """See `BlockPool.take_cold`; the caller marks them as offered."""
-        self._window = within
-        if self.was_late:
-            self.was_late, least = False, 1
-        if self._num_unseen < least:
-            return []
-        cold: list[KVCacheBlock] = []
-        self._num_unseen = 0
-        for block in islice(self._queue, within):
-            if block.block_hash is None or block.is_offered:
-                continue
-            if block.block_id in uncomputed:
-                self._num_unseen += 1
-                continue
-            if len(cold) == count:
-                self._num_unseen = within
-                break
-            cold.append(block)
-        if len(cold) < least:
-            self._num_unseen += len(cold)
-            return []
-        return cold
-
+from .residency import Residency
 
 NULL_BLOCK_ID = 0
 # From a pair, at half the price of the class itself; a step may evict thousands.
@@ -193,6 +78,7 @@ class BlockPool:
         self._evicted: list[tuple[int, bytes]] = []
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
         self._fresh: deque[KVCacheBlock] | None = None
+        self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
@@ -248,8 +134,8 @@ class BlockPool:
         blocks = self.free_queue.popleft_n(count)
         self._cold.removed(count)
         self.residency.taken(blocks)
-        named = self._named
-        uncomputed = self._uncomputed
+        named, uncomputed, evicted = self._named, self._uncomputed, self._evicted
+        was_late = False
         gone: list[bytes] | None = None if self.observer is None else []
         for block in blocks:
             block.ref_cnt = 1
@@ -265,9 +151,12 @@ class BlockPool:
             if block.block_id in uncomputed:
                 del uncomputed[block.block_id]
             else:
-                self._evicted.append((block.block_id, key))
-                self._cold.was_late |= not block.is_offered
+                evicted.append((block.block_id, key))
+                if not block.is_offered:
+                    was_late = True
             block.is_offered = False
+        if was_late:
+            self._cold.was_late = True
         if gone:
             self._tell_unnamed(gone)
         return blocks
@@ -277,12 +166,12 @@ class BlockPool:
         sequence before its head, so that prefixes live longest."""
         freed = []
         for block in blocks:
-            count = block.ref_cnt - 1
-            if count > 0:
-                block.ref_cnt = count
+            count = block.ref_cnt
+            if count > 1:
+                block.ref_cnt = count - 1
             elif block.is_null:
                 continue
-            elif count == 0:
+            elif count == 1:
                 block.ref_cnt = 0
                 freed.append(block)
             else:
@@ -314,6 +203,32 @@ class BlockPool:
         if not computed:
             written = [b.block_id for b in blocks if not b.is_null]
             self._uncomputed.update(dict.fromkeys(written, self._step_id))
+
+    def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
+        """Name a held block after it was computed, so that it is offered as others are. It keeps
+        the name of a full block, if it has one."""
+        if block.block_hash is None and not block.is_null:
+            self.cache_full_blocks([digest], [block], group_id, computed=True)
+            self._add_fresh([block])
+
+    def offer_again(self, keys: Iterable[bytes]) -> None:
+        """Give computed blocks to `take_fresh` once more, as far as they are here."""
+        for key in keys:
+            found = self._named.get(key)
+            block = next(iter(found.values())) if isinstance(found, dict) else found
+            if block is not None and block.block_id not in self._uncomputed:
+                block.is_offered = False
+                self._add_fresh([block])
+
+    @property
+    def num_fresh(self) -> int:
+        """Blocks that were ever to be given to `take_fresh`."""
+        return self._num_fresh
+
+    @property
+    def num_given(self) -> int:
+        """Of `num_fresh`, in their order, those that were given, or passed over."""
+        return self._num_fresh - len(self._fresh or ())
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
         """Call `tell` from now on with blocks that lose their names and are not reported as
@@ -347,7 +262,7 @@ class BlockPool:
             for block_id in computed:
                 del uncomputed[block_id]
         if self._fresh is not None:
-            self._fresh.extend([self.blocks[block_id] for block_id in computed])
+            self._add_fresh([self.blocks[block_id] for block_id in computed])
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
         """This step failed, and with it all later ones (without an id, all): what they named cannot
@@ -466,6 +381,11 @@ class BlockPool:
                 found = next(iter(found.values()))
             blocks.append(found)
         return blocks
+
+    def _add_fresh(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self._fresh is not None:
+            self._fresh.extend(blocks)
+            self._num_fresh += len(blocks)
 
     def _add_duplicate(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]

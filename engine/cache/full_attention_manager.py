@@ -61,6 +61,11 @@ class FullAttentionManager:
             if pool.observer is not None:
                 pool.observer.named(request, self.group_id, known, [b.block_id for b in blocks])
 
+    def name_tail(self, request_id: str, num_tokens: int, digest: bytes) -> None:
+        """Name the block that the last of the first `num_tokens`, all computed, lies in."""
+        block = self._tables[request_id][(num_tokens - 1) // self._block_size]
+        self._pool.name_computed(digest, block, self.group_id)
+
     def named_beyond(self, request_id: str, num_tokens: int) -> Sequence[KVCacheBlock]:
         """The blocks after the first `num_tokens` that have had their names."""
         first, end = num_tokens // self._block_size, self._num_cached.get(request_id, 0)

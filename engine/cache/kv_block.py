@@ -112,7 +112,7 @@ class FreeBlockQueue:
             before.next_free = after
             after.prev_free = before
             block.prev_free = block.next_free = block
-            self.num_free -= 1
+        self.num_free -= len(blocks)
 
     def _insert(
         self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock

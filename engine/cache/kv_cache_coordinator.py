@@ -60,6 +60,11 @@ class KVCacheCoordinator:
         for group in self._groups:
             group.cache(request, num_tokens, computed)
 
+    def name_tail(self, request_id: str, num_tokens: int, digest: bytes) -> None:
+        """Name the blocks that the last of the first `num_tokens` lies in."""
+        for group in self._groups:
+            group.name_tail(request_id, num_tokens, digest)
+
     def drop_names(self, request_id: str, digests: Sequence[bytes]) -> None:
         """Make every block of a request unfindable, and all others with one of these names."""
         for group in self._groups:

@@ -80,8 +80,10 @@ class KVCacheManager:
         """
         computed = request.num_computed_tokens
         more = new_computed_blocks or num_external_computed_tokens
-        if num_new_tokens == 1 and not more and 0 < computed % self.block_size < self._last_offset:
-            # A decode in the middle of a block: its slot is there, and the block is not full yet.
+        if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
+            # A decode in a block that the request has.
+            if offset == self._last_offset and not delay_cache_blocks:
+                self._cache(request, min(computed + 1, request.num_tokens), computed=False)
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
@@ -107,6 +109,23 @@ class KVCacheManager:
     def name_blocks(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks among the first `num_tokens`, which the last step made computes."""
         self._cache(request, num_tokens, computed=False)
+
+    def name_tail(self, request: Request) -> None:
+        """Name the block that the prompt's end lies in, if it is not a full one. The prompt has
+        been computed, and nothing more will be written for the request."""
+        if tail := request.prompt_tail_hash():
+            self._coordinator.name_tail(request.request_id, request.num_prompt_tokens, tail)
+
+    def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
+        """The names of the blocks of a prompt, as the pool keeps them."""
+        digests = self.prompt_digests(request, with_tail=with_tail)
+        return self._coordinator.keys(digests)
+
+    def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
+        """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
+        full = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+        tail = request.prompt_tail_hash() if with_tail else b""
+        return [*full, tail] if tail else full
 
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None

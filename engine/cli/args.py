@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -100,20 +100,25 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML or TOML file of options; flags and STRATAKV_* variables come before it",
     )  # fmt: skip
     parser.epilog = "vLLM's spellings are taken too; docs/commands.md lists them."
-    _add_options(parser.add_argument_group("engine"), OPTIONS)
+    add_options(parser.add_argument_group("engine"), OPTIONS)
     _add_aliases(parser, is_server=False)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's options, and the spellings of vLLM that belong to them."""
-    _add_options(parser.add_argument_group("server"), SERVER_OPTIONS)
+    add_options(parser.add_argument_group("server"), SERVER_OPTIONS)
     _add_aliases(parser, is_server=True)
 
 
-def _add_options(group: argparse._ArgumentGroup, options: Mapping[str, Option]) -> None:
-    """A flag for each. Options not given are absent from the namespace."""
+def add_options(
+    group: argparse._ActionsContainer,
+    options: Mapping[str, Option],
+    text_of: Callable[[str], str] = default_text,
+) -> None:
+    """A flag for each, with its default in words. Options not given are absent from the
+    namespace."""
     for name, option in options.items():
-        text = f"{option.help} (default: {default_text(name)})"
+        text = f"{option.help} (default: {text_of(name)})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
         group.add_argument(flag_of(name), **settings, **_form(option.metavar))
 

@@ -31,6 +31,7 @@ BENCHMARKS = {
     "trace": "...benchmarks.trace.command",
     "transfer": "...benchmarks.transfer.command",
     "service": "...benchmarks.service.command",
+    "cluster": "...benchmarks.cluster.command",
 }
 
 

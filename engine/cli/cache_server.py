@@ -35,6 +35,7 @@ from ...tiers.tier_settings import SERVER_SSD, CpuSettings, SsdSettings
 from .. import logs
 from ..logs import LOG_LEVELS
 from ..settings.environment import CACHE_SERVER_PREFIX, MAX_NAME_CHARACTERS, is_service_link
+from .args import add_options
 
 if TYPE_CHECKING:
     from ...tiers.cache_server.access.tenants import Tenants
@@ -163,16 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-token", metavar="NAME", help="make a token for a tenant, print it and end"
     )
-    for name, option in OPTIONS.items():
-        form: dict[str, Any] = (
-            {"metavar": option.metavar}
-            if option.metavar
-            else {"action": argparse.BooleanOptionalAction}
-        )
-        parser.add_argument(
-            flag_of(name), dest=name, default=argparse.SUPPRESS,
-            help=f"{option.help} (default: {default_text(name)})", **form,
-        )  # fmt: skip
+    add_options(parser, OPTIONS, default_text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv config show` and `config check FILE`: what holds, and where it comes from.
+"""`stratakv config show` and `config check FILE`: what holds, and where it comes from; and
+`config vllm`: what another engine is to be given.
 
 `show` takes the arguments of `serve` and refuses what `serve` would refuse; what it prints is a
-file that `--config` takes. Starts nothing.
+file that `--config` takes. `vllm` prints what vLLM's `--kv-transfer-config` takes. Starts nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...connector.vllm.settings import OPTIONS as VLLM_OPTIONS
+from ...connector.vllm.settings import transfer_config
 from ...tiers.settings import readers
 from ...tiers.settings.layers import MODEL
+from ...tiers.settings.option import flag_of
 from ...tiers.settings.suggestions import did_you_mean
-from ...tiers.settings.values import ConfigError
+from ...tiers.settings.values import GIB, ConfigError, size_within
 from ..options import engine_config
 from ..settings.resolve import Settings, read_config_settings
-from ..settings.schema import MASK, SCHEMA, default_text, hides, masked, value_in
+from ..settings.schema import MASK, SCHEMA, default_text, masked, value_in, without_effect
 from ..settings.server import server_config
 from . import serve
 from .args import Parser, naming_origins, settings_of
@@ -34,10 +38,11 @@ _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The word; the rest belongs to it."""
-    parser.add_argument("word", metavar="show|check", nargs="?", help="see the documentation")
+    words = "|".join(_WORDS)
+    parser.add_argument("word", metavar=words, nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
-        help="show: the arguments of serve, --origin, --json; check: a file",
+        help="show: the arguments of serve, --origin, --json; check: a file; vllm: see its --help",
     )  # fmt: skip
 
 
@@ -46,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.word not in _WORDS:
         near = did_you_mean(args.word or "", _WORDS)
         given = "" if args.word is None else f", not {args.word!r}{near}"
-        raise ConfigError(f"stratakv config takes {' or '.join(_WORDS)}{given}")
+        *words, last = _WORDS
+        raise ConfigError(f"stratakv config takes {', '.join(words)} or {last}{given}")
     return _WORDS[args.word](args.rest)
 
 
@@ -86,7 +92,41 @@ def _check(words: list[str]) -> int:
     return 0
 
 
-_WORDS: Mapping[str, Callable[[list[str]], int]] = {"show": _show, "check": _check}
+REGION_BYTES, LEAST_REGION_BYTES = GIB, 1024**2
+
+
+def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+    """The region, and each setting of the tiers below vLLM."""
+    parser.add_argument(
+        "--region-bytes", metavar="SIZE",
+        help="memory that vLLM's own tier takes, through which all blocks pass (default: 1GiB)",
+    )  # fmt: skip
+    for name, option in VLLM_OPTIONS.items():
+        switch = {"action": argparse.BooleanOptionalAction} if not option.metavar else {}
+        more: dict[str, Any] = switch or {"metavar": option.metavar}
+        parser.add_argument(flag_of(name), help=option.help, **more)
+
+
+def _vllm(words: list[str]) -> int:
+    parser = Parser(
+        prog="stratakv config vllm",
+        description="Print what vLLM's --kv-transfer-config takes, for our tiers below vLLM.",
+    )
+    add_vllm_arguments(parser)
+    args = vars(parser.parse_all(words))
+    flag, region = "--region-bytes", args["region_bytes"]
+    region = REGION_BYTES if region is None else readers.size(flag, region)
+    size_within(flag, region, LEAST_REGION_BYTES)
+    given = {name: args[name] for name in VLLM_OPTIONS if args[name] is not None}
+    print(json.dumps(transfer_config(region, given), indent=2))
+    return 0
+
+
+_WORDS: Mapping[str, Callable[[list[str]], int]] = {
+    "show": _show,
+    "check": _check,
+    "vllm": _vllm,
+}
 
 
 def effective(settings: Settings) -> dict[str, Any]:
@@ -97,8 +137,7 @@ def effective(settings: Settings) -> dict[str, Any]:
     values = {name: masked(name, value_in(name, engine, server)) for name in SCHEMA}
     if settings.model is None:
         values[MODEL] = None  # where the embedded model lies is nobody's concern
-    pool = () if engine.cache.num_blocks is None else hides("num_blocks", engine.cache.num_blocks)
-    for name in (*pool, *hides("kv_offload", engine.offload.tiers)):
+    for name in without_effect(engine):
         values[name] = None
     return values
 

@@ -30,6 +30,7 @@ logger = logging.getLogger("stratakv.engine.cli.main")
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "cache-server": "keep blocks for many engines",
+    "route": "send requests to prefill and decode nodes",
     "ping": "ask whether a cache server answers, and how fast",
     "describe": "say what a cache server is, allows and holds",
     "generate": "continue one prompt",

@@ -111,7 +111,9 @@ def _ask_for_block(
 
     try:
         layout = read_layout(layout_message)
-        settings = RemoteSettings(credentials=client.credentials, attach_seconds=CALL_SECONDS)
+        settings = RemoteSettings(
+            credentials=client.credentials, attach_seconds=CALL_SECONDS, stores=False
+        )
         link = ServerLink(client.address, layout, settings)
         try:
             link.wait_up(CALL_SECONDS)

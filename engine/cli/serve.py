@@ -25,7 +25,7 @@ from ...tiers.settings.values import ConfigError, show_size
 from .. import logs
 from ..client.base import EngineDead
 from ..config import EngineConfig
-from ..offload_config import REMOTE, OffloadConfig
+from ..offload_config import PEER, REMOTE, OffloadConfig
 from ..options import model_aliases
 from ..settings.resolve import Settings
 from ..settings.server import ServerConfig, server_config
@@ -133,6 +133,7 @@ def api_settings(server: ServerConfig) -> ApiSettings:
         api_key=server.api_key,
         enable_dev_routes=server.enable_dev_routes,
         metrics_without_key=server.metrics_without_key,
+        tenant_header=server.tenant_header,
         cross_origin=allowed if server.allowed_origins else None,
     )
 
@@ -240,6 +241,7 @@ def _tell_start(
             size = f" {show_size(sizes[tier])}" if tier in sizes else ""
             is_down = (REMOTE if is_address(tier) else tier) in ready.tiers_down
             words.append(f"{tier}{size}{' (down, used once it can be)' if is_down else ''}")
+        words += [f"{PEER} {' '.join(offload.peers)}"] if offload.peers else []
         logger.info("tiers below the pool: %s", ", ".join(words))
     else:
         logger.info("no tiers below the pool; --kv-offload cpu,ssd adds them")
@@ -266,6 +268,8 @@ def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
             f"ssd: {_in_home(offload.ssd.path)} ({rough_size(offload.ssd.capacity_bytes)})"
         )
     parts |= {tier: tier for tier in offload.other_tiers}
+    if offload.peers:
+        parts[PEER] = f"{PEER}: {' '.join(offload.peers)}"
     if offload.cache_servers:
         parts[REMOTE] = f"{REMOTE}: {' '.join(map(str, offload.cache_servers))}"
     return ", ".join(f"{text} (down)" if tier in down else text for tier, text in parts.items())

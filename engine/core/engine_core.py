@@ -10,12 +10,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from ...connector.base import (
     NOTHING_FINISHED,
+    Elsewhere,
     KVConnectorScheduler,
     NullConnector,
 )
@@ -30,8 +32,9 @@ from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
 from ..request import BlockHasher, RequestStatus
+from ..scheduler.limits import QueueFull
 from ..scheduler.output import SchedulerOutput
-from ..scheduler.scheduler import RETRY_SECONDS, Pause, QueueFull, Scheduler
+from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
 from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
 from ..worker.kv_pool import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
@@ -40,9 +43,10 @@ from .calibration import CalibrationBudget, calibrate
 from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
-from .offload import OpenTiers, open_tiers
+from .handover import HeldAnswers
+from .offload import OpenTiers, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
-from .request_builder import RequestBuilder, context_of
+from .request_builder import RequestBuilder, context_of, decode_request
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,15 @@ MAX_FAILED_STEPS = 5
 _IDLE_SECONDS = 5.0
 # For copies under way when there is no time for anything else.
 MIN_COPY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was dispatched and has not come back."""
+
+    handle: StepHandle
+    began: float  # monotonic
+    is_sampled: bool = False
 
 
 class EngineCore:
@@ -73,9 +86,6 @@ class EngineCore:
         max_steps_in_flight: int | None = None,
         observer: Observer | None = None,
     ) -> None:
-        if max_steps_in_flight is None:
-            # On the core's own thread there is nothing to overlap.
-            max_steps_in_flight = 2 if config.async_scheduling and config.executor == "mp" else 1
         self.config = config
         self._progress = progress or logger.info
         self._closed = False
@@ -86,6 +96,10 @@ class EngineCore:
             torch.set_num_threads(config.num_threads)
         self._placement = placement_of(config)
         device = self._placement.device
+        if max_steps_in_flight is None:
+            # A CPU that computes on the core's own thread has nothing to overlap with.
+            overlaps = config.executor == "mp" or device.type != "cpu"
+            max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
@@ -107,7 +121,7 @@ class EngineCore:
         )
         self._max_steps_in_flight = max_steps_in_flight
         self._observer = observer
-        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
         self._tiers: OpenTiers | None = None
@@ -127,6 +141,8 @@ class EngineCore:
                     num_groups=len(self._groups),
                 )
                 self._connector = self._tiers.side
+                if config.role == "decode":
+                    self._connector.expect_prompts()
             self._build_engine(num_blocks)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
@@ -134,7 +150,9 @@ class EngineCore:
                 self.max_model_len,
                 self._make_hasher(identity.root()),
                 config.tenant_secret,
+                config.role,
             )
+            self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
         except BaseException:
             self._close(0.0)
@@ -158,6 +176,7 @@ class EngineCore:
             eos_token_ids=list(self.spec.eos_token_ids),
             tiers=("pool", *self.config.offload.tier_names),
             hidden_size=self.spec.hidden_size,
+            identity=self._identity,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
         )
 
@@ -166,10 +185,19 @@ class EngineCore:
         code = None
         try:
             self.scheduler.check_queue()
-            self.scheduler.add_request(
-                self._request_builder.make_request(request), context_of(request)
-            )
-            return []
+            built, ticket = self._request_builder.build(request)
+            first = None if ticket is None else ticket.first_token
+            output = self.scheduler.add_request(built, context_of(request), first_token=first)
+            if output is None or output.finish_reason is None:
+                self._held.expect(built)
+            if output is None:
+                elsewhere = self._request_builder.elsewhere(request)
+                if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
+                    self._connector.await_prefill(built.request_id, elsewhere)
+                return []
+            if ticket is not None and ticket.logprobs is not None:
+                output.logprobs = [ticket.logprobs]
+            return [output]
         except QueueFull as error:
             text, code = str(error), OVERLOADED
         except ValueError as error:
@@ -183,6 +211,9 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
         ignored."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._held.forget(request_id)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -196,7 +227,10 @@ class EngineCore:
                 "connector": self._connector.stats() or None,
                 "pool": self.scheduler.manager.pool.residency.stats(),
                 "core": self._stats.stats(),
+                "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
             }
+        if name == "follow":
+            return self._follow(argument)
         if name == "reset_prefix_cache":
             return self._reset_prefix_cache(argument or "pool")
         if name == "pause":
@@ -206,12 +240,13 @@ class EngineCore:
         if name in ("resume", "paused"):
             return self._paused()
         raise ValueError(
-            f"the core answers stats, reset_prefix_cache, pause, resume and paused, not {name!r}"
+            "the core answers stats, follow, reset_prefix_cache, pause, resume and paused, not "
+            f"{name!r}"
         )
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
-        if self._in_flight or self.scheduler.has_runnable_work():
+        if self._in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
             return True
         return not self.executor.is_alive  # the next step says so
 
@@ -219,7 +254,7 @@ class EngineCore:
         """How long to wait for an event, at most, before asking `has_work` again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
-        return RETRY_SECONDS if may_retry else _IDLE_SECONDS
+        return min(RETRY_SECONDS if may_retry else _IDLE_SECONDS, self._held.idle_seconds)
 
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes
@@ -230,20 +265,32 @@ class EngineCore:
         while not in_flight or (
             len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
         ):
-            self._dispatch()
-        output, handle, began = in_flight.popleft()
+            try:
+                self._dispatch()
+            except ExecutorDied:
+                if not in_flight:
+                    raise
+                break  # what it answered before is still to be delivered
+        step = in_flight.popleft()
+        output = step.handle.step
         try:
-            result = self.executor.result(handle)
+            self._sample(step)
+            result = self.executor.result(step.handle)
         except Exception as error:  # noqa: BLE001 - it is logged, and told to the step's requests
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0
         now = time.monotonic()
-        began, self._last_ended = max(began, self._last_ended), now
+        began, self._last_ended = max(step.began, self._last_ended), now
         self._stats.note_step(output, result, now - began)
         outputs = self.scheduler.update_from_output(output, result)
+        if in_flight:  # the worker must not have to wait for this
+            try:
+                self._sample(in_flight[0])
+            except ExecutorDied:
+                pass  # the next call says so; these tokens are still to be delivered
         self._stats.savings.record(self.scheduler.counts)
-        return outputs
+        return self._held.hold(outputs) + self._held.release()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
@@ -259,7 +306,10 @@ class EngineCore:
         self._closed = True
         if timeout_seconds is None:
             timeout_seconds = self.config.offload.shutdown_seconds
-        deadline = time.monotonic() + timeout_seconds
+        now = time.monotonic()
+        deadline = now + timeout_seconds
+        # A worker that hangs leaves the tiers half of the time.
+        self.executor.end_by(now + max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self._give_up_steps()
         if self._connector.has_tiers and self.executor.is_alive:
@@ -298,9 +348,10 @@ class EngineCore:
             connector=self._connector,
             fails_with_load=config.offload.load_failure == "fail",
             max_steps_in_flight=self._max_steps_in_flight,
-            runs_ahead=config.async_scheduling,
+            runs_ahead=config.async_scheduling and self._max_steps_in_flight > 1,
             observer=self._observer,
         )
+        self._held = HeldAnswers(self.scheduler.manager, self._connector)
         if self._executor is None:
             self._executor = self._load_model(num_blocks)
 
@@ -343,6 +394,14 @@ class EngineCore:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
 
+    def _follow(self, argument: str) -> bool:
+        """Another engine computes the prompt of this AddRequest, in JSON. Whether it is followed;
+        raises ValueError for what is no such request."""
+        request = self._request_builder.make_request(decode_request(argument))
+        if request.skip_reading_prefix_cache:
+            return False
+        return self._connector.follow(self.scheduler.manager.prompt_digests(request))
+
     def _pause(self, which: str) -> dict[str, Any]:
         if which not in [pause.value for pause in Pause]:
             raise ValueError(f"pause takes new or all, not {which!r}")
@@ -367,16 +426,22 @@ class EngineCore:
 
     def _dispatch(self) -> None:
         output = self.scheduler.schedule()
+        if self._in_flight:
+            self._sample(self._in_flight[-1])
         began = time.monotonic()
-        handle = self.executor.dispatch(output)
-        self.executor.sample(handle)
-        self._in_flight.append((output, handle, began))
+        self._in_flight.append(StepInFlight(self.executor.dispatch(output), began))
+
+    def _sample(self, step: StepInFlight) -> None:
+        if not step.is_sampled:
+            step.is_sampled = True
+            self.executor.sample(step.handle)
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
         outputs = self.scheduler.fail_step(output, error)
         outputs += self._give_up_steps()
+        outputs = self._held.hold(outputs) + self._held.release()
         self.num_failed_steps += 1
         if isinstance(error, ExecutorDied):
             raise error
@@ -394,10 +459,11 @@ class EngineCore:
         counts."""
         outputs: list[TokenOutput] = []
         while self._in_flight:
-            output, handle, _ = self._in_flight.popleft()
-            result = None
+            step = self._in_flight.popleft()
+            output, result = step.handle.step, None
             try:
-                result = self.executor.result(handle)
+                self._sample(step)
+                result = self.executor.result(step.handle)
             except Exception as error:  # noqa: BLE001 - behind a failed one, it was to fail
                 logger.debug("a step was given up: %s", error)
             outputs += self.scheduler.give_up_step(output, result)

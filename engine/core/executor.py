@@ -6,9 +6,14 @@
     result(handle)              waits for them
 
 Steps are computed in the order in which they were dispatched, and each handle goes through the
-three calls once. A mask can be made while the forward pass runs. What goes wrong with a step, at
-whatever point, is raised by its `result`; a step that was dispatched before that was known is
-refused (`SchedulerOutput.last_failed_id`), but the copies of both begin and are reported.
+three calls once. A step may be dispatched as soon as the one before it has been sampled, and it
+may compute tokens that are being chosen there: whatever works by itself goes on without a pause,
+with `dispatch 1 · sample 1 · dispatch 2 · result 1 · sample 2 · dispatch 3 · result 2`. So a mask
+can be made of all tokens that there are, while the forward pass runs.
+
+What goes wrong with a step, at whatever point, is raised by its `result`; a step that was
+dispatched before that was known is refused (`SchedulerOutput.last_failed_id`), but the copies of
+both begin and are reported.
 """
 
 from __future__ import annotations
@@ -62,6 +67,10 @@ class Executor(ABC):
     def is_alive(self) -> bool:
         """False once it can compute no step any more; the next one then says why."""
         return True
+
+    def end_by(self, deadline: float) -> None:  # noqa: B027 - most have nothing to do
+        """Wait for the worker until this moment at the latest, which is monotonic, and give it up
+        then. Where there is nothing that could be given up, nothing is."""
 
     @abstractmethod
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
@@ -150,7 +159,8 @@ def call_runner(
 @dataclass(slots=True)
 class _LocalHandle(StepHandle):
     begun: BegunStep | None = None
-    outcome: ModelRunnerOutput | Exception | None = None
+    is_sampled: bool = False
+    error: Exception | None = None
 
 
 class InProcessExecutor(Executor):
@@ -172,25 +182,29 @@ class InProcessExecutor(Executor):
         try:
             handle.begun = self.runner.begin(step)
         except Exception as error:  # noqa: BLE001 - `result` raises it
-            handle.outcome = error
+            handle.error = error
         return handle
 
     def sample(self, handle: StepHandle, mask: TokenMask | None = None) -> None:
         assert isinstance(handle, _LocalHandle)
+        handle.is_sampled = True
         if handle.begun is None:
             return
-        begun, handle.begun = handle.begun, None
         try:
-            handle.outcome = self.runner.finish(begun, mask)
+            self.runner.sample(handle.begun, mask)
         except Exception as error:  # noqa: BLE001 - as above
-            handle.outcome = error
+            handle.error, handle.begun = error, None
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
         assert isinstance(handle, _LocalHandle)
-        outcome, handle.outcome = handle.outcome, None
-        if isinstance(outcome, ModelRunnerOutput):
-            return outcome
-        raise outcome or RuntimeError(f"step {handle.step.step_id} was not sampled, or is over")
+        if not handle.is_sampled or (handle.begun is None and handle.error is None):
+            raise RuntimeError(f"step {handle.step.step_id} was not sampled, or is over")
+        begun, error = handle.begun, handle.error
+        handle.begun = handle.error = None
+        if begun is None:
+            assert error is not None
+            raise error
+        return self.runner.collect(begun)
 
     def call(
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None

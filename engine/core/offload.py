@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's tiers: opened as its settings say, and described in words for people."""
+"""The engine's tiers: opened as its settings say, and described in words: for people, and for
+others who are to find its blocks."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ from ...connector.build import (
 )
 from ...connector.economics import Choice
 from ...connector.rates import PrefillRate
-from ...tiers.block import BlockLayout
+from ...tiers.block import LAYOUT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
+from ...tiers.mac_key import MacKey
 from ...tiers.settings.values import ConfigError, show_size
+from ..cache.group_spec import CacheGroups
+from ..config import EngineConfig
 from ..offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -26,6 +30,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
+NONE = "none"
+# Of a secret: two that differ are told apart in 255 of 256 cases, and no guess can be confirmed.
+_CHECK_BYTES = 1
 
 
 class OpenTiers(NamedTuple):
@@ -88,6 +95,10 @@ def offload_settings(offload: OffloadConfig, device: str = "cpu") -> OffloadSett
         ssd=offload.ssd if "ssd" in offload.tiers else None,
         remote=offload.remote,
         addresses=offload.cache_servers,
+        peers=offload.peer_addresses,
+        peer=offload.peer,
+        serve_at=offload.listen_address,
+        serve=offload.serve,
         others=offload.other_tiers,
         other_options=offload.tier_options,
         require=offload.require_tiers,
@@ -101,7 +112,45 @@ def describe_tiers(offload: OffloadConfig) -> str:
     parts = [f"cpu, {show_size(offload.cpu.capacity_bytes)} of memory"]
     if "ssd" in offload.tiers:
         parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")
-    return "; ".join([*parts, *offload.other_tiers, *map(str, offload.cache_servers)])
+    servers = (*offload.peer_addresses, *offload.cache_servers)
+    return "; ".join([*parts, *offload.other_tiers, *map(str, servers)])
+
+
+def describe_identity(
+    config: EngineConfig, identity: Identity, groups: CacheGroups
+) -> dict[str, str]:
+    """What decides whether this engine and another one find each other's blocks, with its role and
+    its tiers. No secret can be learnt from it. Raises ConfigError for a tag key that is gone since
+    the tiers were opened."""
+    offload, cache = config.offload, config.cache
+    salt = tenant_salt(config.tenant_secret, "", "")
+    return {
+        "fingerprint": identity.model,
+        "revision": identity.revision,
+        "kv_dtype": identity.kv_dtype,
+        "block_size": str(identity.block_size),
+        "layout_version": str(LAYOUT_VERSION),
+        "layout": groups.layout.layout_id().hex(),
+        "cache_groups": str(len(groups)),
+        "block_hash": cache.block_hash if cache.enable_prefix_caching else NONE,
+        "tenant_secret": NONE if salt is None else salt[:_CHECK_BYTES].hex(),
+        "tag_key": _tag_key_check(offload),
+        "role": config.role,
+        "tiers": ",".join(offload.tier_names),
+    }
+
+
+def _tag_key_check(offload: OffloadConfig) -> str:
+    path = offload.remote.tag_key_file
+    if path is None or not offload.cache_servers:
+        return NONE
+    try:
+        return MacKey(path.read_bytes()).id[:_CHECK_BYTES].hex()
+    except (OSError, TierConfigError) as error:
+        raise ConfigError(
+            f"--kv-offload-remote-tag-key-file {path} was exchanged while the engine was starting "
+            f"({error}); start it again"
+        ) from error
 
 
 def _steps_of(progress: Progress, what: str) -> Callable[[int, int], None]:

@@ -8,6 +8,7 @@ left. A worker that ends, answers out of order or answers too late is given up w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import struct
@@ -81,6 +82,7 @@ class ProcessExecutor(Executor):
         self._due: deque[int] = deque()  # steps that were dispatched and have not been answered
         self._outcomes: dict[int, ModelRunnerOutput | Exception] = {}
         self._dead: str | None = None
+        self._deadline = math.inf  # for whatever is waited for
         self._closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="stratakv-", dir="/tmp"))
         self._context = zmq.Context()
@@ -111,7 +113,15 @@ class ProcessExecutor(Executor):
         ).start()
         level = logging.getLevelName(logging.getLogger("stratakv").getEffectiveLevel())
         start = WorkerStart(
-            config, endpoint, num_blocks, max_model_len, level, copies, wake_fd=wake_write
+            config,
+            endpoint,
+            num_blocks,
+            max_model_len,
+            level,
+            copies,
+            wake_fd=wake_write,
+            # It goes by the thread that began it, and others than the main one may end before.
+            dies_with_launcher=threading.current_thread() is threading.main_thread(),
         )
         try:
             assert self._process.stdin is not None
@@ -128,6 +138,8 @@ class ProcessExecutor(Executor):
                 raise self._died(self._exit_words()) from error
             raise
         self._up = first
+        # Both ends have met: nobody needs the file, which would stay where this process is killed.
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def num_blocks(self) -> int:
@@ -145,6 +157,9 @@ class ProcessExecutor(Executor):
     def pid(self) -> int:
         """The worker's process id."""
         return self._process.pid
+
+    def end_by(self, deadline: float) -> None:
+        self._deadline = deadline
 
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         self._send(Begin(step))
@@ -170,7 +185,9 @@ class ProcessExecutor(Executor):
         self, name: str, *, meta: ConnectorMetadata | None = None, seconds: float | None = None
     ) -> ConnectorWorkerOutput | None:
         self._send(Call(name, meta, seconds))
-        deadline = time.monotonic() + self._step_seconds + (seconds or 0.0)
+        # One that is to end is not waited for as long as one that may compute a step.
+        more = self._step_seconds if seconds is None else min(self._step_seconds, _END_SECONDS)
+        deadline = time.monotonic() + more + (seconds or 0.0)
         while True:
             message = self._receive(deadline - time.monotonic())
             if isinstance(message, Returned):
@@ -183,6 +200,7 @@ class ProcessExecutor(Executor):
         if self._closed:
             return None
         output = None
+        self._deadline = math.inf  # the call has its own
         if self._dead is None:
             try:
                 output = self.call("shutdown", seconds=timeout_seconds)
@@ -231,15 +249,24 @@ class ProcessExecutor(Executor):
 
     def _wait(self, event: int, seconds: float) -> None:
         """Until a message has come, or can go; within the time and while the worker lives."""
-        deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        deadline = min(now + seconds, self._deadline)
+        seconds = max(0.0, deadline - now)
         is_gone = False
         while not self._socket.poll(0 if is_gone else int(_POLL_SECONDS * 1000), event):
             if is_gone:
+                if event == zmq.POLLOUT:
+                    self._take_last_words()
                 raise self._died(self._exit_words())
             is_gone = self._process.poll() is not None  # its last words may have come
             if time.monotonic() > deadline:
                 what = "answer" if event == zmq.POLLIN else "take a message"
                 raise self._died(f"it did not {what} within {seconds:.3g} s")
+
+    def _take_last_words(self) -> None:
+        """Keep what the worker answered before it went."""
+        while self._socket.poll(0, zmq.POLLIN):
+            self._take(self._receive(0.0))
 
     def _died(self, why: str) -> ExecutorDied:
         self._dead = f"the worker process cannot be used any more: {why}"

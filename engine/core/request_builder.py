@@ -7,16 +7,21 @@ Checks what only the model knows: its vocabulary and its context.
 from __future__ import annotations
 
 import itertools
+import logging
 
 import msgspec
 import numpy as np
 
+from ...connector.base import Elsewhere
 from ...tiers.block import tenant_salt
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..embeds import EmbedArray, read_embeds
+from ..handover import Ticket, fits, is_possible
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams, check_params_for_embeds
 from ..wire import NO_EXTRAS, AddRequest
+
+logger = logging.getLogger(__name__)
 
 
 class RequestBuilder:
@@ -29,12 +34,29 @@ class RequestBuilder:
         max_model_len: int,
         hasher: BlockHasher | None,
         tenant_secret: bytes,
+        role: str = "both",
     ) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._max_model_len = max_model_len
         self._hasher = hasher
         self._tenant_secret = tenant_secret
+        self._role = role
+
+    def build(self, request: AddRequest) -> tuple[Request, Ticket | None]:
+        """The request, and its ticket where that is of this prompt and these parameters. Raises as
+        `make_request`."""
+        built = self.make_request(request)
+        ticket = None if request.extras is None else request.extras.ticket
+        if ticket is None or not is_possible(ticket, self._vocab_size):
+            return built, None
+        last = built.tail_hash or (built.block_hashes[-1] if built.block_hashes else b"")
+        params, num_tokens = built.sampling_params, built.num_prompt_tokens
+        needs_prompt = params.prompt_logprobs is not None or built.tail_hash is None
+        is_good = not needs_prompt and fits(ticket, last.hex(), num_tokens, params)
+        if not is_good:
+            logger.info("request %s has a ticket that does not fit", request.request_id)
+        return built, ticket if is_good else None
 
     def make_request(self, request: AddRequest) -> Request:
         """Raises ValueError for tokens that cannot be, and for what is not done yet."""
@@ -45,19 +67,34 @@ class RequestBuilder:
             )
         tokens = self._check_tokens(request.prompt_token_ids)
         embeds = self._check_embeds(request, len(tokens))
-        params = request.sampling_params
+        params, extras = request.sampling_params, request.extras or NO_EXTRAS
         _check_vocabulary(params, self._vocab_size)
+        most = self._max_model_len - len(tokens)
+        if extras.asked_elsewhere and self._role == "prefill":
+            most = min(most, 1)  # the other node makes the answer
         # Cached tokens are not computed, so they have no logits to report.
         needs_all_logits = params.prompt_logprobs is not None
         return Request(
             request.request_id,
             tokens,
-            _fit_max_tokens(params, self._max_model_len - len(tokens)),
+            _fit_max_tokens(params, most),
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
             prompt_embeds=embeds,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
+            hands_over=self._role == "prefill" or extras.hand_over,
+            goes_on=self._role == "decode" or extras.ticket is not None,
         )
+
+    def elsewhere(self, request: AddRequest) -> Elsewhere:
+        """Whether another engine computes its prompt now, as far as whoever sent it says. Of two
+        nodes that are asked the same at once, the one that decodes is to wait for the other."""
+        extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
+        if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
+            return Elsewhere.NO
+        if extras.computed_elsewhere or (decodes and extras.asked_elsewhere):
+            return Elsewhere.TOLD
+        return Elsewhere.PERHAPS if decodes else Elsewhere.NO
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
         """The embeddings that a request brings, as many as its tokens."""
@@ -91,6 +128,14 @@ class RequestBuilder:
         return tokens.astype(np.int32, copy=False)
 
 
+def decode_request(text: str) -> AddRequest:
+    """An AddRequest that came as JSON. Raises ValueError."""
+    try:
+        return msgspec.json.decode(text, type=AddRequest)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"this is no request: {error}") from None
+
+
 def context_of(request: AddRequest) -> RequestContext:
     """What the tiers may know of who asks."""
     extras = request.extras
@@ -118,7 +163,7 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
-    """The same with no more tokens than the context has left (at least 1, refused elsewhere)."""
+    """The same with no more tokens than there is room for (at least 1, refused elsewhere)."""
     if params.max_tokens <= room:
         return params
     most = max(room, 1)

@@ -30,6 +30,8 @@ class WorkerStart(msgspec.Struct):
     log_level: str
     copies: WorkerDescription | None = None  # for the worker side of a connector
     wake_fd: int = -1  # where it writes how many copies have ended, u32 little-endian
+    # The system ends it with the thread that began it, also where it hangs.
+    dies_with_launcher: bool = False
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -45,7 +46,9 @@ from .worker_messages import (
 logger = logging.getLogger("stratakv.engine.core.worker_process")
 
 _LINGER_MILLISECONDS = 2000
+_LOOK_MILLISECONDS = 1  # at a device that computes, while no message comes
 EXIT_FAILED = 1
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class WorkerServer:
@@ -60,6 +63,8 @@ class WorkerServer:
         self._start = start
         # Steps that have begun, or why they have not, the oldest first.
         self._steps: deque[tuple[int, BegunStep | Exception]] = deque()
+        # The one that was sampled, and has not been answered.
+        self._sampled: tuple[int, BegunStep | Exception] | None = None
 
     def run(self) -> int:
         """Until told to stop; the exit status."""
@@ -76,6 +81,7 @@ class WorkerServer:
         gc.freeze()  # what was built stays
         self._send(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
         while True:
+            self._deliver_when_done()
             message = decode_to_worker(self._socket.recv())
             if isinstance(message, Stop):
                 self._close()
@@ -116,21 +122,46 @@ class WorkerServer:
                 self._steps.append((step.step_id, self._runner.begin(step)))
             except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
                 self._steps.append((step.step_id, error))
+            self._deliver()
         elif isinstance(message, Sample):
-            self._send(self._finish(message))
+            self._deliver()
+            self._sample(message)
         else:
+            self._deliver()
             self._send(self._answer(message))
 
-    def _finish(self, message: Sample) -> FromWorker:
+    def _sample(self, message: Sample) -> None:
         step_id, step = self._steps.popleft()
+        if isinstance(step, BegunStep):
+            try:
+                self._runner.sample(step, message.mask)
+            except Exception as error:  # noqa: BLE001 - told with the answer
+                step = error
+        self._sampled = (step_id, step)
+
+    def _deliver_when_done(self) -> None:
+        """Answer the step that was sampled, as soon as the device is done with it; or leave that
+        until the step after it, which is here sooner, has begun."""
+        while self._sampled is not None:
+            _, step = self._sampled
+            if not isinstance(step, BegunStep) or self._runner.is_done(step):
+                self._deliver()
+            elif self._socket.poll(_LOOK_MILLISECONDS):
+                return
+
+    def _deliver(self) -> None:
+        if self._sampled is None:
+            return
+        (step_id, step), self._sampled = self._sampled, None
         error = step if isinstance(step, Exception) else None
         if isinstance(step, BegunStep):
             try:
-                return Done(step_id, self._runner.finish(step, message.mask))
+                self._send(Done(step_id, self._runner.collect(step)))
+                return
             except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
                 error = caught
         assert error is not None
-        return Failed(_words(error), step_id, is_device_lost=is_device_lost(error))
+        self._send(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))
 
     def _answer(self, call: Call) -> FromWorker:
         try:
@@ -159,6 +190,11 @@ def _leave_with_launcher() -> None:
     os._exit(EXIT_FAILED)
 
 
+def _die_with_launcher() -> None:
+    """Also where this process hangs, so that no thread of it reads standard input. Linux only."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def main() -> int:
     """Run the worker that standard input describes."""
     # The executor's process hears of signals, and ends this one in its own time.
@@ -170,6 +206,8 @@ def main() -> int:
         sys.stderr.write(f"stratakv: {error}\n")
         return 2
     logs.set_up(start.log_level)
+    if start.dies_with_launcher and sys.platform == "linux":
+        _die_with_launcher()
     threading.Thread(target=_leave_with_launcher, name="worker-watch", daemon=True).start()
     return WorkerServer(start).run()
 

@@ -9,7 +9,7 @@ queued. On the CPU both are the same memory and cost nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -24,19 +24,41 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return page_locked(tensor).to(device, non_blocking=True)
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory, whole when this returns. Waits once where they lie elsewhere."""
+class HostCopies(NamedTuple):
+    """Tensors on their way to host memory."""
+
+    copies: list[Tensor]
+    arrived: torch.cuda.Event | None  # None: they are there
+
+    @property
+    def have_arrived(self) -> bool:
+        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, whole."""
+        if self.arrived is not None:
+            # Not for the stream: torch counts that among the waits that nobody meant.
+            self.arrived.synchronize()
+        return self.copies
+
+
+def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
+    """Queue copies of the tensors to host memory, behind what computes them. What is in host memory
+    already is not copied."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return list(tensors)
+        return HostCopies(list(tensors), None)
     copies = []
     for tensor in tensors:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copies.append(copy.copy_(tensor, non_blocking=True))
-    # An event and not the stream: torch counts a wait for a stream among those that nobody meant.
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensors[0].device))
-    event.synchronize()
-    return copies
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(tensors[0].device))
+    return HostCopies(copies, arrived)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in host memory, whole when this returns. Waits once where they lie elsewhere."""
+    return begin_to_host(tensors).wait()
 
 
 def page_locked(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..logprobs import PositionLogprobs
-from .copies import to_device, to_host
+from .copies import HostCopies, begin_to_host, to_device
 from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import Drafts, LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
@@ -89,7 +89,7 @@ def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRo
     return logits
 
 
-_NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+NO_NUMBERS: npt.NDArray[np.float64] = np.zeros(0)
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -148,6 +148,19 @@ class Sampler:
         that its request would get after them; raises ValueError where they do not fit. The logits
         are overwritten where a request changes them. Waits for the device once, for the answer;
         twice in the rare step in which top-p needed more candidates."""
+        return self.begin(logits, rows, mask, masked, offsets=offsets, drafts=drafts).wait()
+
+    def begin(
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        mask: TokenMask | None = None,
+        masked: Sequence[int] = (),
+        *,
+        offsets: IntArray | None = None,
+        drafts: Drafts | None = None,
+    ) -> Choice:
+        """As `sample`, without the wait."""
         belongs = LogitsRows(rows)
         if offsets is not None:
             belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
@@ -159,47 +172,29 @@ class Sampler:
         asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
         raw = None
         if len(asked):  # a copy: they may change
-            raw = _Raw(raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows])
+            raw = RawLogprobs(
+                raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows]
+            )
         if mask is not None:
             mask.apply(logits, masked)
         logits = self._processors.before_choice(logits, belongs)
         best = logits.max(dim=-1)
-        drawn = _Drawn(logits, best.values, best.indices, belongs)
+        drawn = Drawn(logits, best.values, best.indices, belongs)
         known = torch.stack((is_finite, torch.isfinite(best.values)))
         random = np.flatnonzero(self._rows.temperature[rows] > 0.0)
-        if len(random) == 0:
-            return self._fetch(drawn, known, raw, [])[0]
-        numbers = self._uniform(belongs.at(random))
-        short = self._draw_all(drawn, random, numbers)
-        sampled, is_short = self._fetch(drawn, known, raw, short)
-        if is_short.any():
-            again = np.flatnonzero(is_short)
-            self._draw_all(drawn, random[again], numbers[again], all_candidates=True)
-            sampled, _ = self._fetch(drawn, known, raw, [])
-        return sampled
+        numbers, short = NO_NUMBERS, []
+        if len(random):
+            numbers = self._uniform(belongs.at(random))
+            short = self._draw_all(drawn, random, numbers)
+        return Choice(self, drawn, known, raw, random, numbers, short)
 
-    def _fetch(
-        self, drawn: _Drawn, known: Tensor, raw: _Raw | None, short: list[Tensor]
-    ) -> tuple[Sampled, npt.NDArray[np.bool_]]:
-        """Everything that the host wants to know, behind one wait; last, for each random row,
-        whether it must be drawn again."""
-        chosen, found = drawn.chosen, []
-        if raw is not None:
-            found = position_tensors(
-                raw.logprobs, _take(chosen, raw.asked), raw.counts[raw.asked].tolist()
-            )
-        there = [chosen, known, *short, *itertools.chain(*found)]
-        ids, (is_finite, has_choice), *others = to_host(there)
-        is_short = others[: len(short)]
-        entries = None if raw is None else raw.entries(len(chosen), others[len(short) :])
-        return (
-            Sampled(ids.tolist(), is_finite.tolist(), has_choice.tolist(), entries),
-            torch.cat(is_short).numpy() if is_short else _NONE_SHORT,
-        )
+    def draw_again(self, drawn: Drawn, random: IntArray, numbers: npt.NDArray[np.float64]) -> None:
+        """Draw these rows among all candidates."""
+        self._draw_all(drawn, random, numbers, all_candidates=True)
 
     def _draw_all(
         self,
-        drawn: _Drawn,
+        drawn: Drawn,
         random: IntArray,
         numbers: npt.NDArray[np.float64],
         *,
@@ -264,7 +259,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class Drawn:
     """A batch on its way to tokens."""
 
     logits: Tensor  # [rows, vocab], as the requests want them; a draw works on copies
@@ -274,7 +269,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Raw:
+class RawLogprobs:
     """The model's own distributions, of the rows that ask for log-probabilities."""
 
     logprobs: Tensor  # [asked, vocab]
@@ -288,6 +283,77 @@ class _Raw:
         for index, entry in zip(self.asked.tolist(), made, strict=True):
             entries[index] = entry
         return entries
+
+
+class Choice:
+    """Tokens that the device has been told to choose."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        drawn: Drawn,
+        known: Tensor,
+        raw: RawLogprobs | None,
+        random: IntArray,
+        numbers: npt.NDArray[np.float64],
+        short: list[Tensor],
+    ) -> None:
+        """`random` are the indices of the rows that were drawn, with `numbers`; `short` says of
+        each, part by part, whether it must be drawn again."""
+        self._sampler, self._known, self._raw = sampler, known, raw
+        self._random, self._numbers, self._num_short = random, numbers, len(short)
+        self._drawn: Drawn | None = drawn
+        self.tokens = drawn.chosen  # int64 [rows], on the device
+        self._copies = self._begin_copies(short)
+        self._sampled: Sampled | None = None
+        if not short:  # the logits are not needed again
+            self._drawn = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether `tokens` are the answer. Else `wait` may change some of them, and must be called
+        before the sampler's rows change."""
+        return self._drawn is None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once, or nearly."""
+        return self._copies.have_arrived
+
+    def wait(self) -> Sampled:
+        """What was chosen; waits for the device."""
+        if self._sampled is None:
+            self._sampled, is_short = self._fetch()
+            if self._drawn is not None and is_short.any():
+                again = np.flatnonzero(is_short)
+                self._sampler.draw_again(self._drawn, self._random[again], self._numbers[again])
+                self._num_short = 0
+                self._copies = self._begin_copies([])
+                self._sampled, _ = self._fetch()
+            self._drawn = None
+        return self._sampled
+
+    def _begin_copies(self, short: list[Tensor]) -> HostCopies:
+        """Everything that the host wants to know."""
+        found, raw = [], self._raw
+        if raw is not None:
+            found = position_tensors(
+                raw.logprobs, _take(self.tokens, raw.asked), raw.counts[raw.asked].tolist()
+            )
+        return begin_to_host([self.tokens, self._known, *short, *itertools.chain(*found)])
+
+    def _fetch(self) -> tuple[Sampled, npt.NDArray[np.bool_]]:
+        """The answer, and for each random row whether it must be drawn again."""
+        ids, (is_finite, has_choice), *others = self._copies.wait()
+        is_short, found = others[: self._num_short], others[self._num_short :]
+        entries = None if self._raw is None else self._raw.entries(len(ids), found)
+        return (
+            Sampled(ids.tolist(), is_finite.tolist(), has_choice.tolist(), entries),
+            torch.cat(is_short).numpy() if is_short else _NONE_SHORT,
+        )
+
+
+_NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
 def _check_drafts(belongs: LogitsRows) -> None:

@@ -3,11 +3,13 @@
 
 First come, first served: the first request for which there is no room ends the round, because one
 behind it must not take what it waits for. A request that only waits for something else (a load, an
-answer of the tiers) stands aside and holds up nobody.
+answer of the tiers) stands aside and holds up nobody. Beside running requests only some of those
+are asked again in each step, in turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from ...connector.base import Match, MatchKind
@@ -20,13 +22,16 @@ from .places import FCFSQueue, Places
 from .pressure import MemoryPressure
 from .step import StepBuilder
 
+# Asking one takes about as long as ten decodes.
+MOST_DEFERRED = 16
+
 
 class Verdict(Enum):
     """What became of a waiting request in this step."""
 
     RUNS = "runs"
     LOADING = "loading"
-    LATER = "later"  # stands aside until the next step
+    LATER = "later"  # stands aside until it is asked again
     NO_ROOM = "no room"
 
 
@@ -53,33 +58,45 @@ class Admission:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
         request was told by the tiers to ask again."""
         places = self._places
+        most = MOST_DEFERRED if places.running else len(places.requests)
         later: list[Request] = []
-        while len(places.running) < self._max_running:
-            found = self._next(only_known)
+        # Deferred requests are older than the others.
+        if self._admit_from((places.deferred,), most, later, step, now, only_known):
+            newer = (places.skipped, places.waiting)
+            self._admit_from(newer, len(later) + most, later, step, now, only_known)
+        places.deferred.add_all(later)
+        return len(places.deferred) > 0
+
+    def _admit_from(
+        self,
+        queues: Sequence[FCFSQueue],
+        most_later: int,
+        later: list[Request],
+        step: StepBuilder,
+        now: float,
+        only_known: bool,
+    ) -> bool:
+        """One round over these queues, until so many stand aside; False where it ended because
+        there is room for no more."""
+        places = self._places
+        while len(later) < most_later:
+            if len(places.running) >= self._max_running:
+                return False
+            found = _next_of(queues, only_known)
             if found is None:
                 break
             queue, request = found
             if step.budget == 0 and not self._may_begin_load(request):
-                break
+                return False
             if self._is_held_back(request):
-                break
-            verdict = self._consider(request, step, now)
+                return False
+            verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
-                break
+                return False
             queue.remove(request)
             if verdict is Verdict.LATER:
                 later.append(request)
-        places.skipped.prepend_all(later)
-        places.deferred_ids = {request.request_id for request in later}
-        return bool(later)
-
-    def _next(self, only_known: bool) -> tuple[FCFSQueue, Request] | None:
-        """Whose turn it is. Skipped requests are older than those that have not been looked at."""
-        for queue in (self._places.skipped, self._places.waiting):
-            for request in queue:
-                if not only_known or request.num_preemptions > 0:
-                    return queue, request
-        return None
+        return True
 
     def _may_begin_load(self, request: Request) -> bool:
         """Whether it is worth looking at where no tokens are left to give in this step: a load
@@ -98,8 +115,12 @@ class Admission:
         loaded = request.request_id in places.loaded
         return bool(places.running) and not loaded and self._pressure.forbids_admission
 
-    def _consider(self, request: Request, step: StepBuilder, now: float) -> Verdict:
+    def _consider(
+        self, request: Request, step: StepBuilder, now: float, only_known: bool
+    ) -> Verdict:
         connector, places = self._connector, self._places
+        if request.request_id in connector.awaiting_prefill:
+            return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
@@ -118,7 +139,7 @@ class Admission:
                 ):
                     overlaps = self._overlaps(match, request, hits, num_hit_tokens)
                     if not overlaps:
-                        return self._load(request, hits, num_hit_tokens, match.tokens)
+                        return self._load(request, hits, num_hit_tokens, match.tokens, only_known)
                     hits, num_hit_tokens = None, 0
                     places.note(request, Decision.LOADING)
         if step.budget == 0:
@@ -152,15 +173,22 @@ class Admission:
         )
 
     def _load(
-        self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        hits: GroupBlocks,
+        num_hit_tokens: int,
+        num_external_tokens: int,
+        only_known: bool,
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
             return Verdict.LATER
         places = self._places
-        if not places.loading.begin_load(
+        while not places.loading.begin_load(
             request, hits, num_hit_tokens, num_external_tokens, self._keep_free(), overlapped=False
         ):
+            if only_known and self._take_from_paused(request):
+                continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
@@ -191,6 +219,13 @@ class Admission:
     def _make_room(self, request: Request) -> bool:
         """Take the blocks of another load while nothing runs: nobody else will give any back."""
         return not self._places.running and self._places.give_up_last_load(spare=request)
+
+    def _take_from_paused(self, request: Request) -> bool:
+        """As `_make_room`, where all that have loaded wait for the end of a pause: they cannot run
+        before, nor load again."""
+        loaded = self._places.loaded.values()
+        has_begun = any(other.num_preemptions > 0 for other in loaded)
+        return not has_begun and self._make_room(request)
 
     def _start(self, request: Request, num_tokens: int, step: StepBuilder, now: float) -> None:
         places = self._places
@@ -241,6 +276,15 @@ class Admission:
                 counts["external_queried_tokens"] += request.num_prompt_tokens - in_pool
         for tier, num_tokens in request.cached_tokens_by_tier.items():
             counts[f"cached_tokens_{tier}"] += num_tokens
+
+
+def _next_of(queues: Sequence[FCFSQueue], only_known: bool) -> tuple[FCFSQueue, Request] | None:
+    """Whose turn it is."""
+    for queue in queues:
+        for request in queue:
+            if not only_known or request.num_preemptions > 0:
+                return queue, request
+    return None
 
 
 def _num_queued(running: list[Request]) -> int:

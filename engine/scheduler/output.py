@@ -14,7 +14,7 @@ from ...connector.base import ConnectorMetadata, ConnectorWorkerOutput
 from ..cache.kv_block import BlockIds
 from ..embeds import EmbedArray
 from ..logprobs import PositionLogprobs, PromptLogprobs
-from ..request import Request, RequestStatus, TokenArray
+from ..request import Progress, Request, RequestStatus, TokenArray
 from ..sampling_params import SamplingParams
 from ..wire import NOT_FINITE, TokenOutput
 from .places import Places
@@ -30,14 +30,44 @@ class OutputWriter:
 
     def __init__(self, places: Places, max_model_len: int) -> None:
         self._places = places
+        self._progress = places.progress
+        self.num_more = 0  # tokens taken beyond one a call
         self._max_model_len = max_model_len
 
     def take(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
         """Append sampled tokens up to the first that ends the request."""
-        progress = self._places.progress[request.request_id]
-        is_first = progress.first_token is None
-        if is_first:
+        progress = self._progress[request.request_id]
+        if len(token_ids) > 1:
+            return self._take_several(request, token_ids, progress, now)
+        token_id = token_ids[0]
+        request.append_output_token(token_id)
+        if progress.first_token is not None and (
+            request.num_tokens < request.max_num_tokens
+            and token_id not in progress.end_ids
+            and request.repetition_detection is None
+        ):
+            return TokenOutput(request.request_id, token_ids)  # nearly always
+        status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
+        return self._output_of(request, token_ids, progress, status, now)
+
+    def pass_on(self, request: Request, token_id: int, now: float) -> TokenOutput:
+        """Append a token that another engine has chosen, before the request has run here. What goes
+        with the first token comes with the one behind it, and here only if there is none."""
+        progress = self._progress[request.request_id]
+        request.append_output_token(token_id)
+        status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
+        output = TokenOutput(request.request_id, [token_id])
+        if status is not None:
             progress.first_token = now
+            output.num_cached_tokens = 0
+            if status is RequestStatus.FINISHED_STOPPED:
+                request.stop_reason = stop_reason(request, token_id)
+            self._close(output, request, status, now)
+        return output
+
+    def _take_several(
+        self, request: Request, token_ids: list[int], progress: Progress, now: float
+    ) -> TokenOutput:
         status = None
         for count, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
@@ -45,11 +75,26 @@ class OutputWriter:
             if status is not None:
                 token_ids = token_ids[:count]
                 break
+        self.num_more += len(token_ids) - 1
+        return self._output_of(request, token_ids, progress, status, now)
+
+    def _output_of(
+        self,
+        request: Request,
+        token_ids: list[int],
+        progress: Progress,
+        status: RequestStatus | None,
+        now: float,
+    ) -> TokenOutput:
+        is_first = progress.first_token is None
+        if is_first:
+            progress.first_token = now
         output = TokenOutput(request.request_id, token_ids)
         if is_first:
             output.num_cached_tokens = request.num_cached_tokens
             output.cached_tokens_by_tier = request.cached_tokens_by_tier
             output.timings = progress.timings(request, now)
+            output.prompt_logprobs = progress.prompt_logprobs
         if status is not None:
             if status is RequestStatus.FINISHED_STOPPED:
                 request.stop_reason = stop_reason(request, token_ids[-1])
@@ -76,12 +121,17 @@ class OutputWriter:
 
 
 def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
-    """Give outputs what the worker sent along with their tokens, as far as the tokens were kept."""
+    """Give outputs what the worker sent along with their tokens, as far as the tokens were kept.
+    One without tokens may be of another request than the worker means: an id can be used again."""
     for output in outputs:
+        if not output.new_token_ids:
+            continue
         entries = runner_output.logprobs.get(output.request_id)
         if entries is not None:
             output.logprobs = entries[: len(output.new_token_ids)]
-        output.prompt_logprobs = runner_output.prompt_logprobs.get(output.request_id)
+        told = runner_output.prompt_logprobs.get(output.request_id)
+        if told is not None:
+            output.prompt_logprobs = told
 
 
 def fault_of(
@@ -116,7 +166,8 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """The difference for requests the worker knows; the lists run in parallel."""
+    """The difference for requests the worker knows; the lists run in parallel. One that goes on
+    where its last step ended, in the blocks that it has, is not among them."""
 
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: nothing new

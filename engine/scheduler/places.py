@@ -4,7 +4,8 @@
 The places:
 
     waiting   arrived or preempted; holds no blocks
-    skipped   as waiting, but was passed over once, or its load has ended; asked before `waiting`
+    deferred  as waiting, but the tiers told it to ask again; asked in turns, before the others
+    skipped   as waiting, but its load has ended; asked before `waiting`
     loading   its load is under way; holds blocks, is in no queue
     running   holds blocks, gets tokens; the loads of some are overlapped (`loading.py`)
 """
@@ -40,21 +41,13 @@ class FCFSQueue:
         """Put a request at the end."""
         self._requests.append(request)
 
-    def peek(self) -> Request:
-        """The first request; stays where it is. Raises IndexError if there is none."""
-        return self._requests[0]
-
-    def pop(self) -> Request:
-        """Take the first request. Raises IndexError if there is none."""
-        return self._requests.popleft()
-
     def prepend(self, request: Request) -> None:
         """Put a request in front of all others."""
         self._requests.appendleft(request)
 
-    def prepend_all(self, requests: Iterable[Request]) -> None:
-        """Put requests in front of all others, in this order."""
-        self._requests.extendleft(reversed(list(requests)))
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """Put requests at the end, in this order."""
+        self._requests.extend(requests)
 
     def remove(self, request: Request) -> bool:
         """Take a request out, wherever it stands; whether it was there."""
@@ -82,19 +75,20 @@ class Places:
         self.embed_bytes = 0  # of the prompt embeddings of `requests`
         self.running: list[Request] = []
         self.waiting = FCFSQueue()
+        self.deferred = FCFSQueue()
         self.skipped = FCFSQueue()
         # Requests in `skipped` that hold loaded blocks, in the order in which their loads ended.
         self.loaded: dict[str, Request] = {}
         self.finished_ids: set[str] = set()  # the worker has not been told yet
-        self.deferred_ids: set[str] = set()  # stood aside in the last round of admission
+        self._has_ended = False  # some request, since the last sweep
+        self.num_departed = 0  # requests that have ended or were sent back
         self.counts: Counter[str] = Counter()
         self.loading = LoadingRequests(manager, self.connector, self.counts, observer)
 
     @property
     def num_deferred(self) -> int:
         """Waiting requests that wait for a load or an answer of the tiers, not for room."""
-        standing_aside = sum(request_id in self.requests for request_id in self.deferred_ids)
-        return standing_aside + self.loading.num_unfinished
+        return len(self.deferred) + self.loading.num_unfinished
 
     def enter(self, request: Request, progress: Progress) -> None:
         """A new request waits."""
@@ -138,6 +132,7 @@ class Places:
         request.num_placeholders = 0
         request.num_external_computed_tokens = 0
         request.num_preemptions += 1
+        self.num_departed += 1
         self.counts["preemptions"] += 1
         self.note(request, Decision.PREEMPTED)
         return request
@@ -179,8 +174,12 @@ class Places:
         del self.progress[request_id]
         self.embed_bytes -= request.embed_bytes
         self.finished_ids.add(request_id)
+        self._has_ended = True
+        self.num_departed += 1
         self.counts[f"ended_{status.finish_reason}"] += 1
         self.note(request, Decision.FINISHED)
+        if request.hands_over and place is RequestStatus.RUNNING and request.num_output_tokens == 1:
+            self.manager.name_tail(request)
         self.connector.request_finished(request_id)
         if place is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return  # a copy may be writing to its blocks; they are given back when it is reported
@@ -190,9 +189,11 @@ class Places:
         self.manager.free(request)
         if place is not RequestStatus.RUNNING:
             self.loaded.pop(request_id, None)
-            if not self.skipped.remove(request):
-                self.waiting.remove(request)
+            any(queue.remove(request) for queue in (self.waiting, self.skipped, self.deferred))
 
     def sweep(self) -> None:
         """Take finished requests out of `running`, all at once."""
+        if not self._has_ended:
+            return
+        self._has_ended = False
         self.running[:] = [request for request in self.running if not request.is_finished]

@@ -43,26 +43,35 @@ class RunningRound:
         loading, progress = self._places.loading, self._places.progress
         allocate = self._places.manager.allocate_slots
         any_overlapped = loading.num_overlapped > 0
-        index = 0
-        while index < len(running) and step.budget > 0:
-            request = running[index]
+        block_size = self._places.manager.block_size
+        last_offset = block_size - 1
+        decodes: list[Request] = []
+        for request in running:  # from whose end those are taken that must make room
+            if step.budget <= len(decodes):
+                break
+            computed = request.num_computed_tokens
+            num_tokens = request.num_tokens - computed + request.num_placeholders
             if any_overlapped:
-                num_tokens = loading.most_tokens(request, progress[request.request_id])
-            else:
-                num_tokens = request.num_tokens - request.num_computed_tokens
-            num_tokens += request.num_placeholders
-            if num_tokens == 0:  # it waits for a copy, or for its last token
-                index += 1
+                limit = loading.most_tokens(request, progress[request.request_id])
+                num_tokens = limit + request.num_placeholders
+            elif (
+                num_tokens == 1
+                and 0 < computed % block_size < last_offset
+                and computed == request.num_told_tokens
+            ):
+                # In the middle of a block: its slot is there, and the block is not full yet.
+                decodes.append(request)
                 continue
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, self._chunk_limit, step.budget)
+            if num_tokens == 0:  # it waits for a copy, or for its last token
+                continue
+            num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             added = allocate(request, num_tokens)
-            while added is None:
-                if not self._make_room(request, step, now):
-                    return
+            while added is None and self._make_room(request, step, now):
                 added = allocate(request, num_tokens)
+            if added is None:
+                break
             step.go_on(request, num_tokens, added)
-            index += 1
+        step.decode(decodes)
 
     def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
         """Take blocks from whoever came last. False: `request` came last, and nobody runs behind

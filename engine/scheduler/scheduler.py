@@ -36,15 +36,15 @@ from ...connector.base import (
     KVConnectorScheduler,
 )
 from ...tiers.context import NO_CONTEXT, RequestContext
-from ...tiers.settings.sizes import show_size
-from ...tiers.settings.values import ConfigError
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
 from ..observer import GuardedObserver, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
+from .limits import QueueFull, check_config, check_embeds, check_request
 from .output import (
+    CachedRequestData,
     ModelRunnerOutput,
     OutputWriter,
     SchedulerOutput,
@@ -57,51 +57,11 @@ from .running import RunningRound
 from .step import EntryKind, StepBuilder, StepEntry
 from .stop import end_token_ids
 
-
-def check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    """Without chunks a whole prompt must fit into one step. Raises ConfigError."""
-    if config.enable_chunked_prefill:
-        return
-    if config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} cannot hold a whole prompt "
-            f"of up to {max_model_len} tokens, as --no-enable-chunked-prefill requires; raise it "
-            "or allow chunks"
-        )
-    if config.long_prefill_token_threshold:
-        raise ConfigError(
-            "--long-prefill-token-threshold cuts prompts into chunks, which "
-            "--no-enable-chunked-prefill forbids; drop one of them"
-        )
-
-
-def check_request(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
-    """Refuse a request that can never run: it must fit into the context, and alone into the pool.
-    Raises ValueError with what was expected, what came and what to do."""
-    num_prompt = request.num_prompt_tokens
-    if num_prompt >= max_model_len:
-        raise ValueError(
-            f"the prompt has {num_prompt} tokens, but a context of {max_model_len} must hold it "
-            "and at least one new token; shorten the prompt"
-        )
-    # The last token is sampled but never computed, so it needs no slot.
-    longest = min(num_prompt + request.max_tokens, max_model_len) - 1
-    needed = manager.num_blocks_for(longest)
-    usable = manager.pool.num_blocks - 1
-    if needed > usable:
-        raise ValueError(
-            f"a prompt of {num_prompt} tokens with max_tokens {request.max_tokens} needs {needed} "
-            f"blocks, but the KV pool has {usable}; ask for less, or start with a larger pool"
-        )
-
-
 # Below this many blocks, storing at eviction is cheaper than waking the copy thread early.
 MIN_AHEAD_BLOCKS = 8
 # A request that was told to ask the tiers again does so after this time at the latest, so that a
 # lost wake-up costs a moment and not the request.
 RETRY_SECONDS = 0.02
-# Of the prompt embeddings of all unfinished requests.
-MAX_EMBED_BYTES = 1 << 30
 LOAD_FAILED = (
     "blocks of this prompt could not be loaded: {}. It was not computed instead because of "
     "--kv-offload-load-failure fail"
@@ -120,10 +80,10 @@ class StepInFlight(NamedTuple):
 
     output: SchedulerOutput
     entries: list[StepEntry]
+    num_departed: int  # requests that had ended or been sent back before
 
 
-class QueueFull(ValueError):
-    """The waiting queue is full; the caller may try again later."""
+_NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
 
 class Scheduler:
@@ -178,7 +138,7 @@ class Scheduler:
         # Half of them go at a time: what is left in front is what one step takes.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
         self._max_steps_in_flight = max_steps_in_flight
-        self._run_ahead_to = max_model_len if runs_ahead and max_steps_in_flight > 1 else 0
+        self._runs_ahead = runs_ahead and max_steps_in_flight > 1
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._step_id = 0
         self._paused: Pause | None = None
@@ -228,29 +188,32 @@ class Scheduler:
         if self.num_waiting >= self.config.max_waiting_requests:
             raise QueueFull(f"{self.num_waiting} requests are waiting, no more may; try later")
 
-    def add_request(self, request: Request, context: RequestContext = NO_CONTEXT) -> None:
-        """Queue a request. `context` is for the tiers. Raises ValueError for one that can never run
-        or whose id is taken, and QueueFull if too many wait."""
+    def add_request(
+        self,
+        request: Request,
+        context: RequestContext = NO_CONTEXT,
+        *,
+        first_token: int | None = None,
+    ) -> TokenOutput | None:
+        """Queue a request. `context` is for the tiers; `first_token` was chosen by an engine that
+        has computed the prompt, and its output comes at once. Raises ValueError for a request that
+        can never run or whose id is taken, and QueueFull if too many wait."""
         places = self._places
         if request.request_id in places.requests or request.request_id in places.loading:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager, self.max_model_len)
         self.check_queue()
-        self._check_embeds(request)
+        check_embeds(request, places.embed_bytes)
+        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
-        if not request.skip_reading_prefix_cache:
-            self.connector.request_queued(request, context)
         self._stalled = False
-
-    def _check_embeds(self, request: Request) -> None:
-        """Prompts of numbers take up to thousands of times the memory of tokens, so their number
-        alone is no limit. One always fits, whatever its size. Raises QueueFull."""
-        held, more = self._places.embed_bytes, request.embed_bytes
-        if more and held and held + more > MAX_EMBED_BYTES:
-            raise QueueFull(
-                f"prompt embeddings of unfinished requests take {show_size(held)}, and with "
-                f"{show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"
-            )
+        output = None
+        if first_token is not None:
+            output = self._writer.pass_on(request, first_token, time.monotonic())
+            places.counts["generated_tokens"] += 1
+        if not (request.skip_reading_prefix_cache or request.is_finished):
+            self.connector.request_queued(request, context)
+        return output
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -284,7 +247,7 @@ class Scheduler:
             self.manager,
             self._step_id,
             self.config.max_num_batched_tokens,
-            run_ahead_to=self._run_ahead_to,
+            runs_ahead=self._runs_ahead,
         )
         num_loading = places.loading.num_waiting
         retry = False
@@ -300,7 +263,8 @@ class Scheduler:
         self._preempted_again = set()
         total = output.total_num_scheduled_tokens
         if total:
-            self._in_flight.append(StepInFlight(output, list(step.entries.values())))
+            entries = list(step.entries.values())
+            self._in_flight.append(StepInFlight(output, entries, places.num_departed))
         self._stalled = total == 0 and places.loading.num_waiting == num_loading
         self._retry_at = now + RETRY_SECONDS if retry else None
         places.counts["steps"] += 1
@@ -322,38 +286,48 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
         """Take in what the worker made of a step: first the loads that ended, then the tokens."""
-        entries = self._land(scheduler_output)
+        _, entries, num_departed = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
+        num_ended, num_more = len(outputs), self._writer.num_more
         if entries:
             self._stalled = False
             self.manager.pool.commit_step(scheduler_output.step_id)
-        sampled = runner_output.sampled_token_ids
+        all_current = num_departed == self._places.num_departed
+        sampled, nan_ids = runner_output.sampled_token_ids, runner_output.nan_request_ids
         take = self._writer.take
         running = RequestStatus.RUNNING
         for entry in entries:
             request = entry[0]
             # As `entry.is_current`, for hundreds in every step.
-            if request.status is not running or request.num_preemptions != entry[3]:
-                continue  # ended or sent back while the step ran
+            if not all_current and (
+                request.status is not running or request.num_preemptions != entry[3]
+            ):
+                # Ended or sent back while the step ran. The worker tells a prompt's once.
+                told = runner_output.prompt_logprobs.get(request.request_id)
+                if told is not None and not request.is_finished:
+                    self._places.progress[request.request_id].prompt_logprobs = told
+                continue
             request_id = request.request_id
             token_ids = sampled.get(request_id)
-            if token_ids and request_id not in runner_output.nan_request_ids:
+            if token_ids and not (nan_ids and request_id in nan_ids):
                 outputs.append(take(request, token_ids, now))
                 if request.num_placeholders:
                     self._settle(request)
             elif error := fault_of(request, entry.end, runner_output):
                 ended = RequestStatus.FINISHED_ERROR
-                if request_id in runner_output.nan_request_ids:
+                if request_id in nan_ids:
                     self._places.drop_blocks(request, NOT_FINITE)
                     self._places.counts["requests_not_finite"] += 1
                     ended = RequestStatus.FINISHED_NOT_FINITE
                 outputs.append(self._writer.end(request, ended, now, error))
-        self._places.counts["generated_tokens"] += sum([len(o.new_token_ids) for o in outputs])
+                num_ended += 1
+        # One token for each of the others, but for those of whom several came.
+        num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
+        self._places.counts["generated_tokens"] += num_tokens
         if runner_output.logprobs or runner_output.prompt_logprobs:
             add_logprobs(outputs, runner_output)
-        if any(output.finish_reason for output in outputs):
-            self._places.sweep()
+        self._places.sweep()
         return outputs
 
     def fail_step(
@@ -362,7 +336,8 @@ class Scheduler:
         """A step raised in the worker: its requests end with an error, and so do those of all steps
         in flight behind it, which no longer come back; what they should have written is forgotten,
         all others go on. Loads in flight are reported as ever."""
-        failed = [StepInFlight(scheduler_output, self._land(scheduler_output)), *self._in_flight]
+        landed = self._land(scheduler_output)._replace(output=scheduler_output)
+        failed = [landed, *self._in_flight]
         self._in_flight.clear()
         self._last_failed_id = failed[-1].output.step_id
         self.manager.pool.drop_uncomputed(scheduler_output.step_id)
@@ -495,13 +470,13 @@ class Scheduler:
             if request_id in places.requests
         ]
 
-    def _land(self, scheduler_output: SchedulerOutput) -> list[StepEntry]:
+    def _land(self, scheduler_output: SchedulerOutput) -> StepInFlight:
         """The first step in flight has come back, or one without tokens."""
         if scheduler_output.total_num_scheduled_tokens == 0:
-            return []
+            return _NO_STEP
         if not self._in_flight or scheduler_output is not self._in_flight[0].output:
             raise RuntimeError(
                 "this is not the step in flight that is due; each comes back exactly once, the "
                 "oldest first"
             )
-        return self._in_flight.popleft().entries
+        return self._in_flight.popleft()

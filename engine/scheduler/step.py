@@ -51,6 +51,7 @@ class StepEntry(NamedTuple):
         return self.num_computed_tokens + self.num_tokens
 
 
+_GOES_ON = EntryKind.GOES_ON
 # From a tuple, at half the price of the class itself.
 _step_entry = partial(tuple.__new__, StepEntry)
 
@@ -59,9 +60,9 @@ class StepBuilder:
     """One step under construction. `budget` is what is left of its tokens."""
 
     __slots__ = (
-        "_all_go_on",
         "_manager",
-        "_run_ahead_to",
+        "_runs_ahead",
+        "_to_tell",
         "budget",
         "entries",
         "preempted_ids",
@@ -70,13 +71,13 @@ class StepBuilder:
     )
 
     def __init__(
-        self, manager: KVCacheManager, step_id: int, budget: int, *, run_ahead_to: int = 0
+        self, manager: KVCacheManager, step_id: int, budget: int, *, runs_ahead: bool = False
     ) -> None:
-        """The next step goes on behind the tokens that this one chooses, up to so many tokens a
-        request; 0: it waits for them."""
+        """`runs_ahead`: the next step goes on behind the tokens that this one chooses; else it
+        waits for them."""
         self._manager = manager
-        self._run_ahead_to = run_ahead_to
-        self._all_go_on = True
+        self._runs_ahead = runs_ahead
+        self._to_tell: dict[str, StepEntry] = {}  # the entries that the worker does not expect
         self.step_id = step_id
         self.budget = budget
         self.preempted_ids: set[str] = set()
@@ -91,17 +92,30 @@ class StepBuilder:
             block_ids = tuple([[block.block_id for block in blocks] for blocks in added])
         self._grant(request, num_tokens, block_ids, EntryKind.GOES_ON)
 
+    def decode(self, requests: list[Request]) -> None:
+        """As `go_on` for each, with one token in the blocks that it has, which the worker need not
+        be told: most of most steps."""
+        entries, runs_ahead = self.entries, self._runs_ahead
+        for request in requests:
+            computed = request.num_computed_tokens
+            entries[request.request_id] = _step_entry(
+                (request, 1, computed, request.num_preemptions, None, _GOES_ON,
+                 request.num_placeholders)
+            )  # fmt: skip
+            request.num_computed_tokens = request.num_told_tokens = computed + 1
+            if runs_ahead and computed + 2 < request.max_num_tokens:
+                request.num_placeholders = computed + 2 - request.num_tokens
+        self.budget -= len(requests)
+
     def start(self, request: Request, num_tokens: int) -> None:
         """A request that the worker has not seen runs, after `num_computed_tokens` found or
         loaded."""
         block_ids = self._manager.get_block_ids(request.request_id)
-        self._all_go_on = False
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
     def resume(self, request: Request, num_tokens: int) -> None:
         """A preempted request that the worker remembers runs again, with a new table."""
         block_ids = self._manager.get_block_ids(request.request_id)
-        self._all_go_on = False
         self._grant(request, num_tokens, block_ids, EntryKind.RESUMES)
 
     def revoke(self, request: Request) -> None:
@@ -115,6 +129,8 @@ class StepBuilder:
         entry = self.entries[request.request_id]
         self._manager.revoke(request, entry.num_computed_tokens, entry.block_ids)
         del self.entries[request.request_id]
+        self._to_tell.pop(request.request_id, None)
+        request.num_told_tokens = -1
         self.budget += entry.num_tokens
         request.num_placeholders = entry.num_placeholders
         goes_on = entry.kind is EntryKind.GOES_ON
@@ -127,16 +143,8 @@ class StepBuilder:
         last_failed_id: int = 0,
     ) -> SchedulerOutput:
         """The finished step."""
-        entries, new, cached = self.entries, [], CachedRequestData()
-        tokens: dict[str, int] = {}
-        if entries:
-            # By columns: most steps are hundreds of requests that go on.
-            _, counts, computed, _, block_ids, _, _ = zip(*entries.values(), strict=True)
-            tokens = dict(zip(entries, counts, strict=True))
-            if self._all_go_on:
-                cached = CachedRequestData(list(entries), list(block_ids), list(computed))
-            else:
-                new = self._describe(cached)
+        new, cached = self._describe()
+        tokens = {request_id: entry[1] for request_id, entry in self.entries.items()}
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,
@@ -149,10 +157,10 @@ class StepBuilder:
             connector_meta=connector_meta,
         )
 
-    def _describe(self, cached: CachedRequestData) -> list[NewRequestData]:
-        """Fill `cached` where not all requests go on; those that the worker has not seen."""
-        new = []
-        for request_id, entry in self.entries.items():
+    def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
+        """The requests that the worker has not seen, and the changes of others."""
+        new, cached = [], CachedRequestData()
+        for request_id, entry in self._to_tell.items():
             request = entry.request
             if entry.kind is EntryKind.STARTS:
                 assert entry.block_ids is not None
@@ -174,19 +182,20 @@ class StepBuilder:
             if entry.kind is EntryKind.RESUMES:
                 cached.resumed_request_ids.add(request_id)
                 cached.output_token_ids[request_id] = list(request.output_token_ids)
-        return new
+        return new, cached
 
     def _grant(
         self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
         """The counter runs ahead of the worker: the step was told the old value."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
-        self.entries[request.request_id] = _step_entry(
+        entry = _step_entry(
             (request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders)
         )
+        self.entries[request.request_id] = self._to_tell[request.request_id] = entry
         self.budget -= num_tokens
-        request.num_computed_tokens = computed = computed + num_tokens
-        if computed + 1 < self._run_ahead_to and computed == request.num_tokens + placeholders:
-            # With the token chosen now it may be long enough, and needs no further step.
-            if computed + 1 < request.num_prompt_tokens + request.max_tokens:
+        request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
+        # With the token chosen now it may be long enough, and needs no further step.
+        if self._runs_ahead and computed + 1 < request.max_num_tokens:
+            if computed == request.num_tokens + placeholders:
                 request.num_placeholders = placeholders + 1

@@ -80,6 +80,17 @@ def hides(name: str, value: Any) -> Iterator[str]:
                 yield from (other for other in OPTIONS if other.startswith(f"kv_offload_{tier}_"))
 
 
+def without_effect(engine: EngineConfig) -> Iterator[str]:
+    """The options that mean nothing to this engine."""
+    if engine.cache.num_blocks is not None:
+        yield from hides("num_blocks", engine.cache.num_blocks)
+    offload = engine.offload
+    yield from hides("kv_offload", offload.tiers)
+    for name, value in (("kv_peers", offload.peers), ("kv_serve", offload.serve_at)):
+        if not value:
+            yield from (other for other in OPTIONS if other.startswith(f"{name}_"))
+
+
 def default_text(name: str) -> str:
     """The default, in words or in the form that a flag takes."""
     if name in (MODEL, "served_model_name"):

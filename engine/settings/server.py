@@ -42,6 +42,7 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = (ANY,)
     allowed_headers: tuple[str, ...] = (ANY,)
     allow_credentials: bool = False
+    tenant_header: str | None = None  # in small letters; None: all clients are one tenant
     ssl_certfile: Path | None = None  # None: plain HTTP
     ssl_keyfile: Path | None = None  # None: the key lies in the certificate's file
     ssl_ca_certs: Path | None = None
@@ -120,6 +121,15 @@ def _tokens(called: str, value: Any) -> tuple[str, ...]:
     return tokens
 
 
+def _header(called: str, value: Any) -> str:
+    name = readers.text(called, value).lower()
+    if not _TOKEN.fullmatch(name):
+        raise ConfigError(
+            f"{called} takes the name of a header such as X-Tenant, not {format_value(value)}"
+        )
+    return name
+
+
 def _methods(called: str, value: Any) -> tuple[str, ...]:
     return tuple(method.upper() for method in _tokens(called, value))
 
@@ -164,6 +174,11 @@ SERVER_OPTIONS: Mapping[str, Option] = {
     "allow_credentials": Option(
         "server", "allow_credentials", readers.switch,
         "let them use cookies and what else a browser keeps for this server",
+    ),
+    "tenant_header": Option(
+        "server", "tenant_header", _header,
+        "requests name their tenant in this header; only a router may then reach the server",
+        "NAME",
     ),
     "ssl_keyfile": Option(
         "server", "ssl_keyfile", readers.path, "the key of the server's certificate, as PEM",

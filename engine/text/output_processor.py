@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..client.base import EngineClient
+from ..handover import Ticket
 from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..request import BYTES_PER_TOKEN, unpack_token_ids
 from ..sampling_params import SamplingParams
@@ -103,6 +104,7 @@ class TextOutput:
     timings: dict[str, float] | None = None
     logprobs: list[PositionLogprobs] | None = None  # one for each of `token_ids`
     prompt_logprobs: PromptLogprobs | None = None
+    ticket: Ticket | None = None
 
 
 class OutputProcessor:
@@ -144,6 +146,7 @@ class OutputProcessor:
             error_code=output.error_code,
             timings=None if output.finish_reason is None else output.timings,
             prompt_logprobs=output.prompt_logprobs,
+            ticket=output.ticket,
         )
         if self._params.stop:
             self._take_until_stop(output, result)

@@ -7,6 +7,7 @@ Reads `tokenizer.json`, and from `tokenizer_config.json` what the first does not
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,12 +122,18 @@ class PromptTooLong(ValueError):
 class Tokenizer:
     """One model's tokenizer. Safe to call from several threads."""
 
-    def __init__(self, fast: FastTokenizer, config: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        config: Mapping[str, object] | None = None,
+        digest: str = "",
+    ) -> None:
         # A saved file may carry the cutting and filling of somebody's training run.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self._config = config or {}
+        self.digest = digest  # of the file that it was read from
         vocabulary = fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_token = max((len(token) for token in vocabulary), default=1)
@@ -153,15 +160,16 @@ class Tokenizer:
                 "the model again"
             )
         try:
+            data = path.read_bytes()
             with _panics_are_errors():
-                fast = FastTokenizer.from_file(str(path))
+                fast = FastTokenizer.from_buffer(data)
         except Exception as error:
             raise ConfigError(
                 f"{path} cannot be read as a tokenizer ({error}); copy it from the model again"
             ) from error
         settings = directory / TOKENIZER_CONFIG
         found = read_json(settings, MAX_SETTINGS_BYTES).values if is_there(settings) else {}
-        return cls(fast, found)
+        return cls(fast, found, hashlib.sha256(data).hexdigest())
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

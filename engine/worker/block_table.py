@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's block tables: which block holds which tokens of which row of the batch.
 
-The table lives in host memory; on a CPU that is where the attention reads it too.
+The table lives in host memory; on a CPU that is where the attention reads it too. A device keeps a
+copy, and is sent what changes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from ..cache.kv_block import BlockIds
 
 BlockArray = npt.NDArray[np.int32]
 
+_NO_PLACES: IntArray = np.zeros(0, np.int64)
+_NO_BLOCKS: BlockArray = np.zeros(0, np.int32)
+
 
 class BlockTable:
     """Rows of block ids of one cache group."""
@@ -26,6 +30,7 @@ class BlockTable:
         # Zero is the null block, so entries past a row's end can be read without harm.
         self.array: BlockArray = np.zeros((max_rows, max_blocks_per_row), np.int32)
         self.num_blocks: BlockArray = np.zeros(max_rows, np.int32)
+        self._changed: dict[int, int] = {}  # row → its first entry that changed
 
     def append_row(self, block_ids: Sequence[int], row: int) -> None:
         """Add blocks at the end of a row."""
@@ -38,10 +43,11 @@ class BlockTable:
             raise ValueError(f"row {row} takes {self.array.shape[1]} blocks, and {end} are given")
         self.array[row, start:end] = ids
         self.num_blocks[row] = end
+        self._changed[row] = min(start, self._changed.get(row, start))
 
     def add_row(self, block_ids: Sequence[int], row: int) -> None:
         """Replace a row."""
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = self._changed[row] = 0
         self.append_row(block_ids, row)
 
     def move_row(self, source: int, target: int) -> None:
@@ -49,6 +55,19 @@ class BlockTable:
         count = self.num_blocks[source]
         self.array[target, :count] = self.array[source, :count]
         self.num_blocks[target] = count
+        self._changed[target] = 0
+
+    def take_changes(self) -> tuple[IntArray, IntArray, BlockArray]:
+        """The entries that changed since the last call: row, place in the row, and block. For
+        whoever keeps a copy; what lies behind a row's end may differ there."""
+        rows, places, blocks = [_NO_PLACES], [_NO_PLACES], [_NO_BLOCKS]
+        for row, start in self._changed.items():
+            end = int(self.num_blocks[row])
+            rows.append(np.full(end - start, row))
+            places.append(np.arange(start, end))
+            blocks.append(self.array[row, start:end])
+        self._changed = {}
+        return np.concatenate(rows), np.concatenate(places), np.concatenate(blocks)
 
     def row(self, row: int) -> BlockArray:
         """A view of a row's blocks."""

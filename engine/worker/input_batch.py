@@ -7,18 +7,20 @@ and returns the BatchUpdate. sampling state follows through the BatchUpdate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder
+from ..batch.batch_update import AddedRow, BatchUpdate, BatchUpdateBuilder, IntArray
 from ..cache.kv_block import BlockIds
 from ..request import TokenArray
 from ..sampling_params import SamplingParams
 from .block_table import MultiGroupBlockTable
+
+_KNOWN = -1
 
 
 @dataclass(slots=True)
@@ -43,8 +45,21 @@ class HeldRow(NamedTuple):
     num_computed: int
 
 
+class ExpectedTokens(NamedTuple):
+    """One token each for some requests, which the device is choosing."""
+
+    requests: list[WorkerRequest]
+    rows: IntArray  # that they had then
+    positions: IntArray  # [requests] of the tokens
+    num_updates: int  # of the batch until then
+
+
 class InputBatch:
-    """Rows `0 … len(batch)-1` are in use after `finish`."""
+    """Rows `0 … len(batch)-1` are in use after `finish`.
+
+    A token that is expected counts among those of its row, but its value is not known: until it has
+    come, `expected_index` says which of the expected ones it is.
+    """
 
     def __init__(self, max_rows: int, max_model_len: int, tables: MultiGroupBlockTable) -> None:
         self.tables = tables
@@ -55,6 +70,8 @@ class InputBatch:
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
+        self._num_updates = 0
         self._builder = BatchUpdateBuilder()
         self._end = 0  # rows in use lie below it, with holes only during a step
 
@@ -85,23 +102,53 @@ class InputBatch:
         self.token_ids[row, prompt_length:length] = request.output_token_ids
         self.num_tokens[row] = length
         self.num_computed[row] = num_computed
+        self.expected_index[row] = _KNOWN
         self.tables.add_row(block_ids, row)
         self._builder.add(
             AddedRow(row, request.params, request.prompt_token_ids, request.output_token_ids)
         )
         return row
 
-    def append_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Add sampled tokens, to the row and to the request's own list."""
-        request = self.requests[row]
-        if request is None:
-            raise ValueError(f"row {row} of the batch is empty")
-        start = int(self.num_tokens[row])
+    def expect_tokens(self, rows: IntArray) -> ExpectedTokens:
+        """One more token in each of these rows, in this order; `take_tokens` says which. Those of
+        one step at a time are expected."""
+        requests = [self.requests[row] for row in rows.tolist()]
+        if None in requests:
+            raise ValueError(f"row {rows[requests.index(None)]} of the batch is empty")
+        positions = self.num_tokens[rows]
+        self.num_tokens[rows] += 1
+        self.expected_index[rows] = np.arange(len(rows))
+        return ExpectedTokens(
+            cast(list[WorkerRequest], requests), rows, positions, self._num_updates
+        )
+
+    def take_tokens(
+        self, expected: ExpectedTokens, token_ids: Sequence[int], lost: Collection[int] = ()
+    ) -> None:
+        """The tokens that were expected, to the rows and the requests' own lists; there are none at
+        the indices `lost`. Requests may have moved or left the batch since."""
+        requests, rows, positions, num_updates = expected
+        for request, token_id in zip(requests, token_ids, strict=True):
+            request.output_token_ids.append(token_id)
+        for index in lost:
+            requests[index].output_token_ids.pop()
+        ids = np.asarray(token_ids, np.int32)
+        self.expected_index.fill(_KNOWN)
+        if num_updates != self._num_updates:
+            here = [self._row_of(request) for request in requests]
+            kept = np.flatnonzero(np.asarray([row is not None for row in here], np.bool_))
+            rows = np.asarray([row for row in here if row is not None], np.int64)
+            positions, ids = positions[kept], ids[kept]
         # The last token of a full context is delivered but never computed, so it needs no place.
-        fits = token_ids[: max(0, self.max_model_len - start)]
-        self.token_ids[row, start : start + len(fits)] = fits
-        self.num_tokens[row] = start + len(token_ids)
-        request.output_token_ids.extend(token_ids)
+        fits = positions < self.max_model_len
+        self.token_ids[rows[fits], positions[fits]] = ids[fits]
+        for index in lost:
+            if (row := self._row_of(requests[index])) is not None:
+                self.num_tokens[row] -= 1
+
+    def forget_expected(self) -> None:
+        """The tokens that were expected will not come; the requests must leave the batch."""
+        self.expected_index.fill(_KNOWN)
 
     def finish(self) -> BatchUpdate | None:
         """Close the holes; what changed since the last call, None for nothing."""
@@ -112,7 +159,9 @@ class InputBatch:
             self._builder.pop_removed()
             self._move(self._end - 1, hole)
         self._end = size
-        return self._builder.finish(size)
+        update = self._builder.finish(size)
+        self._num_updates += update is not None
+        return update
 
     def held_rows(self) -> list[HeldRow]:
         """The row of every request in the batch. After an update that broke off in the middle: of
@@ -131,12 +180,18 @@ class InputBatch:
         BatchUpdate empties all rows and fills them anew."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
+        self._num_updates += 1
         self._builder = BatchUpdateBuilder()
         self._end = len(self.requests)
         for row in range(self._end):
             self._builder.remove(row)
         for request, block_ids, num_computed in held:
             self.add(request, block_ids, num_computed)
+
+    def _row_of(self, request: WorkerRequest) -> int | None:
+        """Its row; another request may have its id."""
+        row = self.row_of.get(request.request_id)
+        return row if row is not None and self.requests[row] is request else None
 
     def _free_row(self) -> int:
         row = self._builder.pop_removed()
@@ -155,6 +210,7 @@ class InputBatch:
         self.token_ids[target, :length] = self.token_ids[source, :length]
         self.num_tokens[target] = self.num_tokens[source]
         self.num_computed[target] = self.num_computed[source]
+        self.expected_index[target] = self.expected_index[source]
         self.tables.move_row(source, target)
         self.requests[source], self.requests[target] = None, request
         self.row_of[request.request_id] = target

@@ -3,7 +3,13 @@
 
 Used by one thread. Knows nothing of queues, prefixes or tiers: the scheduler's output says what to
 compute and where, the connector moves blocks in and out of the pool around the forward pass. A step
-waits for the device once, for the tokens that were sampled.
+waits for the device once, for the tokens that were sampled, and the next one can begin before:
+
+    begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
+
+What step 2 computes of tokens that step 1 chooses is put in its place on the device. Before its own
+tokens are chosen those of step 1 are known here, so whatever reads a request's output (penalties,
+seeds, masks) reads all of it.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +38,13 @@ from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.layers import Elementwise
 from ..models.spec import ModelSpec
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Choice, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
-from .forward.forward import StepInputs, step_order
-from .input_batch import HeldRow, InputBatch, WorkerRequest
+from .forward.forward import LateTokens, StepInputs, step_order
+from .input_batch import ExpectedTokens, HeldRow, InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
 from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
@@ -122,6 +129,15 @@ class BegunStep:
     result: ModelRunnerOutput
     logits: torch.Tensor | None = None  # [rows, vocab]; None: nobody is at the end of its tokens
     rows: IntArray = field(default_factory=lambda: NO_ROWS)  # of the batch
+    sampled: SampledStep | None = None  # None: before `sample`, or nobody gets a token
+    error: Exception | None = None  # what went wrong since
+
+
+class SampledStep(NamedTuple):
+    """The tokens of a step, while the device chooses them."""
+
+    choice: Choice
+    expected: ExpectedTokens
 
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
@@ -210,25 +226,27 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
         self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
+        self._due: BegunStep | None = None  # sampled, and its tokens are not known here
         self._connector = NullConnectorWorker() if connector is None else connector
         self._connector.register_pool(self.pool.tensor)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step as a whole: `begin`, then `finish`."""
-        return self.finish(self.begin(output))
+        """One step as a whole."""
+        step = self.begin(output)
+        self.sample(step)
+        return self.collect(step)
 
     @torch.inference_mode()
     def begin(self, output: SchedulerOutput) -> BegunStep:
-        """The copies of a step, its changes of the batch and its forward pass; `finish` must follow
-        before the next step. Raises what goes wrong with the whole step, after which only steps
+        """The copies of a step, its changes of the batch and its forward pass. The step before must
+        have been sampled. Raises what goes wrong with the whole step, after which only steps
         whose `last_failed_id` says so are computed; see also `StepBatch.follow`."""
         # First of all: whatever fails below, copies that were promised begin, and are reported.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
-        if output.last_failed_id < self._last_failed_id:
-            raise StepRefused(
-                f"step {output.step_id} was made before it was known that step "
-                f"{self._last_failed_id} had failed"
-            )
+        due = self._due
+        if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
+            self._take_tokens()
+        self._check_follows(output)
         try:
             self._update_batch(output)
             step = BegunStep(output, ModelRunnerOutput({}))
@@ -240,20 +258,34 @@ class ModelRunner:
             raise
 
     @torch.inference_mode()
-    def finish(self, step: BegunStep, mask: TokenMask | None = None) -> ModelRunnerOutput:
-        """Choose the tokens of a step, where `mask` says among which; all requests that it names
-        choose one. Requests whose logits are not finite are named and get no token; the others are
-        not affected. Raises as `begin` does."""
+    def sample(self, step: BegunStep, mask: TokenMask | None = None) -> None:
+        """Have the tokens of a step chosen, where `mask` says among which; all requests that it
+        names choose one. Waits for those of the step before. Raises as `begin` does."""
+        self._take_tokens()
+        self._check_follows(step.output)
         try:
             if step.logits is not None:
-                self._sample(step.logits, step.rows, step.result, mask)
-            if self._prompt_logprobs.is_active and step.output.num_scheduled_tokens:
-                self._prompt_logprobs.deliver(step.result)
-            step.result.connector_output = self.poll_copies()
-            return step.result
+                step.sampled = self._begin_choice(step.logits, step.rows, mask)
+                step.logits = None
+            self._due = step
         except Exception:
             self._last_failed_id = step.output.step_id
             raise
+
+    def is_done(self, step: BegunStep) -> bool:
+        """Whether `collect` need not wait."""
+        return step.sampled is None or step.sampled.choice.is_done
+
+    @torch.inference_mode()
+    def collect(self, step: BegunStep) -> ModelRunnerOutput:
+        """Wait for the tokens of a step that was sampled. Requests whose logits are not finite are
+        named and get no token; the others are not affected. Raises as `begin` does."""
+        if step is self._due:
+            self._take_tokens()
+        if step.error is not None:
+            raise step.error
+        step.result.connector_output = self.poll_copies()
+        return step.result
 
     def start_copies(self, meta: ConnectorMetadata) -> None:
         """Begin copies that belong to no step."""
@@ -283,6 +315,7 @@ class ModelRunner:
         computed = batch.num_computed[rows]
         positions = ranges(computed, counts)
         token_rows = np.repeat(rows, counts)
+        late = self._late_tokens(rows, computed, counts)
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
@@ -298,13 +331,23 @@ class ModelRunner:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
         launch = self._forward.prepare(
             StepInputs(
-                tables.tables, rows, computed, counts, token_ids, positions, slots, wanted, embeds
+                tables.tables,
+                rows,
+                computed,
+                counts,
+                token_ids,
+                positions,
+                slots,
+                wanted,
+                embeds,
+                late=late,
             )
         )
         self._connector.wait_before_forward()
         hidden = launch()
         batch.num_computed[rows] += counts
-        step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
+        if len(last) < len(rows):
+            step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
         if len(last):
             step.logits, step.rows = self.model.logits(hidden[: len(last)]), rows[ready]
         if prompts.is_active:
@@ -322,13 +365,23 @@ class ModelRunner:
         order = step_order(rows, counts)
         return rows[order], counts[order]
 
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        rows: IntArray,
-        result: ModelRunnerOutput,
-        mask: TokenMask | None,
-    ) -> None:
+    def _late_tokens(
+        self, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> LateTokens | None:
+        """Those of a step that computes `counts` tokens of these rows after `computed` ones."""
+        if self._due is None or self._due.sampled is None:
+            return None
+        index = self.batch.expected_index[rows]
+        late = np.flatnonzero((index >= 0) & (computed + counts == self.batch.num_tokens[rows]))
+        if len(late) == 0:
+            return None
+        return LateTokens(
+            (np.cumsum(counts) - 1)[late], self._due.sampled.choice.tokens, index[late]
+        )
+
+    def _begin_choice(
+        self, logits: torch.Tensor, rows: IntArray, mask: TokenMask | None
+    ) -> SampledStep:
         masked: list[int] = []
         if mask is not None:
             index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -337,21 +390,52 @@ class ModelRunner:
             if len(masked) < len(places):
                 lost = mask.request_ids[places.index(None)]
                 raise ValueError(f"the mask names {lost}, which chooses no token in this step")
-        sampled = self._sampler.sample(logits, rows, mask, masked)
-        for index, row in enumerate(rows.tolist()):
-            request = self.batch.requests[row]
-            if request is None:
-                raise ValueError(f"row {row} of the batch is empty")
-            request_id = request.request_id
-            if not sampled.is_finite[index]:
-                result.nan_request_ids.add(request_id)
-                continue
-            if not sampled.has_choice[index]:
-                result.banned_request_ids.add(request_id)
-                continue
-            token_id = sampled.token_ids[index]
-            self.batch.append_tokens(row, [token_id])
-            result.sampled_token_ids[request_id] = [token_id]
-            entry = sampled.logprobs[index] if sampled.logprobs is not None else None
-            if entry is not None:
-                result.logprobs[request_id] = [entry]
+        choice = self._sampler.begin(logits, rows, mask, masked)
+        return SampledStep(choice, self.batch.expect_tokens(rows))
+
+    def _take_tokens(self) -> None:
+        """The tokens of the step that was sampled last, to the batch and to its result. What goes
+        wrong is kept for `collect`."""
+        due, self._due = self._due, None
+        if due is None:
+            return
+        try:
+            if due.sampled is not None:
+                self._take_sampled(due.sampled, due.result)
+                if self._prompt_logprobs.is_active:
+                    self._prompt_logprobs.deliver(due.sampled.expected.requests, due.result)
+        except Exception as error:  # noqa: BLE001 - `collect` raises it
+            due.error = error
+            self.batch.forget_expected()
+            self._last_failed_id = due.output.step_id
+
+    def _take_sampled(self, step: SampledStep, result: ModelRunnerOutput) -> None:
+        sampled = step.choice.wait()
+        requests, lost = step.expected.requests, []
+        if not (all(sampled.is_finite) and all(sampled.has_choice)):
+            for index, request in enumerate(requests):
+                if not sampled.is_finite[index]:
+                    result.nan_request_ids.add(request.request_id)
+                elif not sampled.has_choice[index]:
+                    result.banned_request_ids.add(request.request_id)
+                else:
+                    continue
+                lost.append(index)
+        self.batch.take_tokens(step.expected, sampled.token_ids, lost)
+        ids = [request.request_id for request in requests]
+        result.sampled_token_ids.update(
+            zip(ids, [[token_id] for token_id in sampled.token_ids], strict=True)
+        )
+        if sampled.logprobs is not None:
+            entries = zip(ids, sampled.logprobs, strict=True)
+            result.logprobs = {i: [entry] for i, entry in entries if entry is not None}
+        for index in lost:
+            result.sampled_token_ids[ids[index]] = []
+            result.logprobs.pop(ids[index], None)
+
+    def _check_follows(self, output: SchedulerOutput) -> None:
+        if output.last_failed_id < self._last_failed_id:
+            raise StepRefused(
+                f"step {output.step_id} was made before it was known that step "
+                f"{self._last_failed_id} had failed"
+            )

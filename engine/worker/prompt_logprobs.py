@@ -14,7 +14,7 @@ They are kept by position, so a prompt that is computed again after a preemption
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,8 +108,13 @@ class PromptLogprobsCollector:
                 wish.entries[begin + 1 : end + 1] = made
                 offset += end - begin
 
-    def deliver(self, result: ModelRunnerOutput) -> None:
-        """Hand over the prompts of which this step sampled the first token."""
-        for request_id in list(self._wishes):
+    def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
+        """Hand over the prompts of those of `requests`, for which this step was to sample, that
+        got their first token. Another request may have taken the id of one of them since."""
+        for request in requests:
+            request_id = request.request_id
+            wish = self._wishes.get(request_id)
+            if wish is None or wish.request is not request:
+                continue
             if result.sampled_token_ids.get(request_id):
                 result.prompt_logprobs[request_id] = self._wishes.pop(request_id).entries

@@ -59,12 +59,14 @@ class AttachRequest(_message.Message):
     def __init__(self, layout: _Optional[_Union[_block_pb2.BlockLayout, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("boot_id", "capacity_bytes")
+    __slots__ = ("boot_id", "capacity_bytes", "is_read_only")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     capacity_bytes: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    is_read_only: bool
+    def __init__(self, boot_id: _Optional[bytes] = ..., capacity_bytes: _Optional[int] = ..., is_read_only: bool = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("keys",)

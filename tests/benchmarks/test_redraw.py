@@ -24,6 +24,7 @@ def width_of(png: bytes) -> int:
 
 
 @pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.slow
 def test_an_earlier_run_is_drawn_again(name: str, tmp_path: Path) -> None:
     report = Report.read(RESULTS / f"{name}.json")
     [path] = draw(report, tmp_path / "picture.png")

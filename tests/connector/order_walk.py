@@ -52,6 +52,7 @@ class Asks:
     block_hashes: list[bytes]
     block_id: int
     num_tokens: int = LAYOUT.block_size + 1
+    tail_hash: bytes | None = None
 
 
 class Known(Exception):

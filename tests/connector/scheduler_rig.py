@@ -43,6 +43,7 @@ class FakeRequest:
     request_id: str
     block_hashes: list[bytes]
     num_tokens: int = field(default=0)
+    tail_hash: bytes | None = None
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or 4 * len(self.block_hashes) + 1

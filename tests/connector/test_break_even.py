@@ -139,6 +139,20 @@ def test_a_store_that_is_down_hinders_nobody(
     assert "the ssd tier could not be tried" in caplog.text
 
 
+@pytest.mark.parametrize("sample", [[], "much", (LEAST_READ_BYTES,)])
+def test_a_store_that_reads_nonsense_hinders_nobody(
+    rig: CalibrationRig,
+    sample: object,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(rig.store, "trial_read", lambda seconds: sample)
+    assert rig.begin()
+    rig.end()
+    assert not rig.side._links["ssd"].is_measured
+    assert "the ssd tier could not be tried" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("seconds_a_token", "expected"), [(1e-3, MatchKind.LOAD), (1e-8, MatchKind.NONE)]
 )

@@ -31,6 +31,7 @@ WAIT_SECONDS = 20.0
 class FakeRequest:
     request_id: str
     block_hashes: list[bytes]
+    tail_hash: bytes | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -78,6 +78,7 @@ class FaultyDevice(CpuCopyDevice):
 class FakeRequest:
     request_id: str
     block_hashes: list[bytes]
+    tail_hash: bytes | None = None
     block_ids: list[int] = field(default_factory=list)
     num_local: int = 0
     num_external: int = 0

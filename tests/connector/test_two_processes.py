@@ -136,6 +136,7 @@ class FakeRequest:
     def __init__(self, names: list[bytes]) -> None:
         self.request_id = "r"
         self.block_hashes = names
+        self.tail_hash = None
         self.num_tokens = LAYOUT.block_size * len(names) + 1
 
 

@@ -274,6 +274,7 @@ def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
         LLM(**options)
 
 
+@pytest.mark.slow
 def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     prompts = [prompt_of(n) for n in range(4)]
     wishes = {"bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2, "prompt_logprobs": 1}

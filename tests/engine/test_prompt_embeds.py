@@ -84,6 +84,7 @@ def test_they_come_through_the_tiers_and_survive_preemption(
 
 
 @pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.slow
 def test_in_other_processes_too(tiny_model: Path, table: np.ndarray, in_process: bool) -> None:
     ids = prompt_of(3, 30)
     options = OPTIONS | ({"distributed_executor_backend": "mp"} if in_process else {})
@@ -104,6 +105,9 @@ def test_what_is_written_is_what_others_write(table: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("change", "params", "words"),
     [
+        (lambda t: t[:4, None], GREEDY, r"not \[4, 1, \d+\]"),
+        (lambda t: t[4], GREEDY, r"the shape \[tokens, (\d+)\], not \[\1\]"),
+        (lambda t: np.array(t[4, 4]), GREEDY, r"the shape \[tokens, \d+\], not \[1\]"),
         (lambda t: t[:4, :-1], GREEDY, "prompt 0: prompt embeddings of this model have the shape"),
         (lambda t: t[:4].astype(int), GREEDY, "are float16, float32 or float64, not int64"),
         (lambda t: t[:0], GREEDY, "of 1 to 255 tokens, and these of 0"),

@@ -210,7 +210,8 @@ def test_t08_who_says_nothing_has_to_leave_and_who_is_known_stays() -> None:
             while stranger.recv(4096):
                 pass
             wait_for(lambda: not guessing.is_open())
-        assert server.server._connections.turned_away["silent"] == 2
+        turned_away = server.server._connections.turned_away
+        wait_for(lambda: turned_away["silent"] == 2)
         stub.lookup(messages.LookupRequest(), timeout=WAIT_SECONDS)
         assert grpc.ChannelConnectivity.TRANSIENT_FAILURE not in states
         assert grpc.ChannelConnectivity.IDLE not in states[1:]

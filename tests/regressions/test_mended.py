@@ -148,7 +148,9 @@ def test_a_prompt_that_is_asked_about_sooner_than_the_answer_comes() -> None:
     change: the request computed everything unless the answer came before the next step."""
     hierarchy, store = prefetching_hierarchy()
     side = OffloadScheduler(hierarchy, 4, CopySignal(), choice=Choice.LOAD)
-    asks = SimpleNamespace(request_id="a", block_hashes=[bytes([1]) * 32], num_tokens=5)
+    asks = SimpleNamespace(
+        request_id="a", block_hashes=[bytes([1]) * 32], tail_hash=None, num_tokens=5
+    )
     buffer = memoryview(bytearray(store.layout.page_bytes))
     store.store([pack_key(asks.block_hashes[0])], [buffer]).result(0)
     side.request_queued(asks)

@@ -151,6 +151,7 @@ def test_t01_late_writer(tmp_path: Path) -> None:
     assert all(f in (None, payload_of(k, LAYOUT)) for f, k in zip(found, keys, strict=True))
     # Once that client has gone, its slots are used again.
     assert plane.slab.free_slots() + len(committed(plane.slab)) == 4
+    lost = plane.tenant_store._hierarchy.traffic()["ssd"].lost_blocks  # evicted before the write
     targets.clear()
     late.close()
     wait_until(lambda: plane.slab.free_slots() + len(committed(plane.slab)) == 8)
@@ -158,7 +159,7 @@ def test_t01_late_writer(tmp_path: Path) -> None:
     plane.close()
     plane = plane_over(tmp_path, slots=8)
     found = load_all(plane, "memory", keys)
-    assert sum(payload is not None for payload in found) >= 30
+    assert sum(payload is not None for payload in found) >= max(8, 40 - lost)
     assert all(f in (None, payload_of(k, LAYOUT)) for f, k in zip(found, keys, strict=True))
     plane.close()
 
@@ -291,6 +292,8 @@ def test_t01_corrupt_block_can_be_stored_anew() -> None:
         slot_of(server.tenant_store(), key)[0] ^= 1
         assert fetch(store, [key]) == [None]
         wait_until(lambda: server.tenant_store().lookup([key]) == [State.MISS])
+        # Until its last reader has let go, a forgotten block keeps its slot.
+        wait_until(lambda: not server.tenant_store().stats()["cpu"].pinned_blocks)
         assert contract.put(store, [key]) == [True]
         assert fetch(store, [key]) == [payload_of(key, LAYOUT)]
 

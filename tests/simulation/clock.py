@@ -32,6 +32,12 @@ class VirtualClock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
+    def restart(self) -> None:
+        """From the beginning, for another life."""
+        self.now = 1000.0
+        self._events.clear()
+        self._count = 0
+
     def monotonic(self) -> float:
         return self.now
 
@@ -84,6 +90,9 @@ class VirtualEvent:
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
 
     def set(self) -> None:
         self._is_set = True

@@ -227,13 +227,16 @@ class SimStore(StoreTier):
                 self._wrong.append(f"a slot changed while {self.name} was writing it down")
             keeps = self.mode != "damaged" or self._rng.random() < 0.5
             if keeps:
-                self._blocks[key] = page
-                self._known.add(key)
-                self._blocks.move_to_end(key)
-                if len(self._blocks) > self._num_blocks:
-                    self._blocks.popitem(last=False)
+                self._keep(key, page)
             kept.append(Stored.KEPT if keeps else Stored.REFUSED)
         return kept
+
+    def _keep(self, key: bytes, page: bytes) -> None:
+        self._blocks[key] = page
+        self._known.add(key)
+        self._blocks.move_to_end(key)
+        if len(self._blocks) > self._num_blocks:
+            self._blocks.popitem(last=False)
 
     def _maybe_raise(self, what: str) -> None:
         if self._closed:

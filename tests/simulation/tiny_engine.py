@@ -133,9 +133,10 @@ class TinyEngine(Engine):
         self._to_spoil = request_id
 
     def may_hold(self, key: bytes, page: bytes) -> bool:
-        """Whether these may be the bytes of a block of this name, wherever it lies."""
+        """Whether these may be the bytes of a block of this name, wherever it lies. Behind the end
+        of a prompt anything may stand."""
         right = np.array(self.names[key[:32]], np.int64)
-        found = np.frombuffer(page, np.int64)
+        found = np.frombuffer(page, np.int64)[: len(right)]
         return bool(((found == right) | (found == NAN)).all())
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -155,6 +156,8 @@ class TinyEngine(Engine):
                 computed = self._computed[request_id]
                 positions[request_id] = (computed, computed + count)
                 self._write(request_id, computed, computed + count)
+                batch = self._steps.batch
+                batch.num_computed[batch.row_of[request_id]] += count
             self._to_spoil = None
             self._pass_time()
         result = ModelRunnerOutput({})
@@ -172,7 +175,8 @@ class TinyEngine(Engine):
 
     def _append(self, request_id: str, token: int) -> None:
         self.states[request_id].tokens.append(token)
-        self._steps.batch.append_tokens(self._steps.batch.row_of[request_id], [token])
+        batch = self._steps.batch
+        batch.take_tokens(batch.expect_tokens(np.array([batch.row_of[request_id]])), [token])
 
     def begin(self, output: SchedulerOutput) -> None:
         """The part of a step that comes before anything can fail."""

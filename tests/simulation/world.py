@@ -26,7 +26,7 @@ from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.scheduler import LOAD_FAILED
 from stratakv.tiers.admission import make_filter
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.write_back import STALL_SECONDS
+from stratakv.tiers.hierarchy.writes import STALL_SECONDS
 from stratakv.tiers.policies.choice import POLICIES, policy_factory
 
 from ..engine.scheduler.conftest import SIZE, reference

@@ -25,9 +25,9 @@ from stratakv.tiers.policies.lru import LruPolicy
 from .blocks import ODD, SMALL, make_keys
 
 
-@pytest.fixture
-def slab() -> Iterator[CpuSlab]:
-    made = CpuSlab(SMALL, 8 * SMALL.slot_bytes)
+@pytest.fixture(params=[False, True], ids=["alone", "served"])
+def slab(request: pytest.FixtureRequest) -> Iterator[CpuSlab]:
+    made = CpuSlab(SMALL, 8 * SMALL.slot_bytes, is_served=request.param)
     yield made
     made.close()
 

@@ -68,6 +68,10 @@ class PinnedBlocks:
     def __contains__(self, key: bytes) -> bool:
         return key in self._times
 
+    def __len__(self) -> int:
+        """Blocks that some lease pins."""
+        return len(self._times)
+
     def pin(self, keys: Sequence[bytes]) -> list[bytes]:
         """Pin the leading keys that the slab has, and return them; the others are misses."""
         slots = self._slab.pin(keys)

@@ -27,7 +27,7 @@ from ..errors import TierClosed, TierConfigError
 from ..wire.listen import explain_bind
 from ..wire.rpc import METHODS
 from .access.call_connections import REASONS
-from .tenant_store import TenantStore
+from .served_store import ServedStore
 
 # GET /metrics over HTTP, and nothing else: a handful of connections, a small request, one answer.
 
@@ -134,7 +134,7 @@ class ServerMetrics:
 
     def __init__(
         self,
-        tenant_stores: Callable[[], Mapping[str, TenantStore]],
+        tenant_stores: Callable[[], Mapping[str, ServedStore]],
         gauges: Callable[[], Mapping[str, tuple[str, float]]],
     ) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -195,7 +195,7 @@ class _State(Collector):
 
     def __init__(
         self,
-        tenant_stores: Callable[[], Mapping[str, TenantStore]],
+        tenant_stores: Callable[[], Mapping[str, ServedStore]],
         gauges: Callable[[], Mapping[str, tuple[str, float]]],
     ) -> None:
         self._tenant_stores = tenant_stores
@@ -215,7 +215,7 @@ class _State(Collector):
 
 
 def _of_tenant_stores(
-    tenant_stores: Mapping[str, TenantStore],
+    tenant_stores: Mapping[str, ServedStore],
 ) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
     leases = GaugeMetricFamily(PREFIX + "leases", "Leases that run.", labels=("room",))
     corrupt = CounterMetricFamily(

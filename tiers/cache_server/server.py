@@ -35,8 +35,8 @@ from .access.tickets import Tickets
 from .access.tls import TlsFiles
 from .health import MAX_CHECKS, MAX_WATCHERS, Health
 from .metrics import MetricsEndpoint, ServerMetrics
+from .served_store import ServedStore, ServedStores
 from .service import CacheService, DataPlane
-from .tenant_store import TenantStore
 from .tenant_stores import StoreSettings, TenantStores
 from .transports.data_server import DataServer
 from .transports.memory_server import MemoryServer
@@ -70,10 +70,10 @@ class ServerSettings(StoreSettings):
 
 
 class CacheServer:
-    """`start`, then `drain`, once each, on one event loop. Raises TierConfigError where a setting
-    cannot work."""
+    """`start`, then `drain`, once each, on one event loop. `tenant_stores`: others than those that
+    the settings make. Raises TierConfigError where a setting cannot work."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, tenant_stores: ServedStores | None = None) -> None:
         self.settings = settings
         self.boot_id = secrets.token_bytes(BOOT_ID_BYTES)
         self.port = 0
@@ -81,7 +81,9 @@ class CacheServer:
         self.metrics_port = 0
         self.token_path: Path | None = None  # of `own_token`
         limits = settings.limits
-        self.tenant_stores = TenantStores(settings.tenants.quotas, settings)
+        self.tenant_stores: ServedStores = tenant_stores or TenantStores(
+            settings.tenants.quotas, settings
+        )
         self._tickets = Tickets(limits.max_tickets, limits.ticket_seconds)
         self._metrics = ServerMetrics(self.tenant_stores.open_tenant_stores, self._gauges)
         num_tenants = len(settings.tenants)
@@ -207,7 +209,7 @@ class CacheServer:
         self._memory = MemoryServer(self._sessions)
         return self._memory.start()
 
-    def _resolve(self, ticket: bytes) -> tuple[TenantStore, str] | None:
+    def _resolve(self, ticket: bytes) -> tuple[ServedStore, str] | None:
         """Use a ticket up: the tenant store it opens, and the tenant's name."""
         name = self._tickets.use_ticket(ticket)
         tenant = None if name is None else self.settings.tenants.by_name(name)

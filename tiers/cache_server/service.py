@@ -23,9 +23,8 @@ from ..wire.messages import layout_message, read_layout
 from .access.auth import current_tenant
 from .access.tickets import Tickets
 from .metrics import ServerMetrics
-from .tenant_store import TenantStore
+from .served_store import ServedStore, ServedStores
 from .tenant_store_calls import TenantStoreCalls
-from .tenant_stores import TenantStores
 from .transports.streams import Streams
 from .watch import Watches
 
@@ -47,7 +46,7 @@ class CacheService:
     def __init__(
         self,
         boot_id: bytes,
-        tenant_stores: TenantStores,
+        tenant_stores: ServedStores,
         num_tenants: int,
         limits: Limits,
         tickets: Tickets,
@@ -94,7 +93,11 @@ class CacheService:
             current_tenant().tenant_store, read_layout(request.layout)
         )
         capacity_bytes = await self._capacity_bytes(tenant_store)
-        return messages.AttachResponse(boot_id=self._boot_id, capacity_bytes=capacity_bytes)
+        return messages.AttachResponse(
+            boot_id=self._boot_id,
+            capacity_bytes=capacity_bytes,
+            is_read_only=tenant_store.is_read_only,
+        )
 
     async def lookup(self, request: Any, _context: Any) -> Any:
         """Which blocks are here. Never counts them as used."""
@@ -218,7 +221,7 @@ class CacheService:
             boot_id=self._boot_id,
         )
 
-    async def _looked_up(self, tenant_store: TenantStore, keys: list[bytes]) -> list[State]:
+    async def _looked_up(self, tenant_store: ServedStore, keys: list[bytes]) -> list[State]:
         """Many keys take a millisecond or more, in which the event loop would let nobody in: they
         go to a thread, and one tenant has no more than one of those."""
         if len(keys) <= _QUICK_KEYS:
@@ -228,13 +231,13 @@ class CacheService:
         async with self._turns[current_tenant().name]:
             return await self._run(lambda: tenant_store.lookup(keys, asked=True))
 
-    async def _capacity_bytes(self, tenant_store: TenantStore) -> int:
+    async def _capacity_bytes(self, tenant_store: ServedStore) -> int:
         return await self._run_quick(tenant_store, lambda: tenant_store.capacity_bytes)
 
-    def _tenant_store(self) -> TenantStore:
+    def _tenant_store(self) -> ServedStore:
         return self._tenant_stores.ready(current_tenant().tenant_store)
 
-    async def _run_quick(self, tenant_store: TenantStore, work: Callable[[], _Result]) -> _Result:
+    async def _run_quick(self, tenant_store: ServedStore, work: Callable[[], _Result]) -> _Result:
         return await self._calls.run_quick(current_tenant().name, tenant_store, work)
 
     async def _run(

@@ -19,23 +19,26 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..admission import AdmissionFilter
 from ..base import Answer, StoreTier, TierStats
 from ..cpu import CpuSlab
 from ..errors import TierClosed
 from ..hierarchy.hierarchy import Hierarchy
-from ..tag import NO_TAG, Proof, Proofs, payload_digest
+from ..tag import Proof, Proofs, payload_digest
 from ..wire.frames import State
+from ..wire.status import TooMuch
 from .key_salt import KeySalt
 from .leases import MAX_LEASES, Lease, Leases, PinnedBlocks, ReadLease, WriteLease
+from .served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
 # For a disk to write down that blocks were deleted: shorter than clients wait for the answer
 # (`RemoteSettings.store_seconds`), who would take the server for lost.
 FORGET_SECONDS = 3.0
+# Of the slab, for blocks that leases hold by gRPC: the rest is left to what is stored and loaded.
+LEASED_SHARE = 0.5
 KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
 _KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds after one failure of the keeper, and after more
 
@@ -43,21 +46,7 @@ SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed while the tenant s
 _STATES = {Answer.HIT: State.HIT, Answer.MISS: State.MISS, Answer.PENDING: State.PENDING}
 
 
-class Listener(Protocol):
-    """Who wants to know of blocks that come and go, by the tenant's own keys. Called while the
-    tenant store is held, so it must return at once."""
-
-    def stored(self, keys: Sequence[bytes]) -> None:
-        """Blocks can be found from now on."""
-
-    def removed(self, keys: Sequence[bytes]) -> None:
-        """Blocks cannot be found any more."""
-
-    def cleared(self) -> None:
-        """No block can be found any more."""
-
-
-class TenantStore:
+class TenantStore(ServedStore):
     """One slab and the stores below it, for one tenant. Takes them over: `close` closes them."""
 
     def __init__(
@@ -92,40 +81,23 @@ class TenantStore:
         self._keeper.start()
 
     @property
-    def page_bytes(self) -> int:
-        """The payload of one block."""
-        return self.layout.page_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The most that all tiers together hold."""
-        return sum(stats.capacity_bytes for stats in self.stats().values())
-
-    @property
     def corrupt_blocks(self) -> int:
-        """Blocks refused since the start because their bytes did not match their tag."""
         return self._corrupt_blocks
 
     @property
     def memory_fd(self) -> int:
-        """The memfd whose slots the tenant's processes on this host may map."""
         return self._slab.fd
 
     def try_hold(self) -> bool:
-        """Hold the tenant store if nobody else does; then no call of this thread waits until
-        `let_go`."""
         return self._changed.acquire(blocking=False)
 
     def let_go(self) -> None:
-        """After a `try_hold` that said yes."""
         self._changed.release()
 
     def buffer(self, slot: int) -> memoryview:
-        """The payload bytes of a slot that a read lease or a write lease names."""
         return self._slab.buffer(slot)[: self.page_bytes]
 
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
-        """HIT, MISS or PENDING for each key. `asked`: an engine wants to know it for a prompt."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
@@ -150,8 +122,6 @@ class TenantStore:
         return ReadLease(list(keys), [None] * len(keys), stored, ticket)
 
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
-        """Wait until the blocks of a read lease are in their slots, until `deadline` (monotonic) at
-        the most. Those that are not are misses."""
         with self._changed:
             self._changed.wait_for(
                 lambda: read_lease.ticket.done() or self._closed, deadline - time.monotonic()
@@ -162,18 +132,12 @@ class TenantStore:
             read_lease.slots = [places.get(key) for key in read_lease.stored]
 
     def end_load(self, read_lease: ReadLease) -> None:
-        """Let go of the blocks. Idempotent."""
         with self._changed:
             if not self._closed:
                 self._hierarchy.end_load(read_lease.ticket)
                 self._hierarchy.poll()
 
-    def tags(self, read_lease: ReadLease) -> list[bytes]:
-        """The tag that came with each block of a read lease; nothing but zeros for a miss."""
-        return [NO_TAG if proof is None else proof.tag for proof in self.proofs(read_lease)]
-
     def proofs(self, read_lease: ReadLease) -> list[Proof | None]:
-        """What came with each block of a read lease; None for a miss."""
         proofs = self._slab.proofs(read_lease.stored)  # the slots are pinned
         return [
             None if slot is None else proof
@@ -181,7 +145,6 @@ class TenantStore:
         ]
 
     def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
-        """Slots for those blocks that are not here. PENDING: another is storing it now."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
@@ -205,9 +168,6 @@ class TenantStore:
         return WriteLease(list(keys), states, slots, stored, ticket)
 
     def end_store(self, write_lease: WriteLease, proofs: Proofs) -> list[State]:
-        """End a write lease: `proofs[i]` came with the i-th block, whose bytes have its digest;
-        None where they never came or have another. The state of each block: KEPT, NO_ROOM, CORRUPT,
-        or MISS for one that another did not store after all, or that was cleared meanwhile."""
         by_key = {
             key: proof
             for key, slot, proof in zip(write_lease.stored, write_lease.slots, proofs, strict=True)
@@ -245,8 +205,6 @@ class TenantStore:
         return states
 
     def abandon_store(self, write_lease: WriteLease) -> list[int]:
-        """End a write lease whose writer took too long and may still write: nothing is stored, and
-        the slots are withheld until `restore_slots` is given them."""
         with self._changed:
             if self._closed:
                 return []
@@ -255,14 +213,11 @@ class TenantStore:
             return slots
 
     def restore_slots(self, slots: Sequence[int]) -> None:
-        """Whoever could write to withheld slots has ended."""
         with self._changed:
             if not self._closed:
                 self._hierarchy.restore(slots)
 
     def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
-        """`proofs`, but None where the bytes in the slot have another digest. For bytes that came
-        without being hashed on the way."""
         return [
             proof
             if slot is not None
@@ -277,10 +232,17 @@ class TenantStore:
     ) -> Lease[list[bytes]]:
         """Lease the leading blocks that are here to `owner`, after loading what is on the disk; a
         lease of none has ended. Raises InvalidBlock for a duration out of range, TierBusy where
-        there are too many leases, TooMuch where the owner has too many."""
+        there are too many leases, TooMuch where the owner has too many, or where leases would hold
+        more than LEASED_SHARE of the slab."""
         with self._changed:
             self._check_open()
             self._leases.check_room(owner)
+            new = sum(key not in self._pins for key in self._salt.stored(keys))
+            if len(self._pins) + new > LEASED_SHARE * self._slab.num_slots:
+                raise TooMuch(
+                    f"leases hold {len(self._pins)} of {self._slab.num_slots} blocks already, and "
+                    f"{new} more would leave too few for others; load them instead"
+                )
         read_lease = self.begin_load(keys)
         try:
             self.wait_loaded(read_lease, deadline)
@@ -296,7 +258,6 @@ class TenantStore:
             self.end_load(read_lease)
 
     def unpin(self, number: int, owner: str = "") -> bool:
-        """End a lease early; False if the owner has none of that number."""
         with self._changed:
             lease = None if self._closed else self._leases.find_lease(number, owner)
             if lease is not None:
@@ -306,11 +267,9 @@ class TenantStore:
 
     @property
     def num_leases(self) -> int:
-        """Leases that run."""
         return len(self._leases)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The blocks, head first, are as good as used."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
@@ -319,8 +278,6 @@ class TenantStore:
                 store.touch(stored)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, except those that a lease holds; the number that was known. One that is
-        just being read or written is forgotten too. Waits for the disk, so that they stay so."""
         stored = self._salt.stored(keys)
         with self._changed:
             self._check_open()
@@ -357,17 +314,14 @@ class TenantStore:
             return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell `listener` of what happens from now on. Does not wait for the tenant store."""
         with self._listening:
             self._listeners = [*self._listeners, listener]
 
     def unsubscribe(self, listener: Listener) -> None:
-        """Tell it no more. Does not wait for the tenant store."""
         with self._listening:
             self._listeners = [other for other in self._listeners if other is not listener]
 
     def stats(self) -> dict[str, TierStats]:
-        """By tier, the slab first."""
         with self._changed:
             stats = self._hierarchy.stats()
         if self._keeper_failures:
@@ -375,8 +329,6 @@ class TenantStore:
         return stats
 
     def close(self, timeout_seconds: float) -> bool:
-        """Write down what the stores lack and close everything, within the time. False if a store
-        still uses the memory, which then stays. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             if self._closed:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from .tenant_store import TenantStore
+from .served_store import ServedStore
 
 _THREADS = 16
 _MOST_SHARES = 8
@@ -75,7 +75,7 @@ class TenantStoreCalls:
     async def run_quick(
         self,
         tenant: str,
-        tenant_store: TenantStore,
+        tenant_store: ServedStore,
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
@@ -88,7 +88,7 @@ class TenantStoreCalls:
             tenant_store.let_go()
 
     def run_later(
-        self, tenant_store: TenantStore, work: Callable[[], object], after: Future[object] | None
+        self, tenant_store: ServedStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
         """Do `work` after the end of `after`; nobody waits for it."""
 

@@ -38,6 +38,7 @@ from ..wire.limits import Limits
 from ..wire.status import NoDisk, NoMemory, NotAttached, NotReady, WrongLayout
 from .access.tenants import Quota
 from .key_salt import KeySalt
+from .served_store import ServedStores
 from .tenant_store import TenantStore
 
 # How the blocks of stores on the disk lie: PATH/NAME.layout beside each store's folder. A server
@@ -141,7 +142,7 @@ class StoreSettings:
     limits: Limits = field(default_factory=Limits)
 
 
-class TenantStores:
+class TenantStores(ServedStores):
     """The tenant stores by name."""
 
     def __init__(
@@ -169,8 +170,6 @@ class TenantStores:
                         self._make(name, place, layout)
 
     def attach(self, name: str, layout: BlockLayout) -> TenantStore:
-        """Its store, if it is for this layout. Raises NotReady while it is being made, WrongLayout,
-        and what kept it from being made."""
         with self._lock:
             place = self._place(name)
             if place.layout is not None and place.layout != layout:
@@ -183,17 +182,14 @@ class TenantStores:
             return _ready(place)
 
     def ready(self, name: str) -> TenantStore:
-        """The tenant store. Raises NotAttached, NotReady, or what kept it from being made."""
         with self._lock:
             return _ready(self._place(name))
 
     def layout(self, name: str) -> BlockLayout | None:
-        """How the blocks of a tenant store lie; None before anybody has said so."""
         with self._lock:
             return self._place(name).layout
 
     def open_tenant_stores(self) -> dict[str, TenantStore]:
-        """The tenant stores that are ready, by name."""
         with self._lock:
             return {
                 name: p.tenant_store

@@ -21,7 +21,7 @@ from ..wire.frames import MAX_KEYS, State
 from ..wire.limits import Limits
 from ..wire.status import TooMuch
 from .access.shares import Shares
-from .tenant_store import TenantStore
+from .served_store import ServedStore
 
 LOOK_AGAIN_SECONDS = 1.0
 _SLICE_KEYS = 8192  # looked up at once
@@ -98,7 +98,7 @@ class TenantStoreWatch:
     """A tenant store's listener: passes on what it is told. `told` are blocks that watchers believe
     in."""
 
-    tenant_store: TenantStore
+    tenant_store: ServedStore
     max_told: int
     watchers: list[Watcher] = field(default_factory=list)
     told: dict[bytes, None] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Watches:
     def __len__(self) -> int:
         return sum(len(watch.watchers) for watch in self._tenant_stores.values())
 
-    def begin_watch(self, tenant_store: TenantStore, tenant: str) -> Watcher:
+    def begin_watch(self, tenant_store: ServedStore, tenant: str) -> Watcher:
         """A new watcher of a tenant store. Raises TooMuch."""
         if not self._shares.take_place(tenant):
             most = self._shares.places_of(tenant)
@@ -192,7 +192,7 @@ class Watches:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         return watcher
 
-    def end_watch(self, tenant_store: TenantStore, tenant: str, watcher: Watcher) -> None:
+    def end_watch(self, tenant_store: ServedStore, tenant: str, watcher: Watcher) -> None:
         """A watcher has left."""
         self._shares.give_back_place(tenant)
         watch = self._tenant_stores[id(tenant_store)]

@@ -73,6 +73,7 @@ class FaultyStore(StoreTier):
         self.name = inner.name
         self.layout = inner.layout
         self.is_shared = inner.is_shared
+        self.is_read_only = inner.is_read_only
         self.plan = plan
         self._inner = inner
         self._random = random.Random(seed)  # noqa: S311 - chooses faults, keeps no secret

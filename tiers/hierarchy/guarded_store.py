@@ -10,6 +10,7 @@ hangs may keep, since slots of the slab would be missing.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import mmap
 import random
 import time
@@ -211,10 +212,12 @@ class GuardedStore:
         self.write_seconds = write_seconds
         self.name = tier.name
         self.is_shared = tier.is_shared
+        self.is_read_only = tier.is_read_only
         self.breaker = Breaker()
         self.write_breaker = Breaker()
         self.traffic = Traffic()
         self._faults: dict[str, int] = {}
+        self._last_stats = TierStats()
         self._open_lookups = 0  # prefetched, and not answered yet
         # The last keys that the store said it had, or else the first it was asked for: for probes.
         self._known: Sequence[bytes] | None = None
@@ -288,6 +291,38 @@ class GuardedStore:
         when_done(lambda done: self.mailbox.deliver(lambda: self._lookup_ended(done)))
         return True
 
+    def watch(self, news: Callable[[Sequence[bytes]], None]) -> None:
+        """Have `news` called by the owner's thread with blocks that came to the store."""
+        deliver = self.mailbox.deliver
+        self.attempt(lambda: self.tier.watch(lambda keys: deliver(lambda: news(keys))))
+
+    def lease(
+        self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
+    ) -> None:
+        """Keep blocks from being evicted for so long. `done` is told, by the owner's thread and
+        perhaps at once, whether each is there and kept: none where the store does not say."""
+        none = [False] * len(keys)
+        try:
+            future = self.tier.lease(keys, seconds) if self.allows else None
+        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
+            self.count_fault(error)
+            future = None
+        if future is None:
+            done(none)
+            return
+
+        def ended(future: Future[list[bool]]) -> None:
+            try:
+                kept = future.result(timeout=0)
+                check_answers(kept, keys)
+            except Exception as error:  # noqa: BLE001 - as above
+                self.count_fault(error)
+                kept = none
+            self.mailbox.version += 1
+            done(kept)
+
+        future.add_done_callback(lambda over: self.mailbox.deliver(lambda: ended(over)))
+
     def probe_when_due(self) -> None:
         """Begin a probe where one is due, and have the owner woken for the next."""
         if self.allows:
@@ -297,11 +332,21 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, with the faults counted here among its errors."""
-        stats = self.tier.stats()
+        """The store's counters, with the faults counted here among its errors; the last ones where
+        it has none to give."""
+        try:
+            stats = self.tier.stats()
+            if not isinstance(stats, TierStats):
+                raise TypeError(f"stats() gave {type(stats).__name__}")
+            self._last_stats = stats
+        except Exception as error:  # noqa: BLE001 - blocks can be had without figures
+            name = name_of(error)
+            self._faults[name] = self._faults.get(name, 0) + 1
+            stats = self._last_stats
+        errors = dict(stats.errors)
         for reason, times in self._faults.items():
-            stats.errors[reason] = stats.errors.get(reason, 0) + times
-        return stats
+            errors[reason] = errors.get(reason, 0) + times
+        return dataclasses.replace(stats, errors=errors)
 
     def copy_traffic(self) -> Traffic:
         """A copy of the traffic, with the breakers as they are now."""

@@ -187,8 +187,19 @@ class Hierarchy:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other engines read one of the stores too."""
-        return any(store.is_shared for store in self._stores)
+        """Whether other engines read one of the stores, or the slab itself."""
+        return self._slab.is_served or any(store.is_shared for store in self._stores)
+
+    @property
+    def hears_of_others(self) -> bool:
+        """Whether there is a store that other engines fill, of which `watch` tells."""
+        return any(store.is_shared or store.is_read_only for store in self._stores)
+
+    @property
+    def others_are_up(self) -> bool:
+        """Whether such a store can be asked at present."""
+        stores = (store for store in self._stores if store.is_shared or store.is_read_only)
+        return any(store.allows and store.tier.is_up for store in stores)
 
     @property
     def has_stores(self) -> bool:
@@ -201,9 +212,20 @@ class Hierarchy:
         return self._slab.layout.page_bytes
 
     @property
+    def num_unwritten(self) -> int:
+        """Blocks of the slab that a store lacks and is to have, of the store that is behind most:
+        evicted now, they would be lost to it. A store that is left alone does not count."""
+        return self._write_backs.num_unwritten
+
+    @property
     def version(self) -> int:
         """Changes whenever a ticket, or the answer of `find`, may have changed."""
         return self._mailbox.version
+
+    @property
+    def shared_version(self) -> tuple[int, int]:
+        """Changes whenever the answers of `shared` may have changed."""
+        return self.version, self._write_backs.num_ended
 
     @property
     def learns(self) -> bool:
@@ -352,6 +374,59 @@ class Hierarchy:
     def sweep(self, most: int) -> int:
         """Free up to `most` slots of blocks that `clear` has forgotten; return how many."""
         return self._slab.sweep(most)
+
+    def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
+        """Of each block whether the store that others read too has it, as far as is known (HIT),
+        or it is on its way there (PENDING). `write`: blocks of the slab of which neither is known
+        are written. Without such a store the slab counts, if it is served itself."""
+        shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
+        if shared is None:
+            served = self._slab.is_served
+            return self._slab.lookup(keys) if served else [Answer.MISS] * len(keys)
+        index, store = shared
+        answers = store.lookup(keys)
+        missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
+        in_slab = self._slab.lookup([keys[i] for i in missing])
+        write_back = self._write_backs.of(index)
+        # Behind an open breaker nobody waits, but what is written is what it is probed with.
+        is_waiting = store.allows and store.write_breaker.allows
+        again = []
+        for i, answer in zip(missing, in_slab, strict=True):
+            is_moving = answer is Answer.PENDING or write_back.is_moving(keys[i])
+            if not is_moving and answer is Answer.HIT and write:
+                again.append(keys[i])
+                is_moving = True
+            if is_moving and is_waiting:
+                answers[i] = Answer.PENDING
+        if again:
+            self._mailbox.is_due = True
+            write_back.added(again)
+        return answers
+
+    def watch(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
+        """Have the stores that others fill hear of blocks that they store. `hear` is told of those
+        that the slab does not have, in a call of `poll`, and says whether `version` is to change
+        with them."""
+
+        def heard(keys: Sequence[bytes]) -> None:
+            answers = self._slab.lookup(keys)  # what this engine stores is heard of too
+            others = [k for k, answer in zip(keys, answers, strict=True) if answer is Answer.MISS]
+            self._mailbox.version += hear(others)
+
+        for store in self._stores:
+            if store.is_shared or store.is_read_only:
+                store.watch(heard)
+
+    def lease(
+        self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
+    ) -> None:
+        """Have the store that others read too, or else the slab, keep these blocks for so long.
+        `done` hears, in a call of `poll` or at once, of each whether it is there and kept."""
+        for store in self._stores:
+            if store.is_shared:
+                store.lease(keys, seconds, done)
+                return
+        done(self._slab.keep(keys, seconds))
 
     def stats(self) -> dict[str, TierStats]:
         """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were

@@ -17,17 +17,15 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from ..admission import AdmissionFilter, AdmitAll
-from ..base import Answer, SlabTier, Stored
+from ..base import Answer, SlabTier
 from ..block import ALIGNMENT
-from ..errors import TierBusy
 from ..mailbox import Mailbox
-from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
+from .guarded_store import GuardedStore
+from .writes import Writes
 
 # A batch of this many bytes pays for its sync, and several keep a disk busy through it (three of
 # them wrote 1.05 times what two did); the blocks bound a step's work.
@@ -42,181 +40,6 @@ LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 # What a write may take. All that is in flight before it is at most three batches, which the slowest
 # disk worth having writes in that time.
 WRITE_SECONDS = 15.0
-# With something late in flight no more than this share of the slab is pinned by writes.
-LATE_SHARE = 0.5
-# In a flush a store is given up that has taken nothing for so long; the second is for one whose
-# breaker is open, and leaves time for a probe.
-STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Blocks being written."""
-
-    keys: list[bytes]
-    deadline: float
-    is_probe: bool
-    is_late: bool = False
-    is_wanted: bool = True  # False once everything was forgotten
-    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
-
-
-class Writes:
-    """The batches that one store is being given, from their pins to their end.
-
-        start ──► in flight ──(the future ends)──► unpinned
-                     └─(past its deadline)──► late ──(it ends after all)──► unpinned
-
-    A batch that is late has its breaker opened and keeps its slots, since the store may still read
-    them. Behind an open breaker one block at a time is written, to find out whether the store works
-    again. Called by one thread."""
-
-    def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
-        self._slab = slab
-        self._store = store
-        self._breaker = store.write_breaker
-        self._alarm_at = 0.0  # the last one that was set for a deadline
-        self._batches: list[Batch] = []
-        self._taken_at = 0.0  # since a flush began, when something was taken last
-        self._has_failed = False  # since a flush began
-
-    def __len__(self) -> int:
-        """Batches in flight."""
-        return len(self._batches)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the store is only probed."""
-        return not self._breaker.allows
-
-    def room(self, most_blocks: int, most_batches: int) -> int:
-        """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
-        now."""
-        if not self._store.allows:
-            return 0
-        if self.is_broken:
-            size = int(self._breaker.probe_due)
-        else:
-            usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
-            size = most_blocks if usual < most_batches else 0
-        if size and any(batch.is_late or batch.is_probe for batch in self._batches):
-            pinned = sum(len(batch.keys) for batch in self._batches)
-            size = min(size, int(LATE_SHARE * self._slab.num_slots) - pinned)
-        return max(0, size)
-
-    def start(self, keys: list[bytes], slots: list[int]) -> bool:
-        """Write pinned blocks. False, and they are given back, where the store is busy."""
-        deadline = time.monotonic() + self._store.write_seconds
-        batch = Batch(keys, deadline, is_probe=self.is_broken)
-        if batch.is_probe:
-            self._breaker.probe_began()
-        try:
-            buffers = [self._slab.buffer(slot) for slot in slots]
-            future = self._store.tier.store(keys, buffers, self._slab.proofs(keys))
-            when_done = future.add_done_callback
-        except TierBusy as error:
-            self._slab.unpin(keys)
-            self._store.count_fault(error)
-            self._end_probe(batch, answered=False)
-            return False
-        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
-            self._slab.unpin(keys)
-            self._fail(batch, error)
-            return True
-        self._batches.append(batch)
-        self._store.traffic.active_cascades += 1
-        self._watch()
-        deliver = self._store.mailbox.deliver
-        when_done(lambda done: deliver(lambda: self._ended(batch, done)))
-        return True
-
-    def give_up_late(self) -> None:
-        """Count the batches whose deadline has passed. Their slots stay pinned."""
-        if not self._batches:
-            return
-        now = time.monotonic()
-        for batch in self._batches:
-            if not batch.is_late and batch.deadline <= now:
-                batch.is_late = True
-                self._store.traffic.cascade_failures += 1
-                self._store.traffic.late_write_blocks += len(batch.keys)
-                self._store.count_fault(LATE_WRITE, writing=True)
-        self._watch()
-
-    def announce_probe(self) -> None:
-        """There is something to write: have the owner woken when a probe is due."""
-        self._breaker.announce_probe(self._store.mailbox)
-
-    def drop_all(self) -> None:
-        """Have everything that is being written dropped when it has arrived."""
-        for batch in self._batches:
-            batch.is_wanted = False
-
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Have those of these blocks that are being written dropped when they have arrived."""
-        for batch in self._batches:
-            batch.dropped.update(set(keys).intersection(batch.keys))
-
-    def begin_flush(self) -> None:
-        """Watch from now on whether the store takes anything."""
-        self._taken_at, self._has_failed = time.monotonic(), False
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a batch has failed since the flush began."""
-        return self._has_failed
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether to give the store up, because it has taken nothing for too long."""
-        most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
-        return time.monotonic() - self._taken_at >= most
-
-    def _watch(self) -> None:
-        """Have an alarm set for the next deadline, unless one comes before: most batches end long
-        before theirs, and each alarm wakes two threads."""
-        if self._alarm_at <= time.monotonic():
-            waiting = [batch.deadline for batch in self._batches if not batch.is_late]
-            if waiting:
-                self._alarm_at = min(waiting)
-                self._store.mailbox.wake_at(self._alarm_at)
-
-    def _ended(self, batch: Batch, future: Future[list[Stored]]) -> None:
-        self._batches.remove(batch)
-        self._store.traffic.active_cascades -= 1
-        self._slab.unpin(batch.keys)
-        if batch.is_late:
-            self._store.traffic.late_write_blocks -= len(batch.keys)
-            self._breaker.answered_late()
-        try:
-            outcomes = future.result(timeout=0)
-            check_answers(outcomes, batch.keys)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._fail(batch, error)
-            return
-        self._end_probe(batch, answered=True)
-        self._taken_at = time.monotonic()
-        if refused := outcomes.count(Stored.REFUSED):
-            self._store.count_fault(REFUSED, refused)
-        if Stored.DAMAGED in outcomes:
-            pairs = zip(batch.keys, outcomes, strict=True)
-            damaged = [key for key, outcome in pairs if outcome is Stored.DAMAGED]
-            self._store.count_fault(DAMAGED, len(damaged))
-            self._slab.forget(damaged)
-            self._store.mailbox.version += 1
-        unwanted = list(batch.dropped) if batch.is_wanted else batch.keys
-        if unwanted:
-            self._store.drop(unwanted)
-
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        self._store.traffic.cascade_failures += not batch.is_late  # a late one has been counted
-        self._store.count_fault(error, len(batch.keys), writing=True)
-        self._end_probe(batch, answered=False)
-        self._has_failed = True
-
-    def _end_probe(self, batch: Batch, *, answered: bool) -> None:
-        if batch.is_probe:
-            self._breaker.probe_ended(answered)
 
 
 class WriteBack:
@@ -248,14 +71,32 @@ class WriteBack:
         return len(self._writes)
 
     @property
+    def num_ended(self) -> int:
+        """Batches that have ended."""
+        return self._writes.num_ended
+
+    @property
+    def num_unwritten(self) -> int:
+        """Blocks that wait to be written or are being written, while the store is asked at all."""
+        if self._writes.is_broken or not self._store.allows:
+            return 0
+        return len(self._dirty) + self._writes.num_blocks
+
+    @property
     def pending(self) -> bool:
         """Whether anything is still to be written or being written."""
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
         """The slab has these blocks, head first, from the pool; the store may lack them."""
+        if self._store.is_read_only:
+            return
         for key in reversed(keys):
             self._dirty[key] = None
+
+    def is_moving(self, key: bytes) -> bool:
+        """Whether the block waits to be written, or is being written."""
+        return key in self._dirty or self._writes.holds(key)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """These blocks, head first, were used, so they are written later than others."""
@@ -427,10 +268,24 @@ class WriteBacks:
         self._exclusive_store = stores[0] if stores and not inclusive else None
         self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
 
+    def of(self, place: int) -> WriteBack:
+        """That of the store at this place."""
+        return self._all[place]
+
     @property
     def in_flight(self) -> int:
         """Batches being written."""
         return sum(write_back.in_flight for write_back in self._all)
+
+    @property
+    def num_ended(self) -> int:
+        """Batches that have ended."""
+        return sum(write_back.num_ended for write_back in self._all)
+
+    @property
+    def num_unwritten(self) -> int:
+        """See `Hierarchy.num_unwritten`."""
+        return max((write_back.num_unwritten for write_back in self._all), default=0)
 
     def added(self, keys: Sequence[bytes]) -> None:
         """The slab has these blocks, head first; the stores may lack them."""
@@ -444,7 +299,7 @@ class WriteBacks:
 
     def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
         """These blocks came from a store."""
-        if not store.is_shared:
+        if not (store.is_shared or store.is_read_only):
             self._admission.promoted(len(keys))
         if keys and store is self._exclusive_store:
             store.drop(keys)  # where that fails, they are kept twice

@@ -15,6 +15,7 @@ A caller must do this:
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -70,13 +71,16 @@ class BlockConnection(ABC):
 
 
 class Tags:
-    """The tags of one connection: those that its engine makes with a tag key, if it has one, are
-    for the wire; what the engine itself keeps has plain ones. Thread-safe."""
+    """The tags of one connection: those that its engine makes with a tag key or for a namespace,
+    if it has one, are for the wire; what the engine itself keeps has plain ones. Thread-safe."""
 
-    def __init__(self, layout: BlockLayout, tag_key: bytes | None) -> None:
-        fields = layout.layout_id(), layout.page_bytes
-        self._plain = Tagger(*fields)
-        self._wire = self._plain if tag_key is None else Tagger(*fields, tag_key)
+    def __init__(self, layout: BlockLayout, tag_key: bytes | None, namespace: bytes = b"") -> None:
+        layout_id, size = layout.layout_id(), layout.page_bytes
+        self._plain = self._wire = Tagger(layout_id, size)
+        if namespace:
+            layout_id = hashlib.sha256(layout_id + namespace).digest()[: len(layout_id)]
+        if namespace or tag_key is not None:
+            self._wire = Tagger(layout_id, size, tag_key)
         self.begin_block = self._wire.begin
 
     def sent(self, key: bytes, hasher: Any, proof: Proof | None) -> Proof | None:
@@ -89,6 +93,11 @@ class Tags:
         """Do what `sent` does, for a whole block."""
         made = self._wire.prove(key, payload)
         return made if proof is None or proof.digest == made.digest else None
+
+    def outgoing(self, key: bytes, proof: Proof) -> Proof:
+        """What goes with a block whose plain proof is known. Not for tags with a key, for which
+        the bytes are needed."""
+        return Proof(self._wire.tag(key, proof.digest), proof.digest)
 
     def received(self, key: bytes, hasher: Any, tag: bytes) -> Proof | None:
         """The proof, for the engine's own tiers, of a block that came with `tag`; None where it

@@ -31,6 +31,7 @@ class DataConnection(SocketConnection):
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
         tag_key: bytes | None = None,
+        namespace: bytes = b"",
     ) -> DataConnection:
         """Connect and show the ticket. `server_name` is what the certificate must say, `host`
         unless given. Raises ConnectionLost."""
@@ -43,7 +44,8 @@ class DataConnection(SocketConnection):
             raise ConnectionLost(f"{host} port {port}: {error}") from error
         connection = Connection(sock)
         try:
-            return cls(connection, layout, greet(connection, ticket, layout, deadline), tag_key)
+            welcome = greet(connection, ticket, layout, deadline)
+            return cls(connection, layout, welcome, tag_key, namespace)
         except BaseException:
             connection.close()
             raise

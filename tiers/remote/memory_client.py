@@ -79,8 +79,9 @@ class MemoryConnection(SocketConnection):
         welcome: Welcome,
         memory: mmap.mmap,
         tag_key: bytes | None = None,
+        namespace: bytes = b"",
     ) -> None:
-        super().__init__(connection, layout, welcome, tag_key)
+        super().__init__(connection, layout, welcome, tag_key, namespace)
         self._memory = memory
         self._num_slots = welcome.num_slots
         self._slot_bytes = welcome.slot_bytes
@@ -97,6 +98,7 @@ class MemoryConnection(SocketConnection):
         deadline: float,
         *,
         tag_key: bytes | None = None,
+        namespace: bytes = b"",
     ) -> MemoryConnection:
         """Connect, show the ticket and map the memory. Raises ConnectionLost."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -118,7 +120,7 @@ class MemoryConnection(SocketConnection):
                 raise ConnectionLost(
                     f"the server at {path} handed out memory that could be cut short (no seals)"
                 )
-            return cls(connection, layout, welcome, mmap.mmap(fd, size), tag_key)
+            return cls(connection, layout, welcome, mmap.mmap(fd, size), tag_key, namespace)
         except OSError as error:
             sock.close()
             raise ConnectionLost(f"{path}: {error}") from error

@@ -14,78 +14,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
 
 from ..base import Answer, Stored, StoreTier, TierStats
 from ..block import BlockLayout
-from ..errors import InvalidBlock, TierBusy, TierClosed, TierError
+from ..errors import TierBusy, TierClosed, TierError
 from ..tag import Proof, Proofs
-from ..wire.frames import State
+from ..wire.frames import MAX_BLOCKS, State
 from .address import ServerAddress
 from .block_connection import BlockConnection
+from .futures import all_of, raise_if_none_began, submit, then
 from .membership import Membership, Rendezvous, StaticMembership
 from .presence_cache import PresenceCache
 from .server_link import ServerLink
+from .server_watch import ServerWatch
 from .settings import RemoteSettings
-from .transfers import Transfer, Transfers
-
-# Futures that follow on futures.
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """A future of `work`'s result on what `future` brings, or of its error."""
-    result: Future[_R] = Future()
-
-    def done(ended: Future[_T]) -> None:
-        error = ended.exception()
-        if error is not None:
-            result.set_exception(error)
-        else:
-            _set_result(result, lambda: work(ended.result()))
-
-    future.add_done_callback(done)
-    return result
-
-
-def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """A future of `work`'s result when all have ended. It fails only where all failed: blocks of a
-    server that is well are not lost to one that is not."""
-    result: Future[_R] = Future()
-    lock = threading.Lock()
-    left = len(futures)
-    errors: list[BaseException] = []
-
-    def done(ended: Future[Any]) -> None:
-        nonlocal left
-        error = ended.exception()
-        with lock:
-            left -= 1
-            if error is not None:
-                errors.append(error)
-            if left:
-                return
-        if errors and len(errors) == len(futures):
-            result.set_exception(errors[0])
-        else:
-            _set_result(result, work)
-
-    if not futures:
-        _set_result(result, work)
-    for future in futures:
-        future.add_done_callback(done)
-    return result
-
-
-def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
-    """A future that never ended would be waited for until somebody's deadline."""
-    try:
-        future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - it is the future's
-        future.set_exception(error)
-
+from .transfers import Transfer, Transfers, as_bytes, check_buffers
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +97,7 @@ class RemoteStore(StoreTier):
         self._servers = [
             _Server(member, layout, settings, self._drop_corrupt) for member in members
         ]
+        self._watches: list[ServerWatch] = []
         self._lock = threading.Lock()
         self._stats = TierStats()
         self._closed = False
@@ -196,6 +140,24 @@ class RemoteStore(StoreTier):
             return None
         return all_of(futures, lambda: None)
 
+    def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
+        self._check_open()
+        if not self._watches:
+            self._watches = [ServerWatch(server.link, news) for server in self._servers]
+        return True
+
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        self._check_open()
+        kept = [False] * len(keys)
+        futures: list[Future[None]] = []
+        for server, places in self._divided(keys):
+            for start in range(0, len(places), MAX_BLOCKS):
+                part = places[start : start + MAX_BLOCKS]
+                asked = [keys[i] for i in part]
+                held = server.link.lease(asked, seconds)
+                futures.append(then(held, partial(_mark, server.link.presence, asked, kept, part)))
+        return all_of(futures, lambda: kept) if futures else None
+
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
@@ -210,11 +172,11 @@ class RemoteStore(StoreTier):
             if not places:
                 continue
             wanted = [keys[i] for i in places]
-            memory = [_bytes(buffers[i]) for i in places]
-            moved = _submit(server.loads, Transfer(wanted, memory, [None] * len(wanted)))
+            memory = [as_bytes(buffers[i]) for i in places]
+            moved = submit(server.loads, Transfer(wanted, memory, [None] * len(wanted)))
             begun.append(moved)
             futures.append(then(moved, partial(self._loaded, server, places, wanted, answers)))
-        _raise_if_none_began(begun)
+        raise_if_none_began(begun)
         return all_of(futures, lambda: self._count_loads(answers))
 
     def store(
@@ -234,13 +196,13 @@ class RemoteStore(StoreTier):
         for server, places in self._divided(keys):
             wanted = [keys[i] for i in places]
             known = server.link.presence.answers(wanted)
-            memory = [_bytes(buffers[i]) for i in places]
-            moved = _submit(server.stores, Transfer(wanted, memory, [given[i] for i in places]))
+            memory = [as_bytes(buffers[i]) for i in places]
+            moved = submit(server.stores, Transfer(wanted, memory, [given[i] for i in places]))
             begun.append(moved)
             server.link.presence.asked(wanted)  # PENDING while they are on their way
             moved.add_done_callback(partial(_sent, server.link.presence, wanted))
             futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
-        _raise_if_none_began(begun)
+        raise_if_none_began(begun)
         return all_of(futures, lambda: outcomes)
 
     def drop(self, keys: Sequence[bytes]) -> int:
@@ -299,6 +261,8 @@ class RemoteStore(StoreTier):
             server.stores.close(deadline)
             server.loads.close(deadline)
             server.link.close()
+        for watch in self._watches:
+            watch.close()
 
     def _loaded(
         self,
@@ -383,13 +347,7 @@ class RemoteStore(StoreTier):
 
     def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         self._check_open()
-        if len(keys) != len(buffers):
-            raise InvalidBlock(f"{len(keys)} keys came with {len(buffers)} buffers")
-        for buffer in buffers:
-            if buffer.nbytes < self.layout.page_bytes:
-                raise InvalidBlock(
-                    f"a block takes {self.layout.page_bytes} bytes, the buffer has {buffer.nbytes}"
-                )
+        check_buffers(self.layout, keys, buffers)
 
 
 def open_remote(
@@ -403,27 +361,17 @@ def _store(connection: BlockConnection, batch: Transfer, deadline: float) -> lis
     return connection.store(batch.keys, batch.buffers, batch.proofs, deadline)
 
 
-def _submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
-    """Call `Transfers.submit`; what that raises is the future's. Another server may have begun to
-    use the caller's buffers, which are the caller's again when all have ended."""
-    try:
-        return transfers.submit(transfer)
-    except TierError as error:
-        refused: Future[list[_T]] = Future()
-        refused.set_exception(error)
-        return refused
-
-
-def _raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
-    """Where every server refused at once nobody uses the buffers: what the first one raised."""
-    errors = [future.exception() for future in begun if future.done()]
-    refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
-    if begun and len(refusals) == len(begun):
-        raise refusals[0]
-
-
-def _bytes(buffer: memoryview) -> memoryview:
-    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+def _mark(
+    presence: PresenceCache,
+    keys: Sequence[bytes],
+    kept: list[bool],
+    places: Sequence[int],
+    count: int,
+) -> None:
+    """The first `count` of these are kept; of the others nothing is known any more."""
+    presence.forget(keys[count:])
+    for i in places[:count]:
+        kept[i] = True
 
 
 def _sent(

@@ -14,7 +14,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,6 +45,9 @@ _OPENING_SHARE = 0.4  # of the time that is left, for each way to connect
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _REFUSED_PAUSE = 30.0
+_READ_ONLY = (
+    "it is an engine, which stores no blocks of others; name it in --kv-peers, not in --kv-offload"
+)
 _REFUSALS = (Retry.RARELY, Retry.NEVER)
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -132,6 +135,51 @@ class ServerLink:
             futures.append(self._look_up(asked[start : start + MAX_KEYS]))
         return futures
 
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[int]:
+        """Keep up to MAX_BLOCKS blocks from being evicted for so long: how many of them, from the
+        first on, the server has and keeps. Fails with RemoteError where it does not say."""
+        result: Future[int] = Future()
+        request = messages.PinRequest(keys=pack_keys(keys), lease_ms=int(1000 * seconds))
+
+        def done(call: Any) -> None:
+            try:
+                prefix = int(call.result().prefix)
+            except grpc.RpcError as error:
+                if verdict_of(error).reason == "busy":
+                    # It lends no more, and keeps them as long as all that came of late.
+                    self.count_error("busy")
+                    result.set_result(len(keys))
+                else:
+                    result.set_exception(self._failed(error))
+            except Exception as error:  # noqa: BLE001 - the call was ended
+                result.set_exception(RemoteError(f"{self.address}: the lease was ended: {error}"))
+            else:
+                result.set_result(prefix)
+
+        try:
+            if self._stub is None or not self._is_up:
+                raise RemoteError(f"{self.address} cannot be reached")
+            timeout = self._settings.lookup_seconds
+            call = self._stub.pin.future(request, timeout=timeout, metadata=self._metadata)
+            call.add_done_callback(done)
+        except RemoteError as error:
+            result.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - a channel that was closed under us
+            result.set_exception(RemoteError(f"{self.address}: {error}"))
+        return result
+
+    def watch(self) -> Iterator[Any]:
+        """What happens to the tenant's blocks from now on, one WatchEvent after the other, until
+        the link is closed. Raises RemoteError, and grpc.RpcError where the server ends it."""
+        stub = self._stub
+        if stub is None or not self._is_up:
+            raise RemoteError(f"{self.address} cannot be reached")
+        try:
+            events: Iterator[Any] = stub.watch(messages.WatchRequest(), metadata=self._metadata)
+        except ValueError as error:  # the channel is being replaced
+            raise RemoteError(f"{self.address}: {error}") from error
+        return events
+
     def connect(self, deadline: float) -> BlockConnection:
         """Open a connection for blocks: through memory on the same host, else through a socket,
         else by gRPC, as a fallback where the server offers better. Raises RemoteError."""
@@ -156,8 +204,14 @@ class ServerLink:
         stub = self._stub
         if stub is None:
             raise RemoteError(f"{self.address} cannot be reached")
+        settings = self._settings
         streams = StreamConnection(
-            stub, self._metadata, self._layout, self._boot_id, self._settings.tag_key
+            stub,
+            self._metadata,
+            self._layout,
+            self._boot_id,
+            settings.tag_key,
+            settings.namespace,
         )
         streams.is_fallback = bool(why)
         return streams
@@ -247,6 +301,7 @@ class ServerLink:
             self._layout,
             deadline,
             tag_key=self._settings.tag_key,
+            namespace=self._settings.namespace,
         )
 
     def _open_data(self, deadline: float) -> BlockConnection | None:
@@ -263,6 +318,7 @@ class ServerLink:
             tls=credentials.context() if self.address.tls else None,
             server_name=credentials.server_name,
             tag_key=self._settings.tag_key,
+            namespace=self._settings.namespace,
         )
 
     def _offer(self, deadline: float) -> Any:
@@ -329,6 +385,10 @@ class ServerLink:
             self.count_error("internal")
             self._close_channel()
             return Retry.LATER
+        if response.is_read_only and self._settings.stores:
+            self.count_error("read_only")
+            self._tell(Retry.RARELY, _READ_ONLY)
+            return Retry.RARELY
         with self._changed:
             if response.boot_id != self._boot_id:
                 self.presence.clear()

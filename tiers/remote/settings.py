@@ -20,6 +20,9 @@ class RemoteSettings:
     load_seconds: float = 3.0
     store_seconds: float = 5.0
     queue_bytes: int = 256 * 1024**2  # of blocks that wait to be loaded, and again to be stored
+    stores: bool = True  # blocks, rather than load those of others alone
     shares_memory: bool = True  # where the server is on this host
     # The same for all engines that share blocks; a block without a tag made with it is a miss.
     tag_key: bytes | None = field(default=None, repr=False)
+    # Where keys do not say of which model a block is: blocks stored with another one are misses.
+    namespace: bytes = b""

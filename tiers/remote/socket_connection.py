@@ -39,11 +39,12 @@ class SocketConnection(BlockConnection):
         layout: BlockLayout,
         welcome: Welcome,
         tag_key: bytes | None = None,
+        namespace: bytes = b"",
     ) -> None:
         self.boot_id = welcome.boot_id
         self._connection = connection
         self._page_bytes = layout.page_bytes
-        self._tags = Tags(layout, tag_key)
+        self._tags = Tags(layout, tag_key, namespace)
         self.corrupt_keys: list[bytes] = []
         self._number = 0
 

@@ -38,13 +38,14 @@ class StreamConnection(BlockConnection):
         layout: BlockLayout,
         boot_id: bytes,
         tag_key: bytes | None = None,
+        namespace: bytes = b"",
     ) -> None:
         self.boot_id = boot_id
         self._stub = stub
         self._metadata = tuple(metadata)
         self._layout_id = layout.layout_id()
         self._page_bytes = layout.page_bytes
-        self._tags = Tags(layout, tag_key)
+        self._tags = Tags(layout, tag_key, namespace)
         self.corrupt_keys = []
         self._call: Any = None
         self._aborted = False

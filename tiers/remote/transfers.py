@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..block import BlockLayout
+from ..errors import InvalidBlock
 from ..tag import Proofs
 from ..wire.frames import MAX_BLOCKS
 from ..wire.sockets import ConnectionLost
@@ -151,3 +153,21 @@ class Transfers(Generic[_T]):
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def check_buffers(
+    layout: BlockLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]
+) -> None:
+    """Raises InvalidBlock unless there is a buffer for each key that holds a block."""
+    if len(keys) != len(buffers):
+        raise InvalidBlock(f"{len(keys)} keys came with {len(buffers)} buffers")
+    for buffer in buffers:
+        if buffer.nbytes < layout.page_bytes:
+            raise InvalidBlock(
+                f"a block takes {layout.page_bytes} bytes, the buffer has {buffer.nbytes}"
+            )
+
+
+def as_bytes(buffer: memoryview) -> memoryview:
+    """The same memory as plain bytes."""
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")

@@ -62,6 +62,10 @@ class NoDisk(ServiceError):
     """The tenant's store on the disk cannot be opened."""
 
 
+class ReadOnly(ServiceError):
+    """Blocks can be loaded here, and neither stored nor deleted."""
+
+
 class TooLate(ServiceError):
     """The call's deadline, or the server's own, has passed."""
 
@@ -119,6 +123,8 @@ TABLE = (
          "give the host more memory, or the tenants less"),
     _Row(NoDisk, Code.RESOURCE_EXHAUSTED, "disk", Retry.RARELY,
          "mend the directory of the SSD store, or start the server without it"),
+    _Row(ReadOnly, Code.FAILED_PRECONDITION, "read_only", Retry.NEVER,
+         "ask the engine whose blocks they are"),
     _Row(TierConfigError, Code.FAILED_PRECONDITION, "settings", Retry.RARELY,
          "mend the server's settings"),
     _Row(InvalidBlock, Code.INVALID_ARGUMENT, "invalid", Retry.NEVER,

@@ -133,11 +133,7 @@ class Batch:
     query_starts: Tensor
 
     def run(
-        self,
-        kernel: str,
-        layer: int = 0,
-        num_splits: int | None = None,
-        out: Tensor | None = None,
+        self, kernel: str, layer: int = 0, num_splits: int | None = None, out: Tensor | None = None
     ) -> Tensor:
         """A new tensor, or `out`, with the attention of all new tokens over one layer."""
         tensors, options = self._arguments(layer)

@@ -410,11 +410,7 @@ SECTION = Section(
     run,
     draw_peers,
     (
-        Target(
-            "prefill_over_peer_triton",
-            "prefill, times faster than vLLM's Triton",
-            least=2.0,
-        ),
+        Target("prefill_over_peer_triton", "prefill, times faster than vLLM's Triton", least=2.0),
         Target("prefill_over_fa3", "prefill over FlashAttention-3", least=0.70),
     ),
 )

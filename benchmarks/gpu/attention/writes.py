@@ -163,11 +163,5 @@ SECTION = Section(
     "KV writes",
     run,
     draw_writes,
-    (
-        Target(
-            "write_over_byte_floor",
-            "KV write over device copy, 8192 tokens, bf16",
-            least=0.80,
-        ),
-    ),
+    (Target("write_over_byte_floor", "KV write over device copy, 8192 tokens, bf16", least=0.80),),
 )

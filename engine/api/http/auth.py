@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..errors import ApiError, error_response
 
 HEALTH_PATH = "/health"  # what probes ask, who hold no key
+NODE_PATH = "/node"  # what routers ask, who hold no key either
 
 
 class ApiKeyMiddleware:

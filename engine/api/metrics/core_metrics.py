@@ -76,6 +76,9 @@ class CoreCollector(Collector):
         yield from self._core(stats["core"], () if connector is None else connector["tiers"])
         if connector is not None:
             yield from self._connector(connector, scheduler)
+            yield from self._table(tables.HANDOVER, stats["handover"])
+            if connector.get("serving") is not None:
+                yield from self._table(tables.SERVING, connector["serving"])
             yield from self._tiers(connector["tiers"])
             yield from self._tiering(connector)
 
@@ -104,6 +107,7 @@ class CoreCollector(Collector):
 
     def _connector(self, figures: CoreStats, scheduler: CoreStats) -> Iterator[Metric]:
         yield from self._table(tables.CONNECTOR, figures)
+        yield self._by_label(tables.PREFILL_WAITS, "end", figures["prefill_waits"])
         yield self._by_label(tables.FAILURES, "reason", figures["failures"])
         yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
         yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])

@@ -121,6 +121,14 @@ CONNECTOR: Table = (
         "probes",
         _counter("stratakv:load_probes", "Loads to see whether a slow tier is quick again."),
     ),
+    (
+        "awaiting_prefill",
+        _gauge("stratakv:prefill_waiting", "Requests that wait for prompts computed elsewhere."),
+    ),
+    (
+        "prefill_wait_seconds",
+        _histogram("stratakv:prefill_wait_seconds", "How long such requests waited."),
+    ),
     ("loads_in_flight", _gauge("stratakv:loads_in_flight", "Loads under way.")),
     ("stores_in_flight", _gauge("stratakv:stores_in_flight", "Stores under way.")),
     ("load_bytes", _counter("vllm:kv_offload_load_bytes", "Bytes copied to the KV pool.")),
@@ -150,6 +158,9 @@ PREFILL_RATE = _gauge(
     "stratakv:prefill_estimated_tokens_per_second", "What computing a prompt is taken to give."
 )
 DECLINED = _counter("stratakv:declined_tokens", "Tokens computed although a tier had them.")
+PREFILL_WAITS = _counter(
+    "stratakv:prefill_waits", "Requests that waited for prompts computed elsewhere, by end."
+)
 FAILURES = _counter("stratakv:offload_failures", "Transfers that failed, by reason.")
 BLOCKS_DROPPED = _counter("stratakv:blocks_dropped", "Blocks that every tier was told to forget.")
 EXTERNAL_QUERIES = _counter(
@@ -157,6 +168,26 @@ EXTERNAL_QUERIES = _counter(
 )
 EXTERNAL_HITS = _counter(
     "vllm:external_prefix_cache_hits", "Prompt tokens that came from these tiers."
+)
+
+# Prompts that were computed for other engines to go on with.
+HANDOVER: Table = (
+    ("num_held", _gauge("stratakv:answers_held", "Answers that wait for their blocks.")),
+    ("handed_over", _counter("stratakv:handed_over", "Requests whose prompts were handed over.")),
+    (
+        "incomplete",
+        _counter("stratakv:handed_over_incomplete", "Of these, with blocks nobody can load."),
+    ),
+    ("seconds", _counter("stratakv:answers_held_seconds", "For which answers were held.")),
+)
+
+# The CPU tier as other engines read it.
+SERVING: Table = (
+    ("serving_up", _gauge("stratakv:serving_up", "Whether other engines can read the CPU tier.")),
+    ("serving_starts", _counter("stratakv:serving_starts", "Processes started to serve it.")),
+    ("served_blocks", _counter("stratakv:served_blocks", "Blocks sent to other engines.")),
+    ("served_bytes", _counter("stratakv:served_bytes", "Bytes sent to other engines.")),
+    ("served_held_blocks", _gauge("stratakv:served_held_blocks", "Blocks held for them now.")),
 )
 
 # Metrics of each tier; the label `tier` is its name.

@@ -22,8 +22,9 @@ from ...logprobs import PositionLogprobs, PromptLogprobs
 from ...text.output_processor import TextOutput
 from ..front import Front
 from .generation import Generation, Tally, run_all
+from .handover import params_for_decode
 from .protocol import SamplingFields, StreamOptions
-from .replies import TokenIds, Usage, now
+from .replies import KvParams, TokenIds, Usage, now
 from .streaming import EventStream, Write, until_disconnect
 
 # Log-probabilities of more positions are put into form in a thread: with 20 likely tokens each
@@ -51,6 +52,7 @@ class Part:
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: KvParams = UNSET  # with the last of a choice
 
     @property
     def index(self) -> int:
@@ -112,6 +114,7 @@ class Answer(ABC):
                 texts.append(output.text)
                 whole.token_ids.extend(output.token_ids)
                 whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
+                whole.ticket = output.ticket
                 logprobs.extend(output.logprobs or ())
                 if output.prompt_logprobs is not None:
                     whole.prompt_logprobs = output.prompt_logprobs
@@ -162,11 +165,18 @@ class Answer(ABC):
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
         )
+        if output.ticket is not None and generation.hands_over_alone:
+            part.kv_transfer_params = params_for_decode(self.answer_id, output.ticket)
         if self.request.return_token_ids:
             part.token_ids = output.token_ids
             if is_first:
                 part.prompt_token_ids = generation.prompt_token_ids
         return part
+
+
+def kv_params_of(parts: list[Part]) -> KvParams:
+    """What an answer, or a chunk of one, hands over: that of its only choice."""
+    return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 
 def _says_something(part: Part) -> bool:

@@ -17,11 +17,12 @@ from starlette.types import ASGIApp
 
 from ...request import BYTES_PER_TOKEN
 from ..front import Front
-from .answer import Answer, Part, UsageField
+from .answer import Answer, Part, UsageField, kv_params_of
 from .body import decode_body, read_body
 from .checks import check_chat
 from .conversation import render
-from .generation import Task, make_generations
+from .follow import follow
+from .generation import Task, make_generations, tenant_of
 from .logprobs_form import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest
 from .replies import (
@@ -67,7 +68,14 @@ class ChatAnswer(Answer):
         ]
         name, of_prompt = self.front.model_name, self._prompt_logprobs(parts[0])
         return ChatCompletion(
-            self.answer_id, "chat.completion", self.created, name, choices, usage, of_prompt
+            self.answer_id,
+            "chat.completion",
+            self.created,
+            name,
+            choices,
+            usage,
+            of_prompt,
+            kv_params_of(parts),
         )
 
     def chunk(self, parts: list[Part], usage: UsageField) -> ChatChunk:
@@ -83,9 +91,14 @@ class ChatAnswer(Answer):
             )
             for part in parts
         ]
-        name = self.front.model_name
         return ChatChunk(
-            self.answer_id, "chat.completion.chunk", self.created, name, choices, usage
+            self.answer_id,
+            "chat.completion.chunk",
+            self.created,
+            self.front.model_name,
+            choices,
+            usage,
+            kv_params_of(parts),
         )
 
     def _logprobs(self, part: Part) -> ChatLogprobs | None:
@@ -106,8 +119,8 @@ class ChatAnswer(Answer):
         return bool(self.request.return_tokens_as_token_ids)
 
 
-async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
-    """The route."""
+async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
+    """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
     request = decode_body(await read_body(http, front.settings), _decoder)
     check_chat(front, request)
@@ -128,8 +141,15 @@ async def create_chat_completion(front: Front, http: Request) -> ASGIApp:
     params = fit_logprobs(front, params, request.n or 1, asked=asked)
     own_id = uuid.uuid4().hex
     generations = make_generations(
-        front, request, [Task(prompt, params)], f"chatcmpl-{own_id}", arrival_seconds
+        front,
+        request,
+        [Task(prompt, params)],
+        f"chatcmpl-{own_id}",
+        arrival_seconds,
+        tenant=tenant_of(front, http),
     )
+    if follows:
+        return await follow(front, generations)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations).respond(http)
 

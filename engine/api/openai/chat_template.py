@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +161,8 @@ class ChatTemplate:
                 "take the model's own one"
             ) from error
         self._special_tokens = dict(special_tokens)
+        whole = json.dumps([source, self._special_tokens], sort_keys=True)
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal where all prompts are
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
 
     @classmethod

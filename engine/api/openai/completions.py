@@ -23,10 +23,11 @@ from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import check_params_for_embeds
 from ..errors import ApiError
 from ..front import Front, as_list
-from .answer import Answer, Part, UsageField
+from .answer import Answer, Part, UsageField, kv_params_of
 from .body import decode_body, read_body
 from .checks import check_completion
-from .generation import Task, make_generations
+from .follow import follow
+from .generation import Task, make_generations, tenant_of
 from .logprobs_form import CompletionForm, prompt_logprobs
 from .protocol import CompletionRequest
 from .replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
@@ -57,7 +58,15 @@ class CompletionAnswer(Answer):
 
     def chunk(self, parts: list[Part], usage: UsageField) -> Completion:
         name, choices = self.front.model_name, [self._choice(part) for part in parts]
-        return Completion(self.answer_id, "text_completion", self.created, name, choices, usage)
+        return Completion(
+            self.answer_id,
+            "text_completion",
+            self.created,
+            name,
+            choices,
+            usage,
+            kv_params_of(parts),
+        )
 
     def _choice(self, part: Part) -> CompletionChoice:
         echoed = part.is_first and bool(self.echoes)
@@ -103,8 +112,8 @@ class CompletionAnswer(Answer):
         return prompt_logprobs(part.prompt_logprobs, count, self.front.texts, as_ids=as_ids)
 
 
-async def create_completion(front: Front, http: Request) -> ASGIApp:
-    """The route."""
+async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
+    """The route. `follows`: the request will come, and nothing but that is to be known."""
     arrival_seconds = time.monotonic()
     request = decode_body(await read_body(http, front.settings), _decoder)
     check_completion(front, request)
@@ -127,8 +136,11 @@ async def create_completion(front: Front, http: Request) -> ASGIApp:
         _tasks(front, request, prompts, embeds),
         f"cmpl-{own_id}",
         arrival_seconds,
+        tenant=tenant_of(front, http),
         keeps_tokens=request.max_tokens != 0,
     )
+    if follows:
+        return await follow(front, generations)
     answer_id = f"cmpl-{request.request_id or own_id}"
     echoes = _echoes(front, request, prompts) if request.echo else []
     return await CompletionAnswer(front, answer_id, request, generations, echoes).respond(http)
@@ -138,14 +150,18 @@ async def _resolve_embeds(
     front: Front, request: CompletionRequest
 ) -> tuple[list[bytes], list[bytes]]:
     """The files that a request brings, and prompts of as many tokens, which stand for them."""
-    wanted = request.prompt_embeds or []
+    wanted = request.prompt_embeds
     given = [wanted] if isinstance(wanted, str) else wanted
+    if not given:
+        message = "`prompt_embeds` is an empty list; send a prompt"
+        raise ApiError(message, param="prompt_embeds", code="no_prompt")
     most = front.settings.max_prompts_per_request
     if len(given) > most:
         message = f"`prompt_embeds` holds {len(given)} prompts and at most {most} are taken"
         raise ApiError(message, param="prompt_embeds", code="too_many_prompts")
     for name in ("prompt", "echo", "truncate_prompt_tokens"):
-        if getattr(request, name) not in (None, False):
+        asked = getattr(request, name)
+        if asked is not None and asked is not False:
             message = f"`{name}` is about tokens, and `prompt_embeds` has none; drop one of them"
             raise ApiError(message, param=name, code="invalid_value")
     hidden_size, longest = front.client.ready.hidden_size, front.max_prompt_tokens

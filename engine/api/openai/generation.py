@@ -13,15 +13,21 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+from starlette.requests import Request
+
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams
 from ...text.output_processor import TextOutput, generate_text
-from ...wire import OVERLOADED, AddRequest, RequestExtras
+from ...wire import NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
 from ..errors import ENGINE, ApiError
 from ..front import Front
+from .handover import read_params, without_routers_least
 from .protocol import SamplingFields
 from .replies import PromptTokensDetails, Usage
 from .sampling import child_params
+
+MAX_TENANT_CHARACTERS = 256
 
 
 class Task(NamedTuple):
@@ -41,6 +47,7 @@ class Generation:
     child: int = 0  # among those of the same prompt
     keeps_tokens: bool = True
     arrival_seconds: float = field(default_factory=time.monotonic)
+    hands_over_alone: bool = False  # the only choice, of which another node is to know
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,14 +83,22 @@ def make_generations(
     request_id: str,
     arrival_seconds: float,
     *,
+    tenant: str = "",
     keeps_tokens: bool = True,
 ) -> list[Generation]:
     """Every choice of a request; ids of the engine begin with `request_id`. Raises ApiError where
     they are too many."""
     n = request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
+    is_alone = len(tasks) * n == 1
+    handed = read_params(
+        request.kv_transfer_params,
+        is_alone=is_alone,
+        asked_elsewhere=request.bootstrap_room is not None,
+    )
     generations = []
-    for place, (prompt, params, embeds) in enumerate(tasks):
+    for place, (prompt, asked, embeds) in enumerate(tasks):
+        params = without_routers_least(asked, request)
         for child in range(n):
             # In a stream a brother's word on the prompt may come too late.
             with_prompt = child == 0 or bool(request.stream)
@@ -94,11 +109,36 @@ def make_generations(
                 prompt,
                 own,
                 cache_salt=request.cache_salt or "",
+                tenant=tenant,
                 priority=request.priority or 0,
-                extras=RequestExtras(prompt_embeds=embeds) if embeds else None,
+                extras=_extras(handed, embeds),
             )
-            generations.append(Generation(index, message, child, keeps_tokens, arrival_seconds))
+            generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
+            generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
+            generations.append(generation)
     return generations
+
+
+def tenant_of(front: Front, http: Request) -> str:
+    """Whose request it is, as the header says that is trusted with it; empty without one. Raises
+    ApiError for more than one, and for one that is too long."""
+    name = front.settings.tenant_header
+    if name is None:
+        return ""
+    given = http.headers.getlist(name)
+    tenant = given[0].strip() if given else ""
+    if len(given) > 1 or len(tenant) > MAX_TENANT_CHARACTERS:
+        message = (
+            f"the header `{name}` names one tenant in up to {MAX_TENANT_CHARACTERS} characters"
+        )
+        raise ApiError(message, code="invalid_tenant")
+    return tenant
+
+
+def _extras(handed: RequestExtras | None, embeds: bytes) -> RequestExtras | None:
+    if not embeds:
+        return handed
+    return msgspec.structs.replace(handed or NO_EXTRAS, prompt_embeds=embeds)
 
 
 def _check_amount(front: Front, tasks: Sequence[Task], n: int, *, shares: bool) -> None:

@@ -58,6 +58,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
+    # Of routers: see handover.py. The `bootstrap_` fields have lists where there are several
+    # prompts or answers.
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
     # OpenAI's service takes these for its records, bills and cache. They change no answer, so they
     # are accepted and ignored.
     user: str | None = None
@@ -76,6 +82,14 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: Any = None
     allowed_token_ids: Any = None
     structured_outputs: Any = None
+    # Routers add these to every request.
+    no_stop_trim: Any = None
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
+    include_reasoning: Any = None
+    return_hidden_states: Any = None
+    min_completion_tokens: Any = None
+    data_parallel_rank: Any = None
 
 
 # A whole prompt is a string or a list of ids; a list of either is several prompts.
@@ -171,6 +185,13 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "allowed_token_ids": (),
     "structured_outputs": (),
+    "no_stop_trim": (False,),
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
+    "include_reasoning": (True, False),
+    "return_hidden_states": (False,),
+    "min_completion_tokens": (),
+    "data_parallel_rank": (0,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

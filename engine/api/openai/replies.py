@@ -7,11 +7,12 @@ Fields that are no part of OpenAI's API are left out unless they were asked for.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+KvParams = dict[str, Any] | UnsetType  # UNSET where nothing was handed over
 TokenIds = list[int] | UnsetType  # UNSET where the client did not ask for them
 
 
@@ -78,6 +79,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KvParams = UNSET
 
 
 class TopLogprob(msgspec.Struct, gc=False):
@@ -152,6 +154,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptTokens = UNSET
+    kv_transfer_params: KvParams = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -163,6 +166,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KvParams = UNSET
 
 
 class Tokens(msgspec.Struct):

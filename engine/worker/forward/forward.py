@@ -40,6 +40,20 @@ class HostEmbeds(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Tokens of a step that only the device knows: the step before has chosen them."""
+
+    places: IntArray  # [n] among the tokens of the step
+    chosen: Tensor  # int64, on the device
+    index: IntArray  # [n] of each among those chosen
+
+    def put(self, token_ids: Tensor) -> None:
+        """Write them among the tokens of the step, behind whatever chooses them."""
+        index, places = (to_device(array, token_ids.device) for array in (self.index, self.places))
+        token_ids.index_copy_(0, places, self.chosen.index_select(0, index))
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The input of one forward pass, in host memory: `[requests]` arrays in the order of the step,
     `[tokens]` arrays request by request.
@@ -58,6 +72,7 @@ class StepInputs:
     wanted: IntArray | None  # rows of the step whose hidden states are asked for; None: all
     embeds: HostEmbeds | None = None  # rows that come as embeddings instead of token ids
     aux: AuxStates | None = None  # hidden states of inner layers, of the same rows
+    late: LateTokens | None = None  # whose ids in `token_ids` mean nothing
 
     @property
     def num_tokens(self) -> int:
@@ -112,9 +127,13 @@ class GatherForward:
             ]
         )
 
+        token_ids = torch.from_numpy(step.token_ids)
+        if step.late is not None:
+            step.late.put(token_ids)
+
         def launch() -> Tensor:
             return self._model.forward(
-                torch.from_numpy(step.token_ids),
+                token_ids,
                 torch.from_numpy(step.positions),
                 self._attention,
                 plan,

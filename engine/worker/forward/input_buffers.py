@@ -2,10 +2,12 @@
 """The buffers that a step is read from on the device: made once, filled anew for every step.
 
     step's arrays ──► staging memory of the host ──► buffers of the device ──► model and kernels
+    block tables, what changes ──► tables of the device, rows of the step ──►
 
 A graph keeps the addresses of what it was recorded over, so these never move. Staging memory is
-written only after the device has copied what it held before. Rows that only fill up a batch are
-nobody's: length 0, slot -1 (nothing is written), the null block.
+there twice, so that a step is laid down while the one before waits to be copied, and is written
+only after the device has copied what it held before. Rows that only fill up a batch are nobody's:
+length 0, slot -1 (nothing is written), the null block.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...sampling.copies import to_device
+from ..block_table import BlockTable
 from ..runtime.device_runtime import DeviceRuntime, Mark
 from .forward import StepInputs
 from .kernel_attention import Chunks, Decodes, KernelPlan
@@ -26,11 +30,37 @@ _NO_SLOT = -1
 
 
 class _Buffer(NamedTuple):
-    """One array in three views: to write, to copy from, to read on the device."""
+    """One array: to write and to copy from, in each turn, and to read on the device."""
 
-    array: npt.NDArray[np.integer]
-    staged: Tensor
+    arrays: tuple[npt.NDArray[np.integer], ...]
+    staged: tuple[Tensor, ...]
     there: Tensor
+
+
+class _DeviceTable:
+    """The block table of one cache group, on the device: by row of the batch, and of the step."""
+
+    def __init__(self, device: torch.device, max_requests: int, max_blocks: int) -> None:
+        shape = max_requests, max_blocks
+        self.rows = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._batch = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def follow(self, table: BlockTable) -> None:
+        """Take in what changed in the host's."""
+        rows, places, blocks = table.take_changes()
+        if len(rows):
+            there = [to_device(array, self._batch.device) for array in (rows, places, blocks)]
+            self._batch.index_put_((there[0], there[1]), there[2])
+
+    def lay_down(self, rows: Tensor, width: int, padded: int) -> None:
+        """The first `width` blocks of these rows of the batch, and nobody's rows behind them."""
+        # Beyond a request's own blocks nothing is read.
+        self.rows[: len(rows), :width].copy_(self._batch[:, :width].index_select(0, rows))
+        self.rows[len(rows) : padded].zero_()
+
+
+# For the step being laid down and the one before it.
+_TURNS = 2
 
 
 class InputBuffers:
@@ -48,10 +78,10 @@ class InputBuffers:
         """`max_blocks` is the width of a block table; each cache group has one."""
         self._runtime = runtime
 
-        def make(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
-            staged = runtime.staging(shape, dtype)
-            there = torch.zeros(shape, dtype=dtype, device=runtime.device)
-            return _Buffer(staged.numpy(), staged, there)
+        def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:
+            staged = tuple([runtime.staging((size,), dtype) for _ in range(_TURNS)])
+            there = torch.zeros(size, dtype=dtype, device=runtime.device)
+            return _Buffer(tuple([tensor.numpy() for tensor in staged]), staged, there)
 
         self._token_ids = make(max_tokens)
         self._positions = make(max_tokens)
@@ -59,9 +89,10 @@ class InputBuffers:
         self._wanted = make(max_tokens + max_requests)
         self._seq_lens = make(max_requests, dtype=torch.int32)
         self._query_starts = make(max_requests + 1, dtype=torch.int32)
+        self._rows = make(max_requests)
         # Slots and block table of each group.
         self._groups = [
-            (make(max_tokens), make(max_requests, max_blocks, dtype=torch.int32))
+            (make(max_tokens), _DeviceTable(runtime.device, max_requests, max_blocks))
             for _ in range(num_groups)
         ]
         # Beside each what a row that is nobody's has in it.
@@ -70,8 +101,8 @@ class InputBuffers:
             (self._positions, 0),
             *[(slots, _NO_SLOT) for slots, _ in self._groups],
         )
-        self._by_request = (self._seq_lens, *[table for _, table in self._groups])
-        self._copied: Mark | None = None
+        self._turn = 0
+        self._copied: list[Mark | None] = [None] * _TURNS  # what the staging memory held
 
     @property
     def token_ids(self) -> Tensor:
@@ -91,20 +122,23 @@ class InputBuffers:
     def fill(self, step: StepInputs | None, num_rows: int) -> None:
         """Send a step to the device, filled up with nobody's rows to `num_rows` tokens; None is a
         step of nobody. Only a step of decodes may be filled up."""
-        if self._copied is not None:
-            self._copied.wait()
+        self._turn = (self._turn + 1) % _TURNS
+        if (copied := self._copied[self._turn]) is not None:
+            copied.wait()
         tokens = requests = 0
         if step is not None:
             tokens, requests = step.num_tokens, len(step.rows)
             self._stage(step, tokens, requests)
         padded = requests + num_rows - tokens
         for buffer, nobody in self._by_token:
-            buffer.array[tokens:num_rows] = nobody
-            _send(buffer, num_rows)
-        for buffer in self._by_request:
-            buffer.array[requests:padded] = 0
-            _send(buffer, padded)
-        self._copied = self._runtime.mark()
+            buffer.arrays[self._turn][tokens:num_rows] = nobody
+            self._send(buffer, num_rows)
+        self._seq_lens.arrays[self._turn][requests:padded] = 0
+        self._send(self._seq_lens, padded)
+        self._lay_down_tables(step, requests, padded)
+        if step is not None and step.late is not None:
+            step.late.put(self.token_ids)
+        self._copied[self._turn] = self._runtime.mark()
 
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
         """A step of one token for each of the first `num_requests`, in each cache group."""
@@ -125,36 +159,45 @@ class InputBuffers:
             KernelPlan(
                 slots.there[: step.num_tokens],
                 self._decodes(table, decodes) if decodes else None,
-                Chunks(table.there[decodes:requests], seq_lens, query_starts, longest),
+                Chunks(table.rows[decodes:requests], seq_lens, query_starts, longest),
             )
             for slots, table in self._groups
         ]
 
-    def _decodes(self, table: _Buffer, count: int) -> Decodes:
-        return Decodes(table.there[:count], self._seq_lens.there[:count])
+    def _decodes(self, table: _DeviceTable, count: int) -> Decodes:
+        return Decodes(table.rows[:count], self._seq_lens.there[:count])
 
     def _stage(self, step: StepInputs, tokens: int, requests: int) -> None:
-        self._token_ids.array[:tokens] = step.token_ids
-        self._positions.array[:tokens] = step.positions
-        lengths = step.computed + step.counts
-        self._seq_lens.array[:requests] = lengths
-        # Beyond a request's own blocks nothing is read, so only as much as the longest one has.
-        width = -(-int(lengths.max()) // step.tables[0].block_size)
-        for (slots, blocks), table, given in zip(
-            self._groups, step.tables, step.slots, strict=True
-        ):
-            slots.array[:tokens] = given
-            blocks.array[:requests, :width] = table.array[step.rows, :width]
+        turn = self._turn
+        self._token_ids.arrays[turn][:tokens] = step.token_ids
+        self._positions.arrays[turn][:tokens] = step.positions
+        self._seq_lens.arrays[turn][:requests] = step.computed + step.counts
+        self._rows.arrays[turn][:requests] = step.rows
+        self._send(self._rows, requests)
+        for (slots, _), given in zip(self._groups, step.slots, strict=True):
+            slots.arrays[turn][:tokens] = given
         if step.wanted is not None:
-            self._wanted.array[: len(step.wanted)] = step.wanted
-            _send(self._wanted, len(step.wanted))
+            self._wanted.arrays[turn][: len(step.wanted)] = step.wanted
+            self._send(self._wanted, len(step.wanted))
         if tokens > requests:
             chunks = step.counts[step.num_decodes :]
-            self._query_starts.array[0] = 0
-            np.cumsum(chunks, out=self._query_starts.array[1 : len(chunks) + 1])
-            _send(self._query_starts, len(chunks) + 1)
+            starts = self._query_starts.arrays[turn]
+            starts[0] = 0
+            np.cumsum(chunks, out=starts[1 : len(chunks) + 1])
+            self._send(self._query_starts, len(chunks) + 1)
 
+    def _lay_down_tables(self, step: StepInputs | None, requests: int, padded: int) -> None:
+        width = 0
+        if step is not None:
+            longest = int((step.computed + step.counts).max())
+            width = -(-longest // step.tables[0].block_size)
+        rows = self._rows.there[:requests]
+        for index, (_, table) in enumerate(self._groups):
+            if step is not None:
+                table.follow(step.tables[index])
+            table.lay_down(rows, width, padded)
 
-def _send(buffer: _Buffer, count: int) -> None:
-    """The first `count` of its first axis, in one piece."""
-    buffer.there[:count].copy_(buffer.staged[:count], non_blocking=True)
+    def _send(self, buffer: _Buffer, count: int) -> None:
+        """The first `count`, in one piece."""
+        staged = buffer.staged[self._turn]
+        buffer.there[:count].copy_(staged[:count], non_blocking=True)

@@ -92,14 +92,17 @@ class PoolSizer:
 
     @torch.inference_mode()
     def measure(self, model: Decoder, max_tokens: int, max_requests: int) -> MemoryUse:
-        """Run a prompt step of `max_tokens`, and `max_requests` logits with log-probabilities."""
+        """Run a prompt step of `max_tokens`, and `max_requests` logits with log-probabilities; and
+        one behind it, while these wait to be taken."""
         meter, device = self._meter, self._placement.device
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
         ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         rows = ids[: min(max_requests, max_tokens)]
-        logits = model.logits(model.forward(ids, ids, _NoAttention(), None, rows))
-        raw_logprobs(logits.float())
+        waiting: list[Tensor] = []
+        for _ in range(2):
+            logits = model.logits(model.forward(ids, ids, _NoAttention(), None, rows))
+            waiting.append(raw_logprobs(logits.float()))
         return MemoryUse(
             total_bytes=meter.total_bytes(),
             free_before_bytes=self._free_before_bytes,

@@ -143,6 +143,7 @@ def test_loads_that_bring_other_bytes_end_it(
         sections.MEASURE[name](bench)
 
 
+@pytest.mark.slow
 def test_a_pool_that_nothing_leaves_is_no_figure(
     bench: offload_bench.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,9 @@ class LiveServer:
         offload: OffloadConfig | None = None,
         default_sampling: Mapping[str, float | int] | None = None,
         has_tokenizer: bool = True,
+        role: str = "both",
     ) -> None:
+        self._role = role
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
         self._default_sampling = default_sampling or {}
         self._model_path = model_path
@@ -93,7 +95,7 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         torch.set_num_threads(1)
-        self.core = EngineCore(_engine_config(self._model_path, self._offload))
+        self.core = EngineCore(_engine_config(self._model_path, self._offload, self._role))
         self.client = InProcessClient(self.core)
         self.app = create_app(
             self.client,
@@ -111,13 +113,14 @@ class LiveServer:
             await self.client.close(10)
 
 
-def _engine_config(model_path: Path, offload: OffloadConfig) -> EngineConfig:
+def _engine_config(model_path: Path, offload: OffloadConfig, role: str) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path=model_path, served_name=MODEL_NAME, dtype="float32"),
         cache=CacheConfig(num_blocks=600),
         scheduler=SchedulerConfig(max_num_batched_tokens=1024, max_num_seqs=64),
         offload=offload,
         num_threads=1,
+        role=role,
     )
 
 

@@ -144,7 +144,10 @@ def test_a_prompt_of_numbers(http: httpx.Client, model_path: Path) -> None:
     for fields, words in (
         ({"prompt_embeds": files, "prompt": "text"}, "`prompt` is about tokens"),
         ({"prompt_embeds": files, "echo": True}, "`echo` is about tokens"),
+        ({"prompt_embeds": files, "truncate_prompt_tokens": 0}, "`truncate_prompt_tokens` is"),
         ({"prompt_embeds": "no base64!"}, "`prompt_embeds` cannot be used"),
+        ({"prompt_embeds": ""}, "these 0 bytes end inside its header"),
+        ({"prompt_embeds": []}, "`prompt_embeds` is an empty list"),
         ({"prompt_embeds": files[0][:-8]}, "and the file has"),
         ({"prompt_embeds": files, "prompt_logprobs": 1}, "have no tokens whose log"),
         ({}, "neither `prompt` nor `prompt_embeds`"),

@@ -19,6 +19,7 @@ from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.client.base import EngineClient
 from stratakv.engine.config import EngineConfig, ModelConfig
 from stratakv.engine.core.core_stats import CoreStats
+from stratakv.engine.core.handover import HandOverCounts
 from stratakv.tiers.base import TierStats
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.hierarchy.guarded_store import Traffic
@@ -152,6 +153,7 @@ def offload_stats() -> dict[str, Any]:
         traffic.promotion_seconds.observe(seconds)
     ssd = TierStats(misses=4, rejected={"checksum": 5, "key": 1}, errors={"busy": 2})
     counters = OffloadCounters(seconds_loaded=1.5, failures={"late": 1})
+    counters.count_prefill_wait("stalled", 0.7)
     counters.count_lookup(["cpu", "ssd"], ["cpu", "ssd", "ssd"], 9)
     tiers = {"cpu": asdict(cpu), "ssd": asdict(ssd)}
     scheduler = {
@@ -165,6 +167,7 @@ def offload_stats() -> dict[str, Any]:
     connector = {
         **asdict(counters), "tiers": tiers, "traffic": {"ssd": asdict(traffic)},
         "loads_in_flight": 1, "stores_in_flight": 0, "probes": 2, "declined_tokens": {"ssd": 64},
+        "awaiting_prefill": 3,
         "estimates": {
             "break_even_tokens": {"cpu": 48, "ssd": None}, "bytes_per_second": {"cpu": 2e9},
             "fixed_seconds": {"cpu": 1e-3}, "prefill_tokens_per_second": 9000.0,
@@ -175,6 +178,7 @@ def offload_stats() -> dict[str, Any]:
         "connector": connector,
         "pool": BlockPool(9).residency.stats(),
         "core": CoreStats(config, layout, 9).stats(),
+        "handover": {"num_held": 1, **asdict(HandOverCounts(5, 2, 0.5))},
     }
 
 
@@ -194,6 +198,9 @@ def test_tiers_are_shown_by_name(offload_stats: dict[str, Any]) -> None:
     assert samples["vllm:num_requests_waiting_by_reason{reason=capacity}"] == 2
     assert samples["stratakv:recomputed_tokens_total{cause=load_failed}"] == 6
     assert samples["stratakv:recomputed_tokens_total{cause=preemption}"] == 0
+    assert samples["stratakv:prefill_waiting"] == 3
+    assert samples["stratakv:prefill_waits_total{end=stalled}"] == 1
+    assert samples["stratakv:prefill_wait_seconds_sum"] == 0.7
     assert samples["stratakv:tier_capacity_bytes{tier=cpu}"] == 1000
     assert samples["stratakv:tier_misses_total{tier=ssd}"] == 4
     assert samples["stratakv:checksum_rejects_total{defect=checksum,tier=ssd}"] == 5

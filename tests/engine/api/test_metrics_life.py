@@ -87,14 +87,14 @@ def from_source(source: str) -> set[str]:
 class Life:
     """An engine core stepped by hand, and the metrics of a front before it."""
 
-    def __init__(self, model: Path, ssd_path: Path) -> None:
+    def __init__(self, model: Path, ssd_path: Path, **more: Any) -> None:
         options = {
             "dtype": "float64", "block_size": SIZE, "num_blocks": 24, "max_num_seqs": 8,
             "max_model_len": 184, "max_num_batched_tokens": 128, "num_threads": 1,
             "kv_offload": "cpu,ssd", "kv_offload_cpu_bytes": "1MiB", "kv_offload_load": "always",
             "kv_offload_ssd_path": str(ssd_path), "kv_offload_ssd_bytes": "16MiB",
         }  # fmt: skip
-        self.core = EngineCore(engine_config(model, options))
+        self.core = EngineCore(engine_config(model, options | more))
         self.metrics = Metrics("tiny")
         self.is_alive = True
         self._watches: dict[str, tuple[Watch, OutputProcessor]] = {}
@@ -331,8 +331,18 @@ def documented() -> dict[str, Row]:
     return rows
 
 
-def test_the_documentation_names_every_metric_with_its_type_and_labels(life: Life) -> None:
-    life.run(PROMPT)
+def test_the_documentation_names_every_metric_with_its_type_and_labels(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    life = Life(tiny_model, tmp_path / "ssd", kv_serve="127.0.0.1:0")
+    try:
+        life.run(PROMPT)
+        check_documented(life)
+    finally:
+        life.close()
+
+
+def check_documented(life: Life) -> None:
     shown: dict[str, str] = {}
     labels: dict[str, set[frozenset[str]]] = {}
     for family in life.families():

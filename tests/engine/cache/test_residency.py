@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.engine.cache.block_pool import MAX_SAMPLED_BLOCKS, BlockPool, Residency
+from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.kv_block import KVCacheBlock
+from stratakv.engine.cache.residency import MAX_SAMPLED_BLOCKS, Residency
 from stratakv.tiers.histogram import Histogram
 
 

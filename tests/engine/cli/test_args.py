@@ -126,6 +126,18 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("serve --kv-offload cpu,grpc://a,grpc://a", ["names a tier twice", "name each once"]),
     ("serve --kv-offload cpu,grpc://a,grpcs://b", ["with and without TLS", "use grpcs://"]),
     (
+        "serve --kv-offload cpu --kv-serve [::1]:9500 --kv-peers grpc://b,grpc://[::1]:9500",
+        ["--kv-peers names [::1]:9500", "this engine itself"],
+    ),
+    (
+        "serve --kv-offload cpu,grpc://a:9500 --kv-serve a:9500",
+        ["--kv-offload names a:9500", "this engine itself"],
+    ),
+    ("serve --kv-offload cpu --kv-serve :9500", ["--kv-serve takes HOST:PORT"]),
+    ("serve --kv-serve a:9500", ["--kv-serve is for the cpu tier"]),
+    ("serve --kv-peers grpc://a", ["--kv-peers is for the cpu tier"]),
+    ("serve --kv-offload cpu --kv-peers grpc://a,grpc://a", ["names an engine twice"]),
+    (
         "serve --kv-offload cpu,ssd --kv-offload-remote-token-file /t",
         ["no cache server is in --kv-offload", "cpu,grpc://host:9400"],
     ),

@@ -111,8 +111,8 @@ def test_the_model_and_what_follows_from_it(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("config", ["takes show or check"]),
-        ("config shw", ["takes show or check, not 'shw'", "did you mean show"]),
+        ("config", ["takes show, check or vllm"]),
+        ("config shw", ["takes show, check or vllm, not 'shw'", "did you mean show"]),
         ("config show --block-siz 3", ["no option --block-siz", "did you mean --block-size"]),
         ("config show --num-blocks 1", ["--num-blocks must be at least 2, not 1"]),
         ("config show --config /nowhere.yaml", ["/nowhere.yaml cannot be read"]),

@@ -102,6 +102,7 @@ def test_a_life(tiny_model: Path, small_tiers: dict[str, str]) -> None:
     assert details[1]["cached_tokens_by_tier"]["ssd"] == 96
 
 
+@pytest.mark.slow
 def test_the_end_of_the_core_is_the_end_of_the_server(tiny_model: Path) -> None:
     with serving(tiny_model) as process:
         wait_ready(process)

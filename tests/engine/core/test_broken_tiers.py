@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine.core.engine_core import MIN_COPY_SECONDS, EngineCore
-from stratakv.tiers.hierarchy import write_back
+from stratakv.tiers.hierarchy import writes
 
 from .conftest import MakeCore, Reference, prompt_of, request, run
 
@@ -32,8 +32,8 @@ def test_a_shutdown_does_not_wait_for_a_tier_that_takes_nothing(
     faults: str,
 ) -> None:
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(write_back, "STALL_SECONDS", 0.4)
-    monkeypatch.setattr(write_back, "OPEN_STALL_SECONDS", 0.3)
+    monkeypatch.setattr(writes, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(writes, "OPEN_STALL_SECONDS", 0.3)
     core = make_core(**small_tiers, kv_offload_faults=faults)
     run(core, request("r", prompt_of(200)))
     began = time.monotonic()

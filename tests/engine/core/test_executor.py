@@ -77,7 +77,7 @@ def test_what_a_refused_step_told_is_told_again(
             core._dispatch()
         core.abort(["ends"])
         core._dispatch()
-        first, last = (step for step, _, _ in core._in_flight)
+        first, last = (step.handle.step for step in core._in_flight)
         assert first.num_scheduled_tokens
         assert last.finished_request_ids == {"ends"}
         assert not last.num_scheduled_tokens

@@ -6,12 +6,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stratakv.engine.core import process_executor
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import ExecutorDied
 from stratakv.engine.core.process_executor import ProcessExecutor
@@ -68,6 +71,7 @@ def test_random_requests_get_the_tokens_of_one_process(
     assert core.scheduler.counts["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_blocks_go_to_the_tiers_and_come_back(
     make_core: MakeCore, greedy_reference: Reference, tmp_path: Path
 ) -> None:
@@ -97,6 +101,7 @@ def test_blocks_go_to_the_tiers_and_come_back(
     assert seen["ssd"] > 0
 
 
+@pytest.mark.slow
 def test_what_was_stored_outlives_a_worker_that_is_killed(
     tiny_model: Path, greedy_reference: Reference, tmp_path: Path
 ) -> None:
@@ -144,6 +149,7 @@ def test_a_worker_that_is_killed_ends_the_engine_with_the_reason(tiny_model: Pat
         core.executor.dispatch(core.scheduler.schedule())
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> None:
     """The socket of one that is gone takes nothing, and nobody may wait for it."""
     core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
@@ -158,6 +164,7 @@ def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> 
     core.shutdown(5.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_goes_as_a_message_is_sent_is_noticed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +219,7 @@ def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeC
          "w.encode(w.Failed('CUDA', 1, is_device_lost=True)))", "its device is lost: CUDA"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_worker_that_answers_wrongly_is_given_up(
     tiny_model: Path, make_core: MakeCore, lie: str, words: str
 ) -> None:
@@ -231,6 +239,7 @@ def test_a_worker_that_answers_wrongly_is_given_up(
         core.scheduler.fail_step(step, "over")
 
 
+@pytest.mark.slow
 def test_a_worker_that_answers_too_late_is_given_up(tiny_model: Path, make_core: MakeCore) -> None:
     core = make_core()
     executor = liar("pass", tiny_model, seconds=0.3)
@@ -244,6 +253,7 @@ def test_a_worker_that_answers_too_late_is_given_up(tiny_model: Path, make_core:
         executor.shutdown(1.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model)
     with pytest.raises(ConfigError, match="pool"):
@@ -252,6 +262,128 @@ def test_a_worker_that_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -
         ProcessExecutor(config, 80, 1000, command=[sys.executable, "-c", "raise SystemExit(5)"])
 
 
+@pytest.mark.slow
+def test_a_killed_engine_leaves_no_directory(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    """The socket's file is needed until both ends have met."""
+    core = make_core(distributed_executor_backend="mp")
+    assert isinstance(core.executor, ProcessExecutor)
+    assert not core.executor._directory.exists()
+    core.add(request("r", prompt_of(12)))
+    assert finish(core, [], 1)["r"].new_token_ids == greedy_reference(prompt_of(12), 6)
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_at_the_end_is_not_waited_for(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_executor, "_END_SECONDS", 0.5)
+    executor = liar("pass", tiny_model, seconds=600.0)
+    began = time.monotonic()
+    executor.shutdown(0.2)
+    assert time.monotonic() - began < 20.0
+    assert executor._process.poll() is not None
+
+
+@pytest.mark.slow
+def test_an_engine_whose_worker_hangs_shuts_down_in_its_time(tiny_model: Path) -> None:
+    """With two steps under way; what the tiers have is kept."""
+    core = EngineCore(
+        config_of(
+            tiny_model,
+            distributed_executor_backend="mp",
+            kv_offload="cpu",
+            kv_offload_cpu_bytes="1MiB",
+        )
+    )
+    executor = core.executor
+    assert isinstance(executor, ProcessExecutor)
+    core.add(request("a", prompt_of(20), max_tokens=30))
+    core.step()
+    os.kill(executor.pid, signal.SIGSTOP)
+    core._dispatch()
+    core.shutdown(2.0)
+    assert executor._process.poll() is not None
+    assert not executor.is_alive
+
+
+@pytest.mark.slow
+def test_tokens_that_came_are_delivered_where_the_worker_dies_behind_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes between the answer to one step and the message that has the next one sampled."""
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
+    executor = core.executor
+    assert isinstance(executor, ProcessExecutor)
+    try:
+        core.add(request("a", prompt_of(20), max_tokens=30))
+        update = core.scheduler.update_from_output
+
+        def update_and_kill(*given: Any) -> Any:
+            outputs = update(*given)
+            executor._process.kill()
+            executor._process.wait()
+            executor._died("it was killed")
+            return outputs
+
+        monkeypatch.setattr(core.scheduler, "update_from_output", update_and_kill)
+        (output,) = core.step()
+        assert len(output.new_token_ids) == 1
+        with pytest.raises(ExecutorDied, match="it was killed"):
+            core.step()
+        assert core.scheduler.counts["generated_tokens"] == 1
+    finally:
+        core.shutdown(2.0)
+
+
+@pytest.mark.slow
+def test_what_a_worker_answered_before_it_was_killed_is_delivered(tiny_model: Path) -> None:
+    core = EngineCore(config_of(tiny_model, distributed_executor_backend="mp"))
+    executor = core.executor
+    assert isinstance(executor, ProcessExecutor)
+    try:
+        core.add(request("a", prompt_of(20), max_tokens=30))
+        outputs = core.step()
+        while not executor._socket.poll(1000):
+            assert executor.is_alive
+        executor._process.kill()
+        executor._process.wait()
+        outputs += core.step()
+        with pytest.raises(ExecutorDied, match="exit status -9"):
+            core.step()
+        tokens = [token for output in outputs for token in output.new_token_ids]
+        assert len(tokens) == core.scheduler.counts["generated_tokens"] == 2
+    finally:
+        core.shutdown(2.0)
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_ends_with_its_launcher(tiny_model: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from stratakv.engine.core.engine_core import EngineCore\n"
+        "from stratakv.engine.options import engine_config\n"
+        f"options = {{'distributed_executor_backend': 'mp', 'num_blocks': 40}}\n"
+        f"core = EngineCore(engine_config({str(tiny_model)!r}, options))\n"
+        "print(core.executor.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout is not None
+        worker = int(launcher.stdout.readline())
+        os.kill(worker, signal.SIGSTOP)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    while Path(f"/proc/{worker}").exists():
+        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break  # nobody has asked for its status yet
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
 def test_a_worker_that_was_given_up_is_ended_with_the_engine(tiny_model: Path) -> None:
     """It lives, but its answers count no more: the shutdown ends it, and closes the tiers."""
     core = EngineCore(

@@ -53,8 +53,7 @@ class Life:
         requests = [one for row in rows if (one := self.batch.requests[row]) is not None]
         logits = torch.stack([logits_of(one) for one in requests])
         tokens = self.sampler.sample(logits, np.array(rows)).token_ids
-        for row, token in zip(rows, tokens, strict=True):
-            self.batch.append_tokens(row, [token])
+        self.batch.take_tokens(self.batch.expect_tokens(np.array(rows)), tokens)
 
     def finish(self) -> None:
         update = self.batch.finish()

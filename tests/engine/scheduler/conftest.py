@@ -71,6 +71,7 @@ class WorkerState:
     table: list[int]
     num_prompt: int
     in_batch: bool = True
+    end: int = 0  # of its last step
 
 
 @dataclass
@@ -153,14 +154,14 @@ class Engine:
         for request_id in output.preempted_request_ids:
             if request_id in self.states:
                 self.states[request_id].in_batch = False
-        self._computed = {}
+        told: dict[str, int] = {}
         for new in output.new_requests:
             assert new.request_id not in self.states or self.has_failed
             tokens = [int(token) for token in new.prompt_token_ids]
             self.states[new.request_id] = WorkerState(
                 tokens + new.output_token_ids, list(new.block_ids[0]), len(tokens)
             )
-            self._computed[new.request_id] = new.num_computed_tokens
+            told[new.request_id] = new.num_computed_tokens
         cached = output.cached_requests
         for request_id, ids, computed in zip(
             cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -180,9 +181,15 @@ class Engine:
             elif ids is not None:
                 state.table += ids[0]
             assert state.in_batch
-            self._computed[request_id] = computed
+            told[request_id] = computed
+        assert told.keys() <= output.num_scheduled_tokens.keys()
+        self._computed = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            state = self.states[request_id]
+            assert state.in_batch
+            self._computed[request_id] = told.get(request_id, state.end)
+            state.end = self._computed[request_id] + count
         assert list(output.num_scheduled_tokens.values()).count(0) == 0
-        assert output.num_scheduled_tokens.keys() == self._computed.keys()
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
 
     def _store(self) -> None:

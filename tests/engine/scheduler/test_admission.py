@@ -9,6 +9,7 @@ import pytest
 
 from stratakv.connector.base import EvictedBlock, LoadReport, Match, MatchKind, RequestView
 from stratakv.engine.request import RequestStatus
+from stratakv.engine.scheduler.admission import MOST_DEFERRED
 
 Make = Any
 
@@ -132,6 +133,38 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(
     assert tiers.kept == {}
 
 
+def test_beside_running_requests_few_are_asked_again_and_in_turns(
+    make_engine: Make, tiers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold up nobody who came later, and with nothing running all are asked."""
+    engine = make_engine(tiers=tiers, max_num_seqs=8, num_blocks=200)
+    asked: list[str] = []
+
+    def answer(request: Any, *_: Any, **__: Any) -> Match:
+        asked.append(request.request_id)
+        is_slow = request.request_id.startswith("slow")
+        return Match(0, MatchKind.RETRY if is_slow else MatchKind.NONE)
+
+    monkeypatch.setattr(tiers, "get_matched_tokens", answer)
+    slow = [f"slow {number}" for number in range(3 * MOST_DEFERRED)]
+    for name in slow:
+        engine.add(name, prompt(6))
+    engine.step()
+    assert asked == slow
+    engine.add("runs", prompt(6, 30), max_tokens=20, ignore_eos=True)
+    engine.step()
+    asked.clear()
+    for _ in range(3):
+        engine.step()
+    assert asked == slow, "sixteen in each step, from where the last one left off"
+    asked.clear()
+    engine.add("fast", prompt(6, 40), max_tokens=20, ignore_eos=True)
+    assert "fast" in engine.step().num_scheduled_tokens
+    assert asked == [*slow[:MOST_DEFERRED], "fast"]
+    engine.scheduler.finish_requests(["runs", "fast", *slow])
+    assert engine.scheduler.stats()["num_deferred"] == 0
+
+
 def test_a_request_told_to_ask_again_steps_aside(
     make_engine: Make, tiers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +180,7 @@ def test_a_request_told_to_ask_again_steps_aside(
     engine.add("slow", prompt(6))
     engine.add("fast", prompt(6, 30), max_tokens=1)
     assert engine.step().num_scheduled_tokens == {"fast": 6}
-    assert [r.request_id for r in engine.scheduler._places.skipped] == ["slow"]
+    assert [r.request_id for r in engine.scheduler._places.deferred] == ["slow"]
     assert engine.step().num_scheduled_tokens == {}
     # Nothing to do until the tiers call, or a moment has passed.
     assert not engine.scheduler.has_runnable_work()

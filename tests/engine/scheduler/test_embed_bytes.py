@@ -8,8 +8,8 @@ import pytest
 
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.scheduler import scheduler as module
-from stratakv.engine.scheduler.scheduler import QueueFull
+from stratakv.engine.scheduler import limits
+from stratakv.engine.scheduler.limits import QueueFull
 
 from .conftest import HASHER, Engine, MakeEngine
 
@@ -24,7 +24,7 @@ def add(engine: Engine, name: str, num_tokens: int) -> None:
 
 
 def test_more_wait_for_memory(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_EMBED_BYTES", 8 * 1024)
+    monkeypatch.setattr(limits, "MAX_EMBED_BYTES", 8 * 1024)
     engine = make_engine()
     add(engine, "alone", 40)  # too large for the limit, and nobody else is there
     with pytest.raises(QueueFull, match=r"take 20\.?0? ?KiB.*try later"):

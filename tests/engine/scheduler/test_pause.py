@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from stratakv.connector.base import Match, MatchKind
 from stratakv.engine.scheduler.scheduler import Pause
 
 from .conftest import MakeEngine, reference
@@ -86,6 +87,43 @@ def test_loads_end_during_a_pause(make_engine: MakeEngine) -> None:
     engine.scheduler.resume()
     engine.run_all()
     assert engine.said("again") == reference(prompt(24), 2, ignore_eos=True)
+
+
+def test_who_was_sent_back_loads_where_a_paused_one_has_loaded(make_engine: MakeEngine) -> None:
+    """Seven blocks. `new` has loaded five of them and may not run; the three that `back` needs for
+    its load come from nobody else."""
+    tiers = DictTiers()
+    engine = make_engine(8, tiers=tiers, max_model_len=28)
+    engine.add("keep", prompt(22, 2), max_tokens=1)
+    engine.run_all()
+    for number, name in enumerate(("a", "back")):
+        engine.add(name, prompt(12, number), max_tokens=12, ignore_eos=True)
+        engine.step()
+    while "preemptions" not in engine.scheduler.counts:
+        engine.step()
+    engine.scheduler.finish_requests(["a"])
+    assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
+    for name, held in engine.names.items():
+        tiers.kept[name + b"\0\0"] = held
+    # It stands aside for a moment, so that `new` begins to load before the pause.
+    ask = tiers.get_matched_tokens
+    answers = {"back": Match(0, MatchKind.RETRY)}
+    tiers.get_matched_tokens = lambda request, num_tokens, **_: (  # type: ignore[method-assign]
+        answers.pop(request.request_id, None) or ask(request, num_tokens)
+    )
+    engine.add("new", prompt(22, 2), max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert [load.request_id for load in tiers.loads] == ["new"]
+    engine.scheduler.pause(Pause.NEW)
+    for _ in range(60):
+        tiers.tick()
+        if engine.scheduler.has_runnable_work():
+            assert "new" not in engine.step().num_scheduled_tokens
+    assert engine.said("back") == reference(prompt(12, 1), 12, ignore_eos=True)
+    assert engine.scheduler.counts["resumed_by_load"] == 12
+    engine.scheduler.resume()
+    engine.run_all()
+    assert engine.said("new") == reference(prompt(22, 2), 2, ignore_eos=True)
 
 
 @pytest.mark.parametrize("seed", range(6))

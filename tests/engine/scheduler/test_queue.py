@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.places import FCFSQueue
@@ -18,17 +16,9 @@ def test_first_come_first_served_and_the_front() -> None:
     queue.add(b)
     queue.prepend(c)
     assert list(queue) == [c, a, b]
-    assert queue.peek() is c
-    assert queue.pop() is c
+    assert queue.remove(c)
     assert queue.remove(b)
     assert not queue.remove(b)
-    queue.prepend_all([c, d])
-    assert list(queue) == [c, d, a]
+    queue.add_all([c, d])
+    assert list(queue) == [a, c, d]
     assert len(queue) == 3
-
-
-def test_an_empty_queue_has_no_first() -> None:
-    with pytest.raises(IndexError):
-        FCFSQueue().peek()
-    with pytest.raises(IndexError):
-        FCFSQueue().pop()

@@ -124,7 +124,7 @@ def check_invariants(engine: Any) -> None:
     queued = [block.block_id for block in pool.free_queue]
     assert sorted(queued) == [i for i, count in enumerate(references) if count == 0 and i > 0]
     assert len(places.running) <= engine.scheduler.config.max_num_seqs
-    waiting = [*places.waiting, *places.skipped]
+    waiting = [*places.waiting, *places.skipped, *places.deferred]
     assert (
         len(waiting)
         == len(set(waiting))

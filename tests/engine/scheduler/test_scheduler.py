@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stratakv.engine.request import RequestStatus
-from stratakv.engine.scheduler.scheduler import QueueFull
+from stratakv.engine.scheduler.limits import QueueFull
 from stratakv.tiers.settings.values import ConfigError
 
 Make = Any
@@ -32,11 +32,12 @@ def test_one_request_from_arrival_to_end(make_engine: Make, say: Any) -> None:
     assert request.status is RequestStatus.RUNNING
     output = engine.step()
     assert not output.new_requests
-    assert output.cached_requests.request_ids == ["r"]
-    assert output.cached_requests.new_block_ids == [None]
-    assert output.cached_requests.num_computed_tokens == [10]
+    assert output.num_scheduled_tokens == {"r": 1}
+    assert output.cached_requests.request_ids == [], "it goes on where it ended"
     output = engine.step()
+    assert output.cached_requests.request_ids == ["r"], "and fills a block"
     assert output.cached_requests.new_block_ids == [None]
+    assert output.cached_requests.num_computed_tokens == [11]
     output = engine.step()
     assert output.cached_requests.new_block_ids == [([4],)]
     engine.run_all()

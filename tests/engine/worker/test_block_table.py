@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,25 @@ def test_groups_refuse_blocks_for_another_number_of_groups():
     groups = MultiGroupBlockTable([BlockTable(1, 4, 4), BlockTable(1, 4, 4)])
     with pytest.raises(ValueError, match="shorter"):
         groups.append_row(([1],), 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_copy_that_follows_the_changes_has_every_row(seed: int):
+    rng = random.Random(seed)
+    made, copy = table([[] for _ in range(6)], 4), np.zeros((6, 8), np.int32)
+    for _ in range(60):
+        for _ in range(rng.randint(0, 3)):
+            row = rng.randrange(6)
+            room = 8 - len(made.row(row))
+            change = rng.choice(["add", "append", "move"])
+            if change == "add":
+                made.add_row(rng.choices(range(1, 99), k=rng.randint(0, 8)), row)
+            elif change == "append":
+                made.append_row(rng.choices(range(1, 99), k=rng.randint(0, room)), row)
+            else:
+                made.move_row(row, rng.randrange(6))
+        rows, places, blocks = made.take_changes()
+        copy[rows, places] = blocks
+        for row in range(6):
+            assert copy[row, : made.num_blocks[row]].tolist() == made.block_ids(row)
+    assert not any(map(len, made.take_changes())), "each change is told once"

@@ -73,7 +73,6 @@ def test_any_order_of_changes_keeps_rows_dense_and_readers_in_step(steps):
             assert batch.tables[0].row(row).tolist() == [number, number + 1]
             tokens = batch.token_ids[row, : batch.num_tokens[row]]
             assert tokens.tolist() == [number] * (number + 2)
-            batch.append_tokens(row, [])
 
 
 def test_a_hole_is_filled_by_a_new_request_before_anything_moves():
@@ -92,14 +91,18 @@ def test_a_hole_is_filled_by_a_new_request_before_anything_moves():
     assert list(update.removed) == []
 
 
+def append(batch: InputBatch, row: int, token: int) -> None:
+    batch.take_tokens(batch.expect_tokens(np.array([row])), [token])
+
+
 def test_sampled_tokens_reach_the_row_and_the_request():
     batch = make_batch(max_model_len=4)
     one = request("a", [1, 2], [7])
     row = batch.add(one, ([1],), 0)
-    batch.append_tokens(row, [8])
+    append(batch, row, 8)
     assert batch.token_ids[row].tolist() == [1, 2, 7, 8]
     # The context is full: the token counts, and is never computed.
-    batch.append_tokens(row, [9])
+    append(batch, row, 9)
     assert one.output_token_ids == [7, 8, 9]
     assert batch.num_tokens[row] == 5
 
@@ -117,4 +120,42 @@ def test_what_the_batch_has_no_room_for_is_refused():
     batch.finish()
     batch.remove("5")
     with pytest.raises(ValueError, match="row 5 of the batch is empty"):
-        batch.append_tokens(5, [1])
+        append(batch, 5, 1)
+
+
+def test_tokens_that_are_expected_find_their_requests_wherever_they_are():
+    """They have moved, left, or left with another one of the same id in their place."""
+    batch = make_batch()
+    names = ["gone", "moves", "replaced", "stays"]
+    requests = {name: request(name, [1, 2]) for name in names}
+    for one in requests.values():
+        batch.add(one, ([1],), 2)
+    batch.finish()
+    expected = batch.expect_tokens(np.array([3, 2, 1, 0]))
+    assert batch.num_tokens[:4].tolist() == [3] * 4
+    assert batch.expected_index[:4].tolist() == [3, 2, 1, 0]
+    batch.remove("gone")
+    batch.remove("replaced")
+    heir = request("replaced", [5, 6, 7])
+    row = batch.add(heir, ([2],), 0)
+    batch.finish()
+    assert batch.expected_index[row] == -1
+    assert batch.expected_index[batch.row_of["moves"]] == 2
+    batch.take_tokens(expected, [40, 30, 20, 10])
+    assert [requests[name].output_token_ids for name in names] == [[10], [20], [30], [40]]
+    for name, token in (("moves", 20), ("stays", 40)):
+        assert batch.token_ids[batch.row_of[name], :3].tolist() == [1, 2, token]
+    assert batch.token_ids[row, :3].tolist() == [5, 6, 7]
+    assert heir.output_token_ids == []
+    assert (batch.expected_index == -1).all()
+
+
+def test_a_token_that_does_not_come_leaves_nothing():
+    batch = make_batch()
+    requests = [request(name, [1, 2]) for name in "abc"]
+    for one in requests:
+        batch.add(one, ([1],), 2)
+    batch.finish()
+    batch.take_tokens(batch.expect_tokens(np.arange(3)), [7, 8, 9], [1])
+    assert [one.output_token_ids for one in requests] == [[7], [], [9]]
+    assert batch.num_tokens[:3].tolist() == [3, 2, 3]

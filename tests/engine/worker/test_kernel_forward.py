@@ -78,6 +78,18 @@ def test_staging_memory_is_written_only_after_a_wait(checkpoint, driver, prompt_
         assert runtime.num_waits == after_start + steps
 
 
+def test_a_step_waits_for_the_copies_of_the_last_but_one(checkpoint, driver, prompt_of):
+    runtime = RecordingRuntime()
+    eager = Placement(attention_backend=KERNELS, record_decodes=False)
+    drive = driver(checkpoint(), placement=eager, runtime=runtime)
+    drive.add("a", prompt_of(40))
+    waits = []
+    for _ in range(4):
+        drive.step(chunk=8)
+        waits.append(runtime.num_waits)
+    assert waits == [0, 0, 1, 2]
+
+
 def test_a_prompts_only_token_is_no_answer_yet(gathered, checkpoint, driver, prompt_of):
     """Prompts by one token a step are decodes that nobody samples from."""
     runtime = RecordingRuntime()

@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from stratakv.engine.core.device_config import placement_of
+from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.options import engine_config
+from stratakv.engine.request import pack_token_ids
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.wire import AddRequest
 from stratakv.engine.worker.runtime.cuda_probe import choose_gpu, probe_cuda
 from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.runtimes import PoolSizer
@@ -93,6 +97,28 @@ def test_a_step_waits_for_its_answer_alone(checkpoint, driver, prompt_of):
     drive.add("c", prompt_of(50), temperature=0.8, min_p=0.1, repetition_penalty=1.2)
     for _ in range(6):
         drive.step(chunk=30)
+
+
+def test_steps_that_overlap_answer_as_one_at_a_time(checkpoint, prompt_of):
+    """All come at once and have the same length, so that each step holds the same rows."""
+    answers = []
+    for depth in (1, 2):
+        options = {"device": "cuda", "dtype": "bfloat16", "num_blocks": 200}
+        core = EngineCore(
+            engine_config(checkpoint(head_dim=16), options), max_steps_in_flight=depth
+        )
+        for number in range(6):
+            wishes = {"repetition_penalty": 1.2} if number % 2 else {}
+            params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, **wishes)
+            prompt = pack_token_ids(prompt_of(3 + 9 * number, number))
+            core.add(AddRequest(f"r{number}", prompt, params))
+        said: dict[str, list[int]] = {}
+        while core.has_work():
+            for output in core.step():
+                said.setdefault(output.request_id, []).extend(output.new_token_ids)
+        core.shutdown(5.0)
+        answers.append(said)
+    assert answers[0] == answers[1]
 
 
 def test_the_pool_is_sized_by_what_is_left(checkpoint, driver):

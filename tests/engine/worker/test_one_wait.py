@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.layers import Linear
-from stratakv.engine.sampling import copies, logprobs, sampler
+from stratakv.engine.sampling import copies, sampler
 from stratakv.engine.worker.kv_pool import KvPool
 from stratakv.engine.worker.runtime import runtimes
 from stratakv.engine.worker.runtime.device_config import Placement
@@ -100,15 +100,28 @@ class Fetches:
         self.count = 0
         self.is_short = False
 
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        self.count += 1
+    def __call__(self, tensors: Sequence[Tensor]) -> Fetch:
         assert all(tensor.device == GPU for tensor in tensors)
+        return Fetch(self, tensors)
+
+    def wait(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.count += 1
         found = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         found[1].fill_(True)  # the logits are finite
         if self.is_short:
             found[2].fill_(True)
         self.is_short = False
         return found
+
+
+class Fetch(NamedTuple):
+    """One answer on its way."""
+
+    fetches: Fetches
+    tensors: Sequence[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.fetches.wait(self.tensors)
 
 
 @contextmanager
@@ -118,8 +131,8 @@ def on_a_gpu(
     """The driver's runner, moved to a GPU that is not there."""
     runner, fetches = drive.runner, Fetches()
     monkeypatch.setattr(copies, "page_locked", lambda tensor: tensor)
-    monkeypatch.setattr(sampler, "to_host", fetches)
-    monkeypatch.setattr(logprobs, "to_host", fetches)
+    monkeypatch.setattr(sampler, "begin_to_host", fetches)
+    monkeypatch.setattr(copies, "begin_to_host", fetches)
     monkeypatch.setattr(
         sampler.Sampler, "_uniform", lambda self, to: np.zeros(len(to.rows), np.float64)
     )

@@ -80,16 +80,22 @@ def test_a_block_that_stays_away_half_way(stub: Stub) -> None:
 
 
 def test_a_quota_that_is_full_of_blocks_in_use(server: RunningServer, stub: Stub) -> None:
+    tenant_store = server.tenant_store()
     for number in range(2):
-        keys = make_keys(150, f"hold {number}")
-        store_blocks(stub, keys)
-        stub.pin(messages.PinRequest(keys=b"".join(keys), lease_ms=60_000), timeout=WAIT_SECONDS)
-    assert store_blocks(stub, make_keys(2, "more")) == [State.NO_ROOM] * 2
-    leases = range(1, 10_000)
-    released = [
-        server.tenant_store().unpin(lease, "default") for lease in itertools.islice(leases, 5000)
+        store_blocks(stub, make_keys(150, f"hold {number}"))
+    # Leases take half of it at most; somebody loads the rest.
+    leased, loaded = make_keys(150, "hold 0"), make_keys(150, "hold 1")
+    pinned = [
+        stub.pin(messages.PinRequest(keys=b"".join(part), lease_ms=60_000), timeout=WAIT_SECONDS)
+        for part in (leased[:64], leased[64:128])
     ]
-    assert sum(released) == 2
+    assert [each.prefix for each in pinned] == [64, 64]
+    with pytest.raises(grpc.RpcError, match="leave too few for others"):
+        stub.pin(messages.PinRequest(keys=b"".join(loaded), lease_ms=60_000), timeout=WAIT_SECONDS)
+    reading = tenant_store.begin_load(leased[128:] + loaded)
+    assert store_blocks(stub, make_keys(2, "more")) == [State.NO_ROOM] * 2
+    tenant_store.end_load(reading)
+    assert all(tenant_store.unpin(each.lease, "default") for each in pinned)
     assert store_blocks(stub, make_keys(2, "more")) == [State.KEPT] * 2
 
 
@@ -248,7 +254,7 @@ def test_the_server_has_a_deadline_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", ["reader", "writer"])
 def test_a_client_that_stalls_is_cut_off(kind: str) -> None:
-    limits = Limits(stall_seconds=0.3, max_bytes_in_flight=16 * 2**20)
+    limits = Limits(stall_seconds=2.0, max_bytes_in_flight=16 * 2**20)
     with running_server(cpu_bytes=20 * LARGE.slot_bytes, limits=limits) as server:
         stub = server.stub()
         server.attach(stub, LARGE)

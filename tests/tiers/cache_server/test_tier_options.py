@@ -72,6 +72,7 @@ def test_blocks_that_were_packed_come_back(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("admission", "refused"), [("all", 0), ("while-used", 0), ("doorkeeper", 16)]
 )
+@pytest.mark.slow
 def test_a_filter_decides_what_is_written(tmp_path: Path, admission: str, refused: int) -> None:
     """Eight prompts of one block are asked for twice, sixteen once; all of them leave the memory.
     What is there in the end is written at the shutdown, whatever the filter says."""

@@ -157,6 +157,20 @@ def test_a_look_up_that_fails_is_a_miss(rig: Rig) -> None:
     rig.store.fault = None
 
 
+def test_a_store_without_figures_has_its_last_ones(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is asked for blocks as before."""
+    name, before = rig.store.name, rig.hierarchy.stats()
+    for broken in (lambda: None, lambda: 1 / 0):
+        monkeypatch.setattr(rig.store, "stats", broken)
+        now = rig.hierarchy.stats()
+        assert now["cpu"] == before["cpu"]
+        assert now[name].capacity_bytes == before[name].capacity_bytes > 0
+    assert now[name].errors == {"TypeError": 1, "ZeroDivisionError": 1}
+    assert rig.hierarchy.traffic()[name].breaker == "closed"
+
+
 @with_rig(num_slots=4)
 def test_a_load_larger_than_the_slab_brings_what_fits(rig: Rig) -> None:
     rig.put(3)

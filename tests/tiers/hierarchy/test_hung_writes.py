@@ -14,7 +14,7 @@ from stratakv.tiers.fault_injection.plan import FaultPlan, parse_faults
 from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.hierarchy.guarded_store import MAX_PROBES, GuardedStore, Traffic
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
-from stratakv.tiers.hierarchy.write_back import LATE_SHARE, STALL_SECONDS, Writes
+from stratakv.tiers.hierarchy.writes import LATE_SHARE, STALL_SECONDS, Writes
 from stratakv.tiers.mailbox import Mailbox
 from stratakv.tiers.memory import MemoryStore
 

@@ -87,6 +87,32 @@ def test_it_keeps_the_promise_of_a_store(path: str) -> None:
         check_store_contract(store)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tag_key", [None, b"t" * 32], ids=["plain", "keyed"])
+def test_blocks_of_another_namespace_are_misses(path: str, tag_key: bytes | None) -> None:
+    """Their keys are the same, as those of two models are where digests carry no identity."""
+    offered, shares_memory = PATHS[path]
+    options = {"shares_memory": shares_memory, "tag_key": tag_key}
+    with (
+        running_server(**offered) as server,
+        opened(server.port, namespace=b"one model", **options) as one,
+        opened(server.port, namespace=b"one model", **options) as same,
+        opened(server.port, namespace=b"another", **options) as other,
+        opened(server.port, **options) as none,
+    ):
+        keys = make_keys(4)
+        payloads = [payload_of(key, LAYOUT) for key in keys]
+        for stranger in (other, none):
+            assert put(one, keys) == [True] * 4
+            assert fetch(same, keys) == payloads
+            assert ask(stranger, keys) == [HIT] * 4
+            assert fetch(stranger, keys) == [None] * 4
+            wait_for(lambda: server.tenant_store().stats()["cpu"].blocks == 0)
+        # What is nobody's else they store anew.
+        assert put(other, keys) == [True] * 4
+        assert fetch(other, keys) == payloads
+
+
 def test_it_keeps_the_promise_over_several_servers() -> None:
     with running_server() as one, running_server() as two, running_server() as three:
         servers = (one, two, three)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from stratakv.tiers.errors import TierBusy, TierClosed, TierError
-from stratakv.tiers.remote.remote_store import all_of, then
+from stratakv.tiers.remote.futures import all_of, then
 from stratakv.tiers.remote.transfer_queue import RemoteError, RemoteLate, TransferQueue
 
 WAIT = 10.0

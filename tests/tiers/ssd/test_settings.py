@@ -159,6 +159,7 @@ def test_a_second_process_is_refused_with_the_owner(open_store: Open, tmp_path: 
         open_store()
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_owner_left_to_a_child_is_waited_for(tmp_path: Path) -> None:
     """A process forks and ends while it starts another one; what it held stays with the child."""
     code = (

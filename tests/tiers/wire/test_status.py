@@ -125,4 +125,4 @@ def test_reasons_are_labels() -> None:
 
 def test_only_the_callers_own_faults_are_final() -> None:
     final = {row.reason for row in TABLE if row.retry is Retry.NEVER}
-    assert final == {"invalid"}
+    assert final == {"invalid", "read_only"}

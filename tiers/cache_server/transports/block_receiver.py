@@ -18,7 +18,7 @@ from ...wire.limits import PIECE_BYTES
 from ...wire.messages import read_header
 from ...wire.raw_messages import Piece
 from ..leases import WriteLease
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 
 GROUP_BYTES = 8 * 1024**2  # stored at once; until then the blocks are reserved
 
@@ -41,7 +41,7 @@ class BlockReceiver:
     `store_whole` when `is_full`, `finish_store` at the end, and `close` in any case. All but
     `take_piece` call the tenant store."""
 
-    def __init__(self, tenant_store: TenantStore) -> None:
+    def __init__(self, tenant_store: ServedStore) -> None:
         self._tenant_store = tenant_store
         self._layout_id = tenant_store.layout.layout_id()
         self._current: _Block | None = None

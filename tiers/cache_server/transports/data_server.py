@@ -20,7 +20,7 @@ from ...wire.blocks import receive_block, send_blocks
 from ...wire.frames import Reply, Request, State, Status, Verb, encode_reply, part_blocks
 from ...wire.sockets import Connection
 from ..leases import ReadLease
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 from .session import Session
 from .session_server import SessionServer, SessionSettings
 
@@ -129,5 +129,5 @@ class DataServer(SessionServer):
         # The handshake has the time limit that the socket was given.
         return Connection(self._tls.wrap_socket(sock, server_side=True))
 
-    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
+    def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
         return DataSession(connection, tenant_store, self._limits, self._draining)

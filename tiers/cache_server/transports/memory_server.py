@@ -36,7 +36,7 @@ from ...wire.frames import (
 from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
 from ..leases import Lease, Leases, ReadLease, WriteLease
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 from .session import Draining, Session
 from .session_server import SessionServer
 
@@ -56,7 +56,7 @@ class MemorySession(Session):
     def __init__(
         self,
         connection: Connection,
-        tenant_store: TenantStore,
+        tenant_store: ServedStore,
         limits: Limits,
         draining: Draining,
     ) -> None:
@@ -229,14 +229,14 @@ class MemoryServer(SessionServer):
             raise ConnectionLost(f"user {uid} may not map the memory of user {os.geteuid()}")
         return Connection(sock)
 
-    def _greet(self, connection: Connection, tenant_store: TenantStore, deadline: float) -> None:
+    def _greet(self, connection: Connection, tenant_store: ServedStore, deadline: float) -> None:
         layout = tenant_store.layout
         welcome = Welcome(
             Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, tenant_store.num_slots
         )
         connection.send_fd(encode_welcome(welcome), tenant_store.memory_fd, deadline)
 
-    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
+    def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
         return MemorySession(connection, tenant_store, self._limits, self._draining)
 
 

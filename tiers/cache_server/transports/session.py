@@ -25,7 +25,7 @@ from ...wire.frames import (
 )
 from ...wire.limits import Limits
 from ...wire.sockets import Connection
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 
 
 class Draining:
@@ -51,7 +51,7 @@ class Session(ABC):
     def __init__(
         self,
         connection: Connection,
-        tenant_store: TenantStore,
+        tenant_store: ServedStore,
         limits: Limits,
         draining: Draining,
     ) -> None:

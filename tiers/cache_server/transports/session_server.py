@@ -30,14 +30,14 @@ from ...wire.frames import (
 from ...wire.limits import Limits
 from ...wire.sockets import Connection, ConnectionLost
 from ..access.shares import Shares
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 from .session import Draining, Session
 
 log = logging.getLogger(__name__)
 
 # What a ticket opens: a tenant store, and the name of the tenant; None for a ticket that opens
 # nothing.
-Resolve = Callable[[bytes], tuple[TenantStore, str] | None]
+Resolve = Callable[[bytes], tuple[ServedStore, str] | None]
 
 _BACKLOG = 128
 _TELL_SECONDS = 1.0  # between two lines about what clients did
@@ -84,10 +84,10 @@ class SessionServer(ABC):
         ConnectionLost for one that is refused."""
 
     @abstractmethod
-    def _session(self, connection: Connection, tenant_store: TenantStore) -> Session:
+    def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:
         """Make the session that serves a client."""
 
-    def _greet(self, connection: Connection, tenant_store: TenantStore, deadline: float) -> None:
+    def _greet(self, connection: Connection, tenant_store: ServedStore, deadline: float) -> None:
         """The welcome to a client with a good ticket."""
         layout = tenant_store.layout
         welcome = Welcome(Status.OK, self._boot_id, layout.page_bytes, layout.slot_bytes, 0)

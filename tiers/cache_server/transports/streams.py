@@ -27,7 +27,7 @@ from ...wire.limits import PIECE_BYTES, Limits
 from ...wire.messages import header_message
 from ...wire.raw_messages import Piece
 from ..leases import ReadLease
-from ..tenant_store import TenantStore
+from ..served_store import ServedStore
 from ..tenant_store_calls import TenantStoreCalls
 from .block_receiver import GROUP_BYTES, BlockReceiver
 
@@ -113,7 +113,7 @@ class Streams:
         return self._for_all.in_use + sum(self._has_kept.values())
 
     async def load(
-        self, tenant: str, tenant_store: TenantStore, keys: list[bytes], write: Write
+        self, tenant: str, tenant_store: ServedStore, keys: list[bytes], write: Write
     ) -> int:
         """Write the pieces of all blocks, in order; how many bytes of payload."""
         num = max(1, PART_BYTES // tenant_store.page_bytes)
@@ -127,7 +127,7 @@ class Streams:
         return sent
 
     async def store(
-        self, tenant: str, tenant_store: TenantStore, pieces: AsyncIterator[Piece]
+        self, tenant: str, tenant_store: ServedStore, pieces: AsyncIterator[Piece]
     ) -> tuple[list[State], int]:
         """Take blocks in: the state of each, and how many bytes of payload came."""
         receiver = BlockReceiver(tenant_store)
@@ -147,7 +147,7 @@ class Streams:
                 turn.end_turn(receiver.close)
 
     async def _send(
-        self, tenant: str, tenant_store: TenantStore, parts: list[list[bytes]], write: Write
+        self, tenant: str, tenant_store: ServedStore, parts: list[list[bytes]], write: Write
     ) -> int:
         turn = _Turn(self._calls, tenant, tenant_store)
         read_leases: list[ReadLease] = []
@@ -217,7 +217,7 @@ class Streams:
 class _Turn:
     """The calls of its tenant store that one stream makes, one after the other."""
 
-    def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: TenantStore) -> None:
+    def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: ServedStore) -> None:
         self._calls = calls
         self._tenant = tenant
         self._tenant_store = tenant_store
@@ -243,18 +243,18 @@ class _Turn:
         self._calls.run_later(self._tenant_store, work, self._last)
 
 
-def _begin_part(tenant_store: TenantStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
+def _begin_part(tenant_store: ServedStore, keys: list[bytes], read_leases: list[ReadLease]) -> None:
     """Adds the read lease itself: the stream may have ended by then."""
     read_leases.append(tenant_store.begin_load(keys))
 
 
-def _wait_part(tenant_store: TenantStore, read_lease: ReadLease) -> list[Proof | None]:
+def _wait_part(tenant_store: ServedStore, read_lease: ReadLease) -> list[Proof | None]:
     """Wait for a read lease; the proofs of its blocks. May wait."""
     tenant_store.wait_loaded(read_lease, time.monotonic() + _READ_SECONDS)
     return tenant_store.proofs(read_lease)
 
 
-def _end_parts(tenant_store: TenantStore, read_leases: list[ReadLease]) -> None:
+def _end_parts(tenant_store: ServedStore, read_leases: list[ReadLease]) -> None:
     for read_lease in read_leases:
         tenant_store.end_load(read_lease)
 

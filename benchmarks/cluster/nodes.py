@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a cluster on one machine: nodes, the router, and the cache server between them.
+
+Blocks go through TCP, as between machines: the server lends nobody its memory. Caches are never
+reset; every request has a salt of its own instead, under which no node has anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..harness.load_client import GREEDY, RequestFailed, StreamedAnswer, ask
+from ..harness.served import HOST, Server, ServerFailed, cache_server, free_ports
+
+COMPLETIONS = "/v1/completions"
+TICKETS = "kv_transfer_params"
+# What asks a node to hand a prompt over.
+HAND_OVER: dict[str, Any] = {TICKETS: {"do_remote_decode": True}}
+_SALTS = itertools.count()
+_REQUEST_SECONDS = 300.0
+_QUIET_SECONDS = 0.1
+_SETTLE_SECONDS = 60.0
+
+
+class Node(Server):
+    """`stratakv serve` or `stratakv route`, as the first word says."""
+
+    def __init__(self, words: Sequence[str], scratch: Path) -> None:
+        [port] = free_ports(1)
+        command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", *words]
+        command += ["--host", HOST, "--port", str(port), "--log-level", "warning"]
+        super().__init__(command, port, scratch / f"{words[0]}-{port}.log")
+
+    def figure(self, name: str, *labels: str) -> float:
+        """The sum of one metric over what has these labels."""
+        text = self._exchange("GET", "/metrics").decode()
+        rows = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for shown, value in rows if all(each in shown for each in labels))
+
+    def post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A completion, whole. Raises ServerFailed."""
+        answer: dict[str, Any] = json.loads(self._exchange("POST", COMPLETIONS, body))
+        return answer
+
+    def stream(self, body: dict[str, Any]) -> StreamedAnswer:
+        """A streamed completion. Raises ServerFailed."""
+        try:
+            return asyncio.run(ask(HOST, self.port, COMPLETIONS, body, _REQUEST_SECONDS))
+        except RequestFailed as error:
+            raise ServerFailed(f"{error}\n{self._tail()}") from error
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to or from its tiers. Raises ServerFailed."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        before = None
+        while (now := self._traffic()) != before or any(now[:2]):
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"tiers were still at work after {_SETTLE_SECONDS:g} s")
+            before = now
+            time.sleep(_QUIET_SECONDS)
+
+    def _traffic(self) -> tuple[float, ...]:
+        names = ("stores_in_flight", "loads_in_flight", "tier_stored_blocks_total")
+        return tuple(self.figure(f"stratakv:{name}") for name in names)
+
+    def _check_ready(self) -> None:
+        self._exchange("GET", "/health")
+
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=_REQUEST_SECONDS)
+        content = None if body is None else json.dumps(body)
+        with closing(connection):
+            connection.request(method, path, content, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            if response.status != 200:
+                raise ServerFailed(f"{method} {path}: HTTP {response.status} {answer[:500]!r}")
+            return answer
+
+
+class Cache(NamedTuple):
+    """A running cache server."""
+
+    port: int
+    data_port: int
+
+    def flags(self, host: str, slab: str) -> list[str]:
+        """Of a node that reaches it at this address. What is handed over is loaded: whether that
+        is quicker than computing is what is measured."""
+        tiers = ["--kv-offload", f"cpu,grpc://{host}:{self.port}", "--kv-offload-cpu-bytes", slab]
+        return [*tiers, "--kv-offload-load", "always"]
+
+
+@contextmanager
+def open_cache(cpu_bytes: int) -> Iterator[Cache]:
+    """A cache server of so much memory, reached by TCP alone. Raises ServerFailed."""
+    [data_port] = free_ports(1)
+    flags = ("--data-port", str(data_port), "--no-shared-memory", "--log-level", "warning")
+    with cache_server(cpu_bytes, *flags) as server:
+        yield Cache(server.port, data_port)
+
+
+def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) -> Node:
+    """`stratakv route` in front of them."""
+    words = ["route"]
+    for role, nodes in (("--prefill", prefill), ("--decode", decode)):
+        words += [word for node in nodes for word in (role, f"http://{HOST}:{node.port}")]
+    return Node(words, scratch)
+
+
+def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """A request that finds nothing in any cache: its salt is new."""
+    fields = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
+    return fields | GREEDY | {"cache_salt": f"bench-{os.getpid()}-{next(_SALTS)}"}
+
+
+@contextmanager
+def pinned(core: int | None) -> Iterator[None]:
+    """Processes that are started meanwhile run on this core alone."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our side of `vllm_peer.py`: has vLLM's core in another interpreter do its cases in turn with
+ours, and says how they compare."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...tiers.settings.format import format_value
+from ...tiers.settings.values import ConfigError
+from ..harness.comparison import Gate, quartiles
+from ..harness.peer import Child, PeerFailed
+from ..harness.report import Report, median, print_table, ratios
+from . import vllm_peer
+
+FLAG = "--peer-python"
+# Importing vLLM and looking into a model takes the most of a start.
+START_SECONDS, CASE_SECONDS = 600.0, 300.0
+
+
+class Pair(NamedTuple):
+    """Our case that one of the peer's is held against; how the table calls theirs, and the aim."""
+
+    ours: str
+    title: str
+    aim: Gate | None = None
+
+
+# The ratio and the rate of the peer have one name.
+PEERS: Mapping[str, Pair] = {
+    "peer_hash": Pair("hash", "  vLLM's, its default"),
+    "peer_cycles": Pair("cycles_half_cached", "  vLLM's", Gate(least=3.5)),
+    "peer_steps": Pair("steps", "  vLLM's", Gate(least=6.5)),
+}
+
+
+class Seconds(NamedTuple):
+    """What a piece of work took by the clock, and of its thread's processor."""
+
+    wall: float
+    busy: float
+
+
+def interpreter(given: str) -> str:
+    """The interpreter that the flag names. Raises ConfigError."""
+    found = shutil.which(Path(given).expanduser())
+    if found is None:
+        wanted = "the path of a Python interpreter that has vLLM"
+        raise ConfigError(f"{FLAG} takes {wanted}, not {format_value(given)}")
+    return str(found)
+
+
+class VllmPeer(Child):
+    """Does cases of vLLM's; a context manager. Raises ConfigError for what is no program."""
+
+    def __init__(self, python: str, plan: Mapping[str, Any]) -> None:
+        self._python, self._plan = python, plan
+        self._folder = tempfile.TemporaryDirectory()
+        words, log = ["-P", vllm_peer.__file__], Path(self._folder.name, "log")
+        try:
+            super().__init__(words, log, "vLLM's side", python)
+        except OSError as error:
+            self._folder.cleanup()
+            raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
+
+    def close(self) -> None:
+        """End of input ends the child."""
+        super().close()
+        self._folder.cleanup()
+
+    def start(self) -> dict[str, Any]:
+        """Once: vLLM's version and hash algorithm, when all is ready. Raises PeerFailed."""
+        self.send(dict(self._plan))
+        try:
+            answer = self.read(START_SECONDS)
+            if "version" in answer:
+                return answer
+            raise PeerFailed("vLLM's side answered without a version")
+        except PeerFailed as error:
+            advice = f"install vLLM {vllm_peer.TRIED} for {self._python}, or name with {FLAG}"
+            raise PeerFailed(f"{error}: {advice} a Python interpreter that has it") from error
+
+    def take(self, case: str, count: int) -> Seconds:
+        """Have `count` units of a case done. Raises PeerFailed."""
+        self.send({"case": case, "count": count})
+        return Seconds(**self.read(CASE_SECONDS))
+
+    def _last_words(self) -> str:
+        lines = super()._last_words().rstrip().split("\n")
+        return f" ({lines[-1]})" if lines[-1] else ""
+
+
+def add_peers(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
+    """Ratios to those of the peer's cases that were taken, and their quartiles."""
+    for name, pair in PEERS.items():
+        if name in rates:
+            taken = ratios(rates[pair.ours], rates[name])
+            report.ratios[name] = median(taken)
+            spreads = report.figures.setdefault("spreads", {})
+            spreads[name] = quartiles(taken)
+
+
+def print_peers(report: Report) -> None:
+    """The ratios to the peer, their quartiles and what is aimed at."""
+    rows = []
+    for name, (low, high) in report.figures.get("spreads", {}).items():
+        ratio, aim = report.ratios[name], PEERS[name].aim
+        verdict = f"{aim.wanted} {aim.verdict(ratio)}" if aim else ""
+        rows.append([name.replace("_", " "), f"{ratio:.2f}", f"{low:.2f}..{high:.2f}", verdict])
+    if rows:
+        version = report.figures["peer"]["version"]
+        columns = ["what", "ratio", "quartiles", "aim"]
+        print_table(f"Ours over vLLM {version}, in turn", columns, rows)

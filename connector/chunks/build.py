@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the tiers together that keep chunks of one size and one namespace.
+
+Before that it looks at the cache servers: one that will never take these chunks is a reason not to
+start, one that is down is none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from ...proto.v1 import cache_service_pb2 as messages
+from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
+from ...tiers.block import ALIGNMENT, BlockLayout
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ...tiers.remote.address import ServerAddress
+from ...tiers.remote.credentials import Credentials
+from ...tiers.remote.server_link import open_channel
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
+from ...tiers.tag import Tagger
+from ...tiers.wire.messages import layout_message
+from ...tiers.wire.rpc import Stub
+from ...tiers.wire.status import verdict_of
+from .settings import Settings
+from .tiers import ChunkTiers, Limits
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 3.0
+WRONG_LAYOUT = "layout"
+# What no waiting mends.
+REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
+# Fewer slots would have loads wait for one another, and stores for the disk.
+LEAST_SLOTS = 8
+
+
+def chunk_layout(chunk_bytes: int) -> BlockLayout:
+    """The layout of chunks of so many bytes, whose inside is their host's affair: what the numbers
+    are stands in the keys. Raises ConfigError for a size that no block has."""
+    if chunk_bytes < 2 or chunk_bytes % 2:
+        raise ConfigError(
+            f"a chunk has an even number of bytes, not {chunk_bytes}; what is compressed or packed "
+            "to sizes of its own cannot be kept here"
+        )
+    return BlockLayout(1, 1, 1, chunk_bytes // 2, "fp8_e4m3")
+
+
+def open_chunk_tiers(
+    settings: Settings, chunk_bytes: int, namespace: bytes, host: str, folder: str
+) -> ChunkTiers:
+    """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
+    Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
+    layout, tiers = chunk_layout(chunk_bytes), settings.tiers()
+    if tiers.ssd is not None:
+        assert tiers.ssd.path is not None
+        tiers = replace(tiers, ssd=replace(tiers.ssd, path=Path(tiers.ssd.path) / folder))
+    if tiers.cpu.capacity_bytes < LEAST_SLOTS * layout.slot_bytes:
+        raise ConfigError(
+            f"cpu_bytes is to hold {LEAST_SLOTS} chunks of {show_size(layout.slot_bytes)} at "
+            f"least, not {show_size(tiers.cpu.capacity_bytes)} in all; make it "
+            f"{show_size(LEAST_SLOTS * layout.slot_bytes)} or more"
+        )
+    if tiers.ssd is not None and tiers.ssd.capacity_bytes < layout.slot_bytes + ALIGNMENT:
+        raise ConfigError(
+            f"ssd_bytes holds not one chunk of {show_size(layout.slot_bytes)}; make it more"
+        )
+    check_servers(tiers.addresses, layout, tiers.remote.credentials())
+    if tiers.ssd is not None and tiers.ssd.path is not None:
+        try:
+            tiers.ssd.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"ssd_path {tiers.ssd.path.parent} cannot be made ({error.strerror}); give a "
+                "directory that can be written"
+            ) from error
+    wakeup = threading.Event()
+    stores = open_stores(layout, tiers, namespace=namespace)
+    try:
+        slab = make_slab(layout, tiers.cpu)
+        try:
+            tagger = Tagger(layout.layout_id(), layout.page_bytes)
+            hierarchy = Hierarchy(
+                slab,
+                stores,
+                wakeup=wakeup.set,
+                # What that engine was told is kept is written at once, not when room is short.
+                watermark=1.0,
+                read_seconds=settings.own.read_seconds,
+                inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
+                admission=None if tiers.ssd is None else make_admission(layout, tiers.ssd),
+                tagger=tagger,
+            )
+            made = ChunkTiers(hierarchy, slab, tagger, wakeup, _limits(settings))
+        except BaseException:
+            slab.close()
+            raise
+    except BaseException:
+        close_stores(stores)
+        raise
+    log.info(
+        "StrataKV below %s: %s; %d chunks of %s in memory; namespace %s",
+        host,
+        ", ".join(hierarchy.tiers[1:]),
+        slab.num_slots,
+        show_size(layout.page_bytes),
+        folder,
+    )
+    return made
+
+
+def _limits(settings: Settings) -> Limits:
+    own = settings.own
+    return Limits(own.lookup_seconds, own.read_seconds, own.store_seconds)
+
+
+def check_servers(
+    addresses: Sequence[ServerAddress], layout: BlockLayout, credentials: Credentials
+) -> None:
+    """Raises ConfigError, or TierConfigError for credentials that cannot be read, where a server
+    refuses these chunks for good."""
+    if not addresses:
+        return
+    with ThreadPoolExecutor(len(addresses), thread_name_prefix="stratakv-look") as pool:
+        for refusal in pool.map(lambda each: _refusal(each, layout, credentials), addresses):
+            if refusal is not None:
+                raise ConfigError(refusal)
+
+
+def _refusal(address: ServerAddress, layout: BlockLayout, credentials: Credentials) -> str | None:
+    request = messages.AttachRequest(layout=layout_message(layout))
+    channel = open_channel(address, credentials)
+    try:
+        metadata = credentials.metadata(address)
+        Stub(channel).attach(request, timeout=LOOK_SECONDS, metadata=metadata)
+    except grpc.RpcError as error:
+        verdict = verdict_of(error)
+        if verdict.reason not in REFUSALS:
+            log.warning("%s does not answer yet (%s)", address, verdict.reason)
+            return None
+        cure = (
+            "one tenant has chunks of one size: give each model, and each way to split it, a "
+            "tenant of its own"
+            if verdict.reason == WRONG_LAYOUT
+            else "mend that, or leave the server out"
+        )
+        return f"{address} refuses these chunks: {error.details()}; {cure}"
+    finally:
+        channel.close()
+    return None

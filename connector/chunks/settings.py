@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of tiers below another project's engine: read from the JSON object that it hands on.
+
+The names are those of the engine's flags without `--kv-offload-`, with underscores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...tiers.errors import TierConfigError
+from ...tiers.remote.address import ServerAddress, parse_address
+from ...tiers.settings import readers
+from ...tiers.settings.format import format_value
+from ...tiers.settings.option import Option, options_of, setting
+from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.values import ConfigError
+from ...tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings, TierSettings
+
+MAX_SECONDS = 600.0
+
+
+def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
+    given = value.split(",") if isinstance(value, str) else value
+    kinds = str | ServerAddress
+    if not isinstance(given, list | tuple) or not all(isinstance(each, kinds) for each in given):
+        raise ConfigError(f"{called} takes addresses of cache servers, not {format_value(value)}")
+    try:
+        servers = tuple(parse_address(str(each)) for each in given if each)
+    except TierConfigError as error:
+        raise ConfigError(f"{called}: {error}") from error
+    if len({server.tls for server in servers}) > 1:
+        raise ConfigError(f"{called} mixes servers with and without TLS; use one of the two")
+    return servers
+
+
+def _seconds(called: str, value: Any) -> float:
+    number = readers.number(called, value)
+    if not 0 < number <= MAX_SECONDS:
+        raise ConfigError(
+            f"{called} takes seconds above 0 and at most {MAX_SECONDS:g}, not {format_value(value)}"
+        )
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSettings:
+    """Those beside the tiers' own."""
+
+    servers: tuple[ServerAddress, ...] = setting(
+        (), _servers, "addresses of the cache servers, which are one tier together", "LIST"
+    )
+    revision: str | None = setting(
+        None, readers.text, "keeps chunks of otherwise equal models apart", "TEXT"
+    )
+    salt: str | None = setting(
+        None, readers.text, "keeps chunks of whoever has another salt apart", "TEXT"
+    )
+    require: bool = setting(
+        False, readers.switch, "refuse to start while a tier is down", name="require_tiers"
+    )
+    lookup_seconds: float = setting(
+        1.0, _seconds, "how long a look-up may wait for cache servers", "N"
+    )
+    read_seconds: float = setting(5.0, _seconds, "how long a load may take", "N")
+    store_seconds: float = setting(
+        5.0, _seconds, "how long a store may wait for the disk before it is refused", "N"
+    )
+    shutdown_seconds: float = setting(
+        5.0, _seconds, "how long a stop may take to write chunks down", "N"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All of them. `ssd` has no effect without a path."""
+
+    own: OwnSettings
+    cpu: CpuSettings
+    ssd: SsdSettings
+    remote: RemoteTierSettings
+
+    def tiers(self) -> TierSettings:
+        """What the tiers are built from."""
+        return TierSettings(
+            cpu=self.cpu,
+            ssd=None if self.ssd.path is None else self.ssd,
+            remote=self.remote,
+            addresses=self.own.servers,
+            require=self.own.require,
+        )
+
+
+_SECTIONS: Mapping[str, type[Any]] = {
+    "own": OwnSettings,
+    "cpu": CpuSettings,
+    "ssd": SsdSettings,
+    "remote": RemoteTierSettings,
+}
+OPTIONS: Mapping[str, Option] = {
+    **options_of(CpuSettings, "cpu", "cpu_"),
+    **options_of(SsdSettings, "ssd", "ssd_"),
+    **options_of(RemoteTierSettings, "remote", "remote_"),
+    **options_of(OwnSettings, "own"),
+}
+# What that engine hands down was worth keeping to it, and it hands it down once.
+_DEFAULTS: Mapping[str, Any] = {
+    "cpu_bytes": "1GiB",
+    "cpu_policy": "lru",
+    "ssd_admission": "all",
+}
+
+
+def read_settings(given: Mapping[str, Any], host: str) -> Settings:
+    """The settings in a JSON object of `host`'s configuration. Raises ConfigError, which names what
+    is wrong, for what is unknown or cannot work."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    for name, value in {**_DEFAULTS, **given}.items():
+        option = OPTIONS.get(name)
+        if option is None:
+            near = did_you_mean(name, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
+            raise ConfigError(f"StrataKV has no setting {format_value(name)} for {host}{near}")
+        if value is None:
+            continue
+        read = option.read(name, value)
+        option.check(name, read)
+        values[option.section][option.field] = read
+    settings = Settings(**{name: kind(**values[name]) for name, kind in _SECTIONS.items()})
+    if settings.ssd.path is None and any(name.startswith("ssd_") for name in given):
+        raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
+    if settings.ssd.path is None and not settings.own.servers:
+        raise ConfigError(
+            f"StrataKV below {host} needs a place for chunks: give ssd_path (a directory), servers "
+            "(addresses of cache servers), or both"
+        )
+    if settings.ssd.codec == "fp8":
+        raise ConfigError(
+            f"ssd_codec fp8 needs to know where rows of numbers lie, which {host} decides; use "
+            "lossless or none"
+        )
+    return settings

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chunk of LMCache is called here: its name there, and what decides its bytes and that the
+name there leaves out.
+
+    root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
+    digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
+    key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
+
+LMCache's kv rank holds world size and rank. Its hash is of token ids; shapes and dtypes are not in
+its name for a chunk, so they are in the root, and each root has tiers of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cbor2
+
+from ...tiers.block import key_suffix
+from ...tiers.settings.values import ConfigError
+
+_NAMESPACE = b"lmcache-chunk-1\0"
+_SUFFIX = key_suffix()
+_MAX_RANK = 16
+
+# LMCache's dtypes whose numbers need nothing beside them to be read, and their widths. `uint8` is
+# what it calls bytes that it does not look into.
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkIdentity:
+    """What must be equal for two daemons to share chunks, beside LMCache's own names."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    revision: str
+    salt: str
+    host_version: str  # of LMCache, major and minor: it decides how numbers lie in a chunk
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        sizes = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
+
+    def root(self) -> bytes:
+        """The 32 bytes that bind keys and stores to all of it."""
+        return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
+
+    def namespace(self) -> bytes:
+        """What a store of these chunks is bound to."""
+        return _NAMESPACE + self.root()
+
+
+def read_identity(
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], revision: str, salt: str, version: str
+) -> ChunkIdentity:
+    """Of shapes and torch dtypes. Raises ConfigError for what cannot be kept."""
+    names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    unknown = sorted(set(names) - DTYPE_BYTES.keys())
+    if unknown:
+        raise ConfigError(
+            f"chunks of LMCache with numbers of dtype {unknown[0]} cannot be kept, as far as "
+            f"StrataKV knows; use a KV cache of {', '.join(DTYPE_BYTES)}"
+        )
+    sizes = tuple(tuple(int(size) for size in shape) for shape in shapes)
+    if not sizes or len(sizes) != len(names) or any(len(shape) > _MAX_RANK for shape in sizes):
+        raise ConfigError(
+            f"a chunk of LMCache has a dtype for each shape, not {len(names)} for {len(sizes)}"
+        )
+    return ChunkIdentity(
+        shapes=sizes, dtypes=names, revision=revision, salt=salt, host_version=version
+    )
+
+
+class ChunkKeys:
+    """Makes keys of LMCache's ObjectKeys."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = hashlib.sha256(root)
+
+    def of(self, key: Any) -> bytes:
+        """The 40-byte key of a chunk."""
+        name = [key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+        hasher = self._root.copy()
+        hasher.update(cbor2.dumps(name, canonical=True))
+        return hasher.digest() + _SUFFIX

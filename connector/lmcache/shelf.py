@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers of each layout that LMCache brings: opened when its first chunk or look-up comes, on a
+thread of its own, since an index is read and memory is filled then.
+
+    opening ──► open                     what came meanwhile goes on
+       │  └───► refused                  for good: everything is a miss, and the reason is logged
+       └──late► a miss for everything until it is open
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ...tiers.errors import TierError
+from ...tiers.settings.values import ConfigError
+from ..chunks.build import open_chunk_tiers
+from ..chunks.settings import Settings
+from ..chunks.tiers import ChunkTiers
+from .identity import ChunkIdentity, ChunkKeys
+
+log = logging.getLogger(__name__)
+
+HOST = "LMCache"
+OPEN_SECONDS = 30.0
+_FOLDER = re.compile(r"[0-9a-f]{16}")
+
+Waiter = Callable[[ChunkTiers | None], None]
+
+
+class Shelf:
+    """The tiers of one layout. Thread-safe."""
+
+    def __init__(self, identity: ChunkIdentity, settings: Settings, layouts: int) -> None:
+        self.identity = identity
+        self.keys = ChunkKeys(identity.root())
+        self.folder = identity.root().hex()[:16]
+        self.tiers: ChunkTiers | None = None
+        self.refusal = ""
+        self._settings = settings
+        self._layouts = layouts
+        self._lock = threading.Lock()
+        self._waiters: list[Waiter] | None = []  # None: nobody waits any more
+        self._closed = False
+        self._timer = threading.Timer(OPEN_SECONDS, self._late)
+        self._timer.daemon = True
+        self._thread = threading.Thread(target=self._open, name="stratakv-open", daemon=True)
+        self._timer.start()
+        self._thread.start()
+
+    def when_open(self, waiter: Waiter) -> None:
+        """Call with the tiers, now or once they are open; with None where they are not in time."""
+        with self._lock:
+            tiers = self.tiers
+            if tiers is None and self._waiters is not None:
+                self._waiters.append(waiter)
+                return
+        waiter(tiers)
+
+    def close(self, seconds: float) -> None:
+        """Close the tiers, or what is opened of them later. Idempotent."""
+        with self._lock:
+            self._closed = True
+            tiers, self.tiers = self.tiers, None
+        self._tell(None)
+        if tiers is not None:
+            tiers.close(seconds)
+
+    def _open(self) -> None:
+        tiers = None
+        try:
+            check_folders(self._settings.ssd.path, self.folder, self._layouts)
+            identity = self.identity
+            tiers = open_chunk_tiers(
+                self._settings, identity.chunk_bytes, identity.namespace(), HOST, self.folder
+            )
+        except (ConfigError, TierError) as error:
+            self.refusal = str(error)
+            log.error("StrataKV keeps no chunks of %s: %s", identity_text(self.identity), error)
+        except Exception as error:
+            self.refusal = f"{type(error).__name__}: {error}"
+            log.exception("StrataKV keeps no chunks of %s", identity_text(self.identity))
+        with self._lock:
+            is_unwanted = self._closed
+            if not is_unwanted:
+                self.tiers = tiers
+        if tiers is not None and is_unwanted:
+            tiers.close(0.0)
+            tiers = None
+        self._tell(tiers)
+
+    def _late(self) -> None:
+        log.error("the tiers of LMCache's chunks are not open after %g s", OPEN_SECONDS)
+        self._tell(None)
+
+    def _tell(self, tiers: ChunkTiers | None) -> None:
+        self._timer.cancel()
+        with self._lock:
+            waiters, self._waiters = self._waiters or [], None
+        for waiter in waiters:
+            waiter(tiers)
+
+
+def identity_text(identity: ChunkIdentity) -> str:
+    """A layout in a message."""
+    parts = zip(identity.shapes, identity.dtypes, strict=True)
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in parts)
+
+
+def check_folders(path: Path | None, folder: str, layouts: int) -> None:
+    """Raises ConfigError where the directory holds as many other layouts as it may: what they take
+    of the disk counts too."""
+    if path is None or not Path(path).is_dir():
+        return
+    held = sorted(each.name for each in Path(path).iterdir() if _FOLDER.fullmatch(each.name))
+    others = [name for name in held if name != folder]
+    if len(others) >= layouts:
+        raise ConfigError(
+            f"{path} holds chunks of {len(others)} other layouts ({', '.join(others[:4])}) and may "
+            f"hold {layouts} in all; remove those folders, or raise `layouts` in adapter_params"
+        )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page of SGLang is called here: its name there, and what decides its bytes and that the
+name there leaves out.
+
+    root    = SHA-256( canonical CBOR of the fields of PageIdentity )
+    digest  = SHA-256( root | SGLang's page hash )
+    key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
+
+SGLang's hash chains token ids, adapters and the request's `cache_salt`. Model, dtype, the way bytes
+lie in its host pool and ranks are not in it. Of a model with MLA every tensor-parallel rank has the
+same bytes, of which one is the writer, so the rank is left out there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import cbor2
+
+from ...tiers.block import key_suffix
+from ...tiers.settings.values import ConfigError
+
+_NAMESPACE = b"sglang-page-1\0"
+_SUFFIX = key_suffix()
+
+# Of pools whose pages need nothing beside them to be read.
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")
+# Those in which a page lies in one piece for K and one for V.
+LAYOUTS = ("page_first", "page_first_direct")
+MAX_KEY_CHARACTERS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageIdentity:
+    """What must be equal for two engines to share pages, beside SGLang's own names."""
+
+    model: str
+    revision: str
+    salt: str
+    host_version: str  # of SGLang, major, minor and patch: its pools move between patches
+    pool: str  # the class of the host pool
+    kv_dtype: str
+    kv_layout: str
+    page_size: int  # tokens
+    logical_page_size: int
+    parts: tuple[int, ...]  # bytes of each piece of a page
+    layers: tuple[int, int]  # first, and the one behind the last
+    heads: tuple[int, int]  # of K and V in this rank's pool, and numbers of each
+    is_mla: bool
+    parallel: tuple[int, ...]  # size and rank: tensor, pipeline, context, decode context
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return sum(self.parts)
+
+    def root(self) -> bytes:
+        """The 32 bytes that bind keys and stores to all of it."""
+        return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
+
+    def namespace(self) -> bytes:
+        """What a store of these pages is bound to."""
+        return _NAMESPACE + self.root()
+
+
+def read_identity(
+    config: Any, pool: Any, parts: tuple[int, ...], *, revision: str, salt: str, version: str
+) -> PageIdentity:
+    """Of SGLang's HiCacheStorageConfig and host pool. Raises ConfigError for what cannot be
+    kept."""
+    dtype = str(pool.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"pages of SGLang with numbers of dtype {dtype} cannot be kept, as far as StrataKV "
+            f"knows; use --kv-cache-dtype auto, or one that is stored as {', '.join(DTYPES)}"
+        )
+    if pool.layout not in LAYOUTS:
+        raise ConfigError(
+            f"pages of SGLang's layout {pool.layout} lie in a piece for every layer; use "
+            "--hicache-mem-layout page_first --hicache-io-backend kernel, or page_first_direct "
+            "with direct"
+        )
+    if config.should_split_heads:
+        raise ConfigError(
+            "StrataKV does not split heads between engines of other tensor-parallel sizes; leave "
+            "tp_lcm_size out of --hicache-storage-backend-extra-config"
+        )
+    if not config.model_name:
+        raise ConfigError(
+            "SGLang does not say which model its pages are of; give --served-model-name"
+        )
+    is_mla = bool(config.is_mla_model)
+    return PageIdentity(
+        model=config.model_name,
+        revision=revision,
+        salt=salt,
+        host_version=version,
+        pool=type(pool).__name__,
+        kv_dtype=dtype,
+        kv_layout=pool.layout,
+        page_size=int(pool.page_size),
+        logical_page_size=int(config.logical_page_size or 0),
+        parts=parts,
+        layers=(int(pool.start_layer or 0), int(pool.end_layer or 0)),
+        heads=(int(getattr(pool, "head_num", 0)), int(getattr(pool, "head_dim", 0))),
+        is_mla=is_mla,
+        parallel=(
+            *((0, 0) if is_mla else (config.tp_size, config.tp_rank)),
+            config.pp_size,
+            config.pp_rank,
+            config.attn_cp_size,
+            config.attn_cp_rank,
+            config.dcp_size,
+            config.dcp_rank,
+        ),
+    )
+
+
+class PageKeys:
+    """Makes keys of SGLang's page hashes."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = hashlib.sha256(root)
+
+    def of(self, key: str) -> bytes:
+        """The 40-byte key of a page. Raises ValueError for what is no name of a page."""
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")
+        hasher = self._root.copy()
+        hasher.update(key.encode())
+        return hasher.digest() + _SUFFIX

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StrataHiCacheStorage: what SGLang's cache controller asks for pages that its host memory lacks.
+
+It asks from two threads, one that fetches and one that backs up, and waits for the answer; both
+get one in time. Pages move between the tiers and SGLang's host pool itself, whose addresses the
+pool names: `batch_get_v1` and `batch_set_v1`. The older methods, with tensors, are there too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from ...tiers.settings.values import ConfigError
+from ..chunks.build import open_chunk_tiers
+from ..chunks.settings import read_settings
+from ..chunks.tiers import ChunkTiers
+from ..chunks.versions import host_version
+from .identity import PageKeys, read_identity
+
+log = logging.getLogger(__name__)
+
+HOST = "SGLang"
+OLDEST, BEFORE = (0, 5, 23), (0, 6, 0)
+# Of the back end's JSON, SGLang's own.
+HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
+# Beyond the time that a call may take by itself: only a machine that stands still needs it.
+GRACE_SECONDS = 30.0
+
+
+class StrataHiCacheStorage(HiCacheStorage):
+    """`kwargs` is empty in the versions known. The tiers are opened when SGLang registers its host
+    pool. Raises ConfigError, or TierConfigError, for what cannot work."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        version = host_version("sglang", HOST, OLDEST, BEFORE)
+        given = dict(storage_config.extra_config or {})
+        if not given.get("interface_v1"):
+            raise ConfigError(
+                'SGLang copies every page twice without "interface_v1": 1 in '
+                "--hicache-storage-backend-extra-config; add it"
+            )
+        # SGLang has options of its own there too, which it takes out in some versions only.
+        for name in [*HOST_KEYS, *(name for name in given if name.startswith("prefetch_"))]:
+            given.pop(name, None)
+        self._settings = read_settings(given, HOST)
+        self._version = ".".join(map(str, version))
+        self._config = storage_config
+        self._tiers: ChunkTiers | None = None
+        self._keys = PageKeys(b"")
+        self._parts: tuple[int, ...] = ()
+        self._page_tokens = 0
+        self.mem_pool_host: Any = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the tiers for this pool's pages."""
+        tokens = int(getattr(mem_pool_host, "logical_page_size", mem_pool_host.page_size))
+        try:
+            _, sizes = mem_pool_host.get_page_buffer_meta(_Indices(range(tokens)))
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"SGLang's {type(mem_pool_host).__name__} of layout {mem_pool_host.layout} does "
+                f"not say where its pages lie ({error}); use --hicache-mem-layout page_first"
+            ) from error
+        own, parts = self._settings.own, tuple(map(int, sizes))
+        identity = read_identity(
+            self._config,
+            mem_pool_host,
+            parts,
+            revision=own.revision or "",
+            salt=own.salt or "",
+            version=self._version,
+        )
+        config = self._config
+        if identity.is_mla and config.tp_size > config.dcp_size and not own.servers:
+            raise ConfigError(
+                f"of {config.tp_size} ranks that hold the same MLA pages SGLang has one write "
+                "them, so the others can only find them on cache servers; give servers"
+            )
+        self.close()
+        root = identity.root()
+        # A directory belongs to one process, and ranks may have pages in common.
+        folder = f"{root.hex()[:16]}-{config.dp_rank}-{config.tp_rank}"
+        self._tiers = open_chunk_tiers(
+            self._settings, identity.page_bytes, identity.namespace(), HOST, folder
+        )
+        self._keys, self._parts, self._page_tokens = PageKeys(root), parts, tokens
+        self.mem_pool_host = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """SGLang registers the pool of K and V here as well; other pools are not kept."""
+        name = str(getattr(host_pool_name, "value", host_pool_name))
+        if name != "kv":
+            raise ConfigError(
+                f"StrataKV keeps the pages of SGLang's pool kv, not those of {name}: hybrid models "
+                "need another storage back end"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many of the leading pages some tier has."""
+        tiers = self._tiers
+        if tiers is None or not keys:
+            return 0
+        found = _wait(tiers.lookup(self._names(keys)), tiers.limits.lookup_seconds)
+        return found.index(False) if False in found else len(found)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Bring pages into the host pool; each is checked against what was stored."""
+        return self._move("load", keys, self._places(keys, host_indices))
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Keep pages of the host pool."""
+        if not self._config.is_storage_writer:
+            return [True] * len(keys)  # another rank writes the same bytes
+        return self._move("store", keys, self._places(keys, host_indices))
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location], None)[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Bring pages into the tensors given; None for what did not come."""
+        targets = list(target_locations or [])
+        if len(targets) != len(keys) or any(each is None for each in targets):
+            raise ValueError("StrataKV loads pages into tensors that are given, one for each key")
+        views = [[_tensor_bytes(each)] for each in targets]
+        answers = self._move("load", keys, views)
+        return [each if ok else None for each, ok in zip(targets, answers, strict=True)]
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Keep pages. Whether all are kept."""
+        if not self._config.is_storage_writer:
+            return True
+        held = [each.contiguous() for each in values or []]
+        return all(self._move("store", keys, [[_tensor_bytes(each)] for each in held]))
+
+    def clear(self) -> None:
+        """Forget every page, in every tier."""
+        if self._tiers is not None:
+            self._tiers.clear()
+
+    def get_stats(self) -> Any:
+        """None: SGLang knows only its own counters."""
+        return None
+
+    def close(self) -> None:
+        """Write down what the tiers lack, within the time set, and release everything."""
+        tiers, self._tiers = self._tiers, None
+        if tiers is not None:
+            tiers.close(self._settings.own.shutdown_seconds)
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._keys.of(key) for key in keys]
+
+    def _move(
+        self, what: str, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]
+    ) -> list[bool]:
+        tiers = self._tiers
+        if tiers is None or not keys:
+            return [False] * len(keys)
+        if what == "load":
+            return _wait(tiers.load(self._names(keys), pages), tiers.limits.read_seconds)
+        return _wait(tiers.store(self._names(keys), pages), tiers.limits.store_seconds)
+
+    def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[memoryview]]:
+        """Where the pages lie in the host pool."""
+        if self._tiers is None:
+            return []
+        if len(host_indices) != len(keys) * self._page_tokens:
+            raise ValueError(
+                f"{len(keys)} pages of {self._page_tokens} tokens were expected, not "
+                f"{len(host_indices)} tokens"
+            )
+        pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
+        count = len(self._parts)
+        if len(pointers) != len(keys) * count or tuple(sizes) != self._parts * len(keys):
+            raise ValueError("SGLang's host pool has changed the way its pages lie")
+        views = [_memory(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        return [views[i : i + count] for i in range(0, len(views), count)]
+
+
+class _Indices(list[int]):
+    """As much of a tensor of indices as the pool looks at."""
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+def _wait(future: Future[list[bool]], seconds: float) -> list[bool]:
+    return future.result(timeout=seconds + GRACE_SECONDS)
+
+
+@lru_cache(maxsize=256)
+def _array_type(size: int) -> Any:
+    """Made once for each size: ctypes keeps every array type that it ever made."""
+    return ctypes.c_ubyte * size
+
+
+def _memory(pointer: int, size: int) -> memoryview:
+    """Memory of the host pool, which outlives the call."""
+    return memoryview(_array_type(size).from_address(pointer))
+
+
+def _tensor_bytes(tensor: Any) -> memoryview:
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError("StrataKV takes pages as contiguous tensors in host memory")
+    return _memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())

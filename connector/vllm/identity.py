@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a chunk of vLLM is called here: its name there, and everything that decides its bytes and
+that the name there leaves out.
+
+    root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
+    digest  = SHA-256( root | vLLM's block hash )
+    key     = digest | group u16 | shard 0 of 1                             (40 bytes, docs/abi.md)
+
+vLLM's hash chains token ids, adapters, images and the request's `cache_salt`; it knows nothing of
+model, dtype, layout or parallel ranks. A chunk holds the pages of all ranks side by side, so a key
+has no rank, and engines of other sizes never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import cbor2
+
+from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
+from ...tiers.errors import InvalidBlock
+from ...tiers.settings.values import ConfigError
+
+# What stands behind the block hash in vLLM's own key.
+GROUP_BYTES = 4
+_NAMESPACE = b"vllm-chunk-1\0"
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_U64 = struct.Struct("<Q")
+
+# vLLM's names of dtypes whose bytes mean the same in every engine of the same model, and ours.
+# Those that keep scales outside the pages are not among them.
+DTYPES = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e4m3",  # as wide; the identity tells the two apart
+}
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkIdentity:
+    """What must be equal for two vLLM engines to share chunks."""
+
+    model: str  # a fingerprint where the weights can be read, else the name that vLLM was given
+    revision: str
+    salt: str
+    kv_dtype: str
+    kv_layout: str
+    platform: str  # attention backends lay pages out, and there is one set for each platform
+    host_version: str  # of vLLM, major and minor, for the same reason
+    chunk_bytes: int
+    blocks_per_chunk: int
+    tokens_per_hash: int
+    groups: tuple[tuple[int, int, tuple[str, ...]], ...]  # id, tokens of a block, layers
+    parallel: tuple[int, ...]  # world, tensor, pipeline, prefill and decode context
+    is_replicated: bool
+    is_canonical: bool
+
+    def root(self) -> bytes:
+        """The 32 bytes that bind keys and stores to all of it."""
+        return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
+
+    def namespace(self) -> bytes:
+        """What a store of these chunks is bound to."""
+        return _NAMESPACE + self.root()
+
+
+class ChunkKeys:
+    """Makes keys of vLLM's."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = hashlib.sha256(root)
+
+    def of(self, host_key: bytes) -> bytes:
+        """The 40-byte key of a chunk. Raises InvalidBlock for what is none of vLLM's keys."""
+        if len(host_key) <= GROUP_BYTES:
+            raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")
+        hasher = self._root.copy()
+        hasher.update(host_key[:-GROUP_BYTES])
+        return hasher.digest() + key_suffix(int.from_bytes(host_key[-GROUP_BYTES:], "big"))
+
+
+def chunk_layout(chunk_bytes: int, kv_dtype: str) -> BlockLayout:
+    """The layout of a chunk: so many bytes of that dtype, in an order that is vLLM's. Raises
+    ConfigError for a dtype whose bytes other engines could read otherwise."""
+    name = DTYPES.get(kv_dtype)
+    if name is None:
+        raise ConfigError(
+            f"the KV cache dtype {kv_dtype} of vLLM cannot be shared between engines, as far as "
+            f"StrataKV knows; use --kv-cache-dtype auto or one of {', '.join(DTYPES)}"
+        )
+    return BlockLayout(1, 1, 1, chunk_bytes // (2 * DTYPE_BYTES[name]), name)
+
+
+def model_fingerprint(model: str) -> str:
+    """A name for the numbers of a model: of a directory, what its configuration and samples of its
+    weights are; else the name itself, which then has to mean the same weights everywhere."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    digest = hashlib.sha256()
+    try:
+        config = folder / "config.json"
+        digest.update(config.read_bytes() if config.exists() else b"")
+        for path in files:
+            _add_file(digest, path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or model} cannot be read ({error.strerror})") from error
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _add_file(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(path.name.encode() + b"\0" + _U64.pack(size))
+    with path.open("rb") as file:
+        last = max(0, size - _SAMPLE_BYTES)
+        for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+            file.seek(place)
+            digest.update(file.read(_SAMPLE_BYTES))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiers have of a request's prompt, as vLLM asks for it: chunk by chunk, in every step in
+which the request waits.
+
+The first question of a step is answered for all chunks behind it at once, and remembered until
+something in the tiers changes. MISS is also the answer for
+- chunks that are quicker to compute than to load,
+- chunks whose load has just failed, so that nobody waits for them again,
+- what would not fit into vLLM's region beside what waits there for other requests: promoted chunks
+  would evict each other before they are loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ...tiers.hierarchy.hierarchy import Hierarchy
+from ..economics import Economics
+from . import versions
+from .identity import GROUP_BYTES, ChunkKeys
+
+# How long a chunk whose load failed is not asked for, unless it is stored anew.
+FORGET_SECONDS = 10.0
+MAX_FORGOTTEN = 65536
+# The same chunk is loaded for the same request so often at most.
+MAX_LOADS = 2
+# The share of vLLM's region that chunks may take which wait there for their requests.
+REGION_SHARE = 0.75
+
+
+class Found(Enum):
+    """The answer for one chunk."""
+
+    HIT = "hit"
+    MISS = "miss"
+    RETRY = "retry"  # soon known
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """What is known for one request. vLLM keeps it with the request."""
+
+    version: int | None = None
+    answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
+    keys: dict[bytes, bytes] = field(default_factory=dict)  # ours of vLLM's
+    accepted: set[bytes] = field(default_factory=set)  # ours, that are to be loaded
+    declined: set[bytes] = field(default_factory=set)  # ours, that are to be computed
+    loads: dict[bytes, int] = field(default_factory=dict)  # how often each was
+    is_announced: bool = False
+
+
+class Lookups:
+    """Answers for `hierarchy`, whose lock the caller holds. vLLM's region holds `region_chunks`, of
+    `chunk_tokens` tokens each."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        keys: ChunkKeys,
+        economics: Economics,
+        *,
+        chunk_tokens: int,
+        region_chunks: int,
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._keys = keys
+        self._economics = economics
+        self._chunk_tokens = chunk_tokens
+        self._room = max(1, int(region_chunks * REGION_SHARE))  # chunks that may still be accepted
+        self._waiting: dict[str, Asked] = {}
+        self._failed: OrderedDict[bytes, float] = OrderedDict()
+
+    def find(self, host_key: bytes, context: Any) -> Found:
+        """The answer for one chunk of vLLM's."""
+        asked = self._asked(context)
+        version = self._hierarchy.version
+        if asked.version != version:
+            asked.version = version
+            asked.answers.clear()
+        found = asked.answers.get(host_key)
+        if found is None:
+            self._ask(asked, host_key, context)
+            found = asked.answers[host_key]
+        if found is Found.HIT and not self._accept(asked, host_key, context):
+            return Found.MISS
+        return found
+
+    def key_of(self, host_key: bytes, context: Any) -> bytes:
+        """Our key of a chunk of vLLM's."""
+        return self._key(self._asked(context), host_key)
+
+    def loading(self, keys: Sequence[bytes], context: Any) -> None:
+        """These chunks, by our keys, are being loaded for the request."""
+        asked = self._asked(context)
+        for key in keys:
+            asked.loads[key] = asked.loads.get(key, 0) + 1
+
+    def stored(self, keys: Sequence[bytes]) -> None:
+        """These chunks have been computed anew."""
+        for key in keys:
+            self._failed.pop(key, None)
+
+    def failed(self, keys: Sequence[bytes]) -> None:
+        """The load of these chunks failed."""
+        until = time.monotonic() + FORGET_SECONDS
+        for key in keys:
+            self._failed[key] = until
+            self._failed.move_to_end(key)
+        while len(self._failed) > MAX_FORGOTTEN:
+            self._failed.popitem(last=False)
+
+    def let_go(self, request_ids: Collection[str]) -> None:
+        """These requests have begun to run, or have ended: nothing waits for them any more."""
+        for request_id in request_ids:
+            asked = self._waiting.pop(request_id, None)
+            if asked is not None:
+                self._room += len(asked.accepted)
+                asked.accepted.clear()
+
+    def _asked(self, context: Any) -> Asked:
+        asked: Asked | None = context.get_state(Asked)
+        if asked is None:
+            asked = Asked()
+            context.set_state(asked)
+        return asked
+
+    def _key(self, asked: Asked, host_key: bytes) -> bytes:
+        key = asked.keys.get(host_key)
+        if key is None:
+            key = asked.keys[host_key] = self._keys.of(host_key)
+        return key
+
+    def _ask(self, asked: Asked, host_key: bytes, context: Any) -> None:
+        """Find the chunks from this one on and remember the answers."""
+        positions = versions.key_positions(context)
+        run = [host_key]
+        if host_key in positions and not asked.answers:
+            group, first = host_key[-GROUP_BYTES:], positions[host_key]
+            behind = [k for k, end in positions.items() if end > first and k.endswith(group)]
+            run += sorted(behind, key=positions.__getitem__)
+        keys = [self._key(asked, each) for each in run]
+        if not asked.is_announced:
+            asked.is_announced = True
+            self._hierarchy.prefetch_lookup(keys)
+            if self._hierarchy.learns:
+                self._hierarchy.observe(keys)
+        prefix = self._hierarchy.find(keys)
+        tiers = prefix.tiers
+        leading = enumerate(keys[: len(tiers)])
+        usable = next((i for i, key in leading if self._is_bad(asked, key)), len(tiers))
+        answers = asked.answers
+        if usable:
+            first_token = max(0, positions.get(host_key, 0) - self._chunk_tokens)
+            wanted = self._wanted(asked, keys, first_token, tiers[:usable])
+            answers.update(dict.fromkeys(run[:wanted], Found.HIT))
+            answers.update(dict.fromkeys(run[wanted : usable + 1], Found.MISS))
+        else:
+            answers[host_key] = Found.MISS
+        if usable == len(tiers) < len(run) and (prefix.pending or prefix.asked):
+            answers.update(dict.fromkeys(run[usable:], Found.RETRY))
+
+    def _wanted(
+        self, asked: Asked, keys: Sequence[bytes], first_token: int, tiers: Sequence[str]
+    ) -> int:
+        """How many of the leading chunks, which lie in `tiers`, are to be loaded. What was decided
+        for a request stands."""
+        if keys[0] in asked.declined:
+            return 0
+        decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))
+        if decided:
+            return decided
+        wanted = self._economics.decide(first_token, tiers).num_blocks
+        asked.declined.update(keys[wanted : len(tiers)])
+        return wanted
+
+    def _is_bad(self, asked: Asked, key: bytes) -> bool:
+        if asked.loads.get(key, 0) >= MAX_LOADS:
+            return True
+        until = self._failed.get(key)
+        if until is None:
+            return False
+        if until > time.monotonic():
+            return True
+        del self._failed[key]
+        return False
+
+    def _accept(self, asked: Asked, host_key: bytes, context: Any) -> bool:
+        """Take room in vLLM's region for a chunk; False where there is none."""
+        key = self._key(asked, host_key)
+        if key in asked.accepted:
+            return True
+        if self._room <= 0:
+            return False
+        self._room -= 1
+        asked.accepted.add(key)
+        self._waiting[context.req_id] = asked
+        return True

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's region: the file in shared memory that scheduler and workers map, and what is left of it
+when an engine was killed.
+
+vLLM removes the file at an orderly stop. Beside it lies an empty one of ours, on which every
+process of the engine has a lock from before the region is made: where nobody has, the engine is
+gone, and the next one to start removes both. The kernel drops the locks of whoever is killed, and
+knows those of other containers that share this memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM makes it
+PREFIX, MARK = "vllm_offload_", "_stratakv"
+LOCK = ".lock"
+
+
+def marked(engine_id: str) -> str:
+    """What vLLM is to name an engine's region after. The same in every process of the engine."""
+    return engine_id + MARK
+
+
+class Hold:
+    """The lock of one process of an engine on its region, held until `release`."""
+
+    def __init__(self, engine_id: str, folder: Path = SHARED_MEMORY) -> None:
+        self._place = folder / f"{PREFIX}{marked(engine_id)}{LOCK}"
+        self._descriptor: int | None = None
+        while self._descriptor is None:
+            descriptor = os.open(self._place, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:
+                self._descriptor = descriptor
+            else:  # another engine has just found it without a lock
+                os.close(descriptor)
+
+    def release(self) -> None:
+        """Let go after an orderly stop, in which vLLM removes the region; the last process of the
+        engine removes the lock. Idempotent."""
+        self._let_go([])
+
+    def abandon(self) -> None:
+        """Let go after a stop that was not orderly, such as a start that was refused: the last
+        process removes the region too. Idempotent."""
+        self._let_go(_regions(self._place))
+
+    def _let_go(self, others: list[Path]) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for place in (*others, self._place):
+                place.unlink(missing_ok=True)
+        except OSError:  # others of the engine have it
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove the regions of engines that are gone; what was removed."""
+    removed: list[Path] = []
+    for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
+        try:
+            removed += _sweep_one(lock)
+        except OSError as error:  # another user's, in use, or just gone
+            log.debug("%s stays: %s", lock, error)
+    if removed:
+        log.info("removed %d files of engines that are gone", len(removed))
+    return removed
+
+
+def _sweep_one(lock: Path) -> list[Path]:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        places = [*_regions(lock), lock]
+        for place in places:
+            place.unlink(missing_ok=True)
+        return places
+    finally:
+        os.close(descriptor)
+
+
+def _regions(lock: Path) -> list[Path]:
+    """The files beside a lock: NAME.mmap, and of large regions NAME.mmap.1 and so on."""
+    return list(lock.parent.glob(f"{lock.name.removesuffix(LOCK)}.mmap*"))

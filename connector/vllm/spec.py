@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StrataSpec: vLLM's tiering spec with our tiers below its region, and with a worker for its CPU
+build.
+
+Everything above the region stays vLLM's: its manager, and on a GPU its copies. The settings stand
+under "stratakv" in `kv_connector_extra_config`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from ...tiers.settings.format import format_value
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
+from . import region, versions
+from .settings import MODULE, SECTION, TIER, read_settings
+from .worker import CpuWorker
+
+
+class StrataSpec(TieringOffloadingSpec):
+    """Raises ConfigError for what cannot work."""
+
+    # vLLM's own.
+    secondary_tier_configs: list[dict[str, Any]]
+    _engine_id: str
+    _manager: Any
+    _worker: Any
+
+    def __init__(self, config: Any) -> None:
+        versions.host_version()
+        if config.canonical_layout and versions.is_cpu_build():
+            raise ConfigError(
+                "canonical_layout needs copies that vLLM makes on GPUs only; leave it out"
+            )
+        super().__init__(config)
+        self.secondary_tier_configs = [*self.secondary_tier_configs, tier_config(self.extra_config)]
+        if not self.num_chunks:
+            raise ConfigError(
+                f"cpu_bytes_to_use holds no chunk of {show_size(self.kv_bytes_per_chunk)}; give "
+                "vLLM's region at least some hundred of them"
+            )
+        self._hold = region.Hold(self._engine_id)
+        atexit.register(self._hold.abandon)
+        self._engine_id = region.marked(self._engine_id)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's, and ours."""
+        from .tier import StrataTier
+
+        definitions: dict[str, Any] = super().build_metric_definitions(extra_config)
+        return definitions | StrataTier.build_metric_definitions(tier_config(extra_config))
+
+    def get_manager(self) -> Any:
+        """vLLM's, over our tier."""
+        if self._manager is None:
+            region.sweep()
+        return super().get_manager()
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """vLLM's on a GPU, ours on its CPU build."""
+        if not versions.is_cpu_build():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            self._worker = self._cpu_worker(kv_caches)
+        return self._worker
+
+    def release_region(self) -> None:
+        """This process's side of the engine has stopped. Idempotent."""
+        atexit.unregister(self._hold.abandon)
+        self._hold.release()
+
+    def _cpu_worker(self, kv_caches: Any) -> CpuWorker:
+        shared = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=0 if self.replicated_layout else self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        try:
+            return CpuWorker(
+                kv_caches,
+                shared,
+                blocks_per_chunk=self.blocks_per_chunk,
+                rank_bytes=self.cpu_page_size_per_worker,
+                released=self.release_region,
+            )
+        except BaseException:
+            shared.cleanup()
+            raise
+
+
+def tier_config(extra_config: Any) -> dict[str, Any]:
+    """Our tier's entry among vLLM's secondary tiers. Raises ConfigError for settings that cannot
+    work, in every process that reads them."""
+    given = extra_config.get(SECTION, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
+    read_settings(given)
+    return {"type": TIER, "module_path": MODULE, **given}

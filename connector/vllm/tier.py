@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StrataTier: our tiers as a secondary tier of vLLM's TieringOffloadingSpec, in the process of its
+scheduler.
+
+    lookup            is it there, and worth loading?          from memory, at once
+    submit_load       promote chunks into vLLM's region        a job, done by a thread
+    submit_store      take chunks that vLLM has just stored    a job, done by a thread
+    get_finished_jobs what the thread has done
+
+A load that fails is a miss from then on, so that vLLM computes the chunks and does not ask again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+from ...tiers.settings.values import ConfigError
+from . import metrics, versions
+from .build import build_tiers
+from .identity import LAYOUTS, ChunkIdentity, model_fingerprint
+from .lookups import Found
+from .prefill import PrefillMeter
+from .settings import read_settings
+
+log = logging.getLogger(__name__)
+
+_RESULTS = {
+    Found.HIT: LookupResult.HIT,
+    Found.MISS: LookupResult.MISS,
+    Found.RETRY: LookupResult.RETRY,
+}
+# Beside what a load may take by its settings, for the copies.
+DRAIN_SECONDS = 5.0
+
+
+class StrataTier(SecondaryTierManager):
+    """The slab, the SSD and the cache servers below vLLM's region. The keyword arguments are the
+    settings of settings.py. Raises ConfigError or TierConfigError for what cannot work."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **given: Any,
+    ) -> None:
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            **versions.tier_arguments(backpressure_detector),
+        )
+        self._spec = offloading_spec
+        settings = read_settings(given)
+        rows = np.asarray(primary_kv_view).view(np.uint8)
+        identity = identity_of(
+            offloading_spec, rows.shape[1], settings.own.revision, settings.own.salt
+        )
+        self._chunk_tokens = chunk_tokens(offloading_spec)
+        self._tiers = build_tiers(settings, identity, rows, self._chunk_tokens)
+        self._settings = settings
+        self._meter = PrefillMeter(self._tiers.prefill)
+        self._metrics = metrics.TierMetrics(self._tiers)
+        self._jobs: dict[int, tuple[bool, dict[bytes, bytes]]] = {}  # is a load, vLLM's key of ours
+        self._has_checked_names = False
+        atexit.register(self.shutdown)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether a chunk is there and to be loaded."""
+        transfers = self._tiers.transfers
+        if transfers.is_broken:
+            return LookupResult.MISS
+        if not self._has_checked_names:
+            self._check_names()
+        with transfers.lock:
+            return _RESULTS[self._tiers.lookups.find(key, req_context)]
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Bring chunks into vLLM's region."""
+        names = self._begin(job_metadata, is_load=True)
+        with self._tiers.transfers.lock:
+            self._tiers.lookups.loading(list(names), job_metadata.req_context)
+        self._tiers.transfers.load(job_metadata.job_id, list(names), job_metadata.chunk_ids)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Take chunks that vLLM has stored in its region."""
+        names = self._begin(job_metadata, is_load=False)
+        context = job_metadata.req_context
+        positions = versions.key_positions(context)
+        ends = [positions[key] for key in job_metadata.keys if key in positions]
+        self._meter.stored(context.req_id, ends, self._chunk_tokens)
+        with self._tiers.transfers.lock:
+            self._tiers.lookups.stored(list(names))
+        self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """What has ended since the last call."""
+        results = []
+        for ended in self._tiers.transfers.take_ended():
+            is_load, names = self._jobs.pop(ended.job_id)
+            loaded = [host for key, host in names.items() if key not in ended.missing]
+            results.append(
+                versions.job_result(
+                    ended.job_id,
+                    success=not ended.missing,
+                    loaded=loaded if is_load and ended.missing else None,
+                    seconds=ended.seconds,
+                    num_bytes=ended.num_bytes,
+                )
+            )
+        return results
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed for a job to be reported. What goes on below the slab needs
+        none."""
+        return bool(self._jobs)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Chunks are wanted as they are computed."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Nothing waits for this request any more."""
+        with self._tiers.transfers.lock:
+            self._tiers.lookups.let_go([req_context.req_id])
+
+    def on_schedule_end(self, context: Any) -> None:
+        """A step has been scheduled."""
+        self._meter.scheduled(context.new_req_ids)
+        with self._tiers.transfers.lock:
+            self._tiers.lookups.let_go(context.new_req_ids)
+
+    def drain_jobs(self) -> None:
+        """Wait until no job touches vLLM's region."""
+        self._tiers.transfers.drain(self._settings.own.read_seconds + DRAIN_SECONDS)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """What is told of the tiers."""
+        return metrics.definitions()
+
+    def get_stats(self) -> Any:
+        """What has happened in the tiers since the last call, and what is in them now."""
+        return self._metrics.take()
+
+    def shutdown(self) -> None:
+        """Write down what is to survive, and release everything. Idempotent."""
+        atexit.unregister(self.shutdown)
+        self._tiers.transfers.close(self._settings.own.shutdown_seconds)
+        release = getattr(self._spec, "release_region", None)  # vLLM's own spec has none
+        if release is not None:
+            release()
+
+    def _begin(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
+        """vLLM's keys of a job by ours, in their order."""
+        lookups = self._tiers.lookups
+        with self._tiers.transfers.lock:
+            names = {lookups.key_of(key, job.req_context): key for key in job.keys}
+        self._jobs[job.job_id] = is_load, names
+        return names
+
+    def _check_names(self) -> None:
+        self._has_checked_names = True
+        if versions.hash_seed_is_random():
+            log.warning(
+                "vLLM names blocks with a random seed, so that nobody finds them again after a "
+                "restart, or from another engine; use --prefix-caching-hash-algo sha256, or set "
+                "PYTHONHASHSEED to the same number everywhere"
+            )
+
+
+def chunk_tokens(spec: Any) -> int:
+    """The tokens of a chunk, of the longest where cache groups differ."""
+    block_tokens: int = max(group.tokens_per_block for group in spec.config.groups)
+    return block_tokens * int(spec.blocks_per_chunk)
+
+
+def identity_of(
+    spec: Any, chunk_bytes: int, revision: str | None, salt: str | None
+) -> ChunkIdentity:
+    """What decides the bytes of this engine's chunks. Raises ConfigError for a layout that is not
+    known."""
+    config = spec.config
+    parallel = config.parallel
+    layout = config.kv_cache_layout
+    if layout not in LAYOUTS:
+        raise ConfigError(
+            f"vLLM lays its KV cache out as {layout}, which StrataKV cannot tell from others; use "
+            f"one of {', '.join(LAYOUTS)}"
+        )
+    return ChunkIdentity(
+        model=model_fingerprint(config.model.name),
+        revision=revision or "",
+        salt=salt or "",
+        kv_dtype=config.model.dtype,
+        kv_layout=layout,
+        platform=versions.platform_name(),
+        host_version=".".join(map(str, versions.host_version())),
+        chunk_bytes=chunk_bytes,
+        blocks_per_chunk=int(spec.blocks_per_chunk),
+        tokens_per_hash=int(config.cache.tokens_per_hash),
+        groups=tuple(
+            (group.group_id, group.tokens_per_block, tuple(group.layer_names))
+            for group in config.groups
+        ),
+        parallel=(
+            parallel.world_size,
+            parallel.tp_size,
+            parallel.pp_size,
+            parallel.pcp_size,
+            parallel.dcp_size,
+        ),
+        is_replicated=bool(spec.replicated_layout),
+        is_canonical=bool(config.canonical_layout),
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that differs between the versions of vLLM that are supported, and which those are.
+
+    0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
+           JobResult has no transfer_bytes
+    0.31   the above are there
+    0.32   cache_hit_source of a tier
+    0.33   submit_load has `expedited`; a lock around manager and tiers
+
+Knows vLLM's objects by their attributes and imports nothing of it before it is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...tiers.settings.values import ConfigError
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+def host_version() -> tuple[int, int]:
+    """vLLM's version, major and minor. Raises ConfigError for one that is not supported."""
+    import vllm
+
+    return check_version(vllm.__version__)
+
+
+def check_version(text: str) -> tuple[int, int]:
+    """The same, of what vLLM says of itself."""
+    match = _VERSION.match(text)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not OLDEST <= version <= NEWEST:
+        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+        raise ConfigError(
+            f"StrataKV's tiers for vLLM were made for its versions {oldest} to {newest}, not "
+            f"{text}; install one of these, or a StrataKV that knows {text}"
+        )
+    return version
+
+
+def is_cpu_build() -> bool:
+    """Whether vLLM computes on the CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def platform_name() -> str:
+    """What vLLM computes on, as it names it."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def key_positions(context: Any) -> Mapping[bytes, int]:
+    """The keys of a request, as far as they are known, with the token that each ends at."""
+    positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
+    return positions
+
+
+def tier_arguments(detector: Any) -> dict[str, Any]:
+    """The arguments of a secondary tier's base class that not every version takes."""
+    return {} if detector is None else {"backpressure_detector": detector}
+
+
+def job_result(
+    job_id: int, *, loaded: list[bytes] | None, success: bool, seconds: float, num_bytes: int
+) -> Any:
+    """vLLM's JobResult. `loaded`: which keys of a failed load came all the same."""
+    from vllm.v1.kv_offload.tiering.base import JobResult
+
+    more = {"transfer_bytes": num_bytes} if host_version() > OLDEST else {}
+    return JobResult(
+        job_id=job_id,
+        success=success,
+        successful_keys=tuple(loaded) if loaded else None,
+        transfer_time=seconds,
+        **more,
+    )
+
+
+def hash_seed_is_random() -> bool:
+    """Whether this process names blocks as no other does, and it after a restart does not."""
+    import os
+
+    from vllm.v1.core import kv_cache_utils
+
+    seed = getattr(kv_cache_utils, "_NONE_HASH_SEED", None)
+    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", seed)
+    return seed not in (None, default) and "PYTHONHASHSEED" not in os.environ

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copies between vLLM's KV tensors and its region on vLLM's CPU build, which has none of its
+own.
+
+A copy is made in the call that asks for it: on a CPU the forward pass would wait for a thread that
+copies as it waits for the copy, and memory is written by nobody else meanwhile. So no job is ever
+under way, and a job never fails but by the worker's end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from ...tiers.errors import TierConfigError
+
+
+class Pages(NamedTuple):
+    """Where one tensor's pages lie: in the KV cache by block, in the region by chunk and block."""
+
+    blocks: torch.Tensor  # [blocks, bytes]
+    region: torch.Tensor  # [chunks, blocks of a chunk, bytes]
+
+
+class CpuWorker(OffloadingWorker):
+    """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Takes the region
+    over. Raises TierConfigError where the two do not fit together."""
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: Any,
+        *,
+        blocks_per_chunk: int,
+        rank_bytes: int,
+        released: Callable[[], None],
+    ) -> None:
+        """`released` is called when the region has been let go."""
+        self._region = region
+        self._released = released
+        self._per_chunk = blocks_per_chunk
+        self._groups = [list(refs) for refs in kv_caches.group_data_refs]
+        total = sum(each.page_size_bytes for each in kv_caches.tensors) * blocks_per_chunk
+        if total > rank_bytes:
+            raise TierConfigError(
+                f"the KV cache of this rank has {total} bytes a chunk and vLLM's region "
+                f"{rank_bytes}; the ranks disagree: give all of them the same configuration"
+            )
+        self._pages = [self._place(each) for each in kv_caches.tensors]
+        self._ended: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        """Copy blocks to chunks."""
+        self._copy(job_id, src_spec, dst_spec, to_region=True)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy chunks to blocks."""
+        self._copy(job_id, dst_spec, src_spec, to_region=False)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """The copies since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing is ever under way."""
+
+    def shutdown(self) -> None:
+        """Let go of the region, whose file the last of its makers removes. Idempotent."""
+        self._pages = []
+        region, self._region = self._region, None
+        if region is not None:
+            region.cleanup()
+            self._released()
+
+    def _place(self, each: Any) -> Pages:
+        size = each.page_size_bytes
+        part = self._region.create_next_worker_view(size * self._per_chunk)
+        return Pages(each.tensor.view(torch.int8).view((-1, size)), part.unflatten(1, (-1, size)))
+
+    def _copy(self, job_id: int, blocks: Any, chunks: Any, *, to_region: bool) -> None:
+        began = time.monotonic()
+        num_bytes = 0
+        for group, ids, places in self._by_group(blocks, chunks):
+            chunk_ids, within = places
+            for ref in self._groups[group]:
+                pages, size = self._pages[ref.tensor_idx], ref.page_size_bytes
+                if to_region:
+                    pages.region[chunk_ids, within, :size] = pages.blocks[ids, :size]
+                else:
+                    pages.blocks[ids, :size] = pages.region[chunk_ids, within, :size]
+                num_bytes += len(ids) * size
+        seconds = time.monotonic() - began
+        self._ended.append(TransferResult(job_id, True, num_bytes, seconds))
+
+    def _by_group(
+        self, blocks: Any, chunks: Any
+    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+        """Each group's blocks, with the chunk of each and its place in there: a group's first block
+        may lie inside its first chunk."""
+        block_ids, chunk_ids = _as_ids(blocks.block_ids), _as_ids(chunks.block_ids)
+        first_block = first_chunk = 0
+        for group, count in enumerate(blocks.group_sizes):
+            if not count:
+                continue
+            skipped = blocks.block_indices[group] % self._per_chunk
+            place = torch.arange(skipped, skipped + count)
+            num_chunks = -(-(skipped + count) // self._per_chunk)
+            mine = chunk_ids[first_chunk : first_chunk + num_chunks]
+            chosen = mine[place // self._per_chunk], place % self._per_chunk
+            yield group, block_ids[first_block : first_block + count], chosen
+            first_block += count
+            first_chunk += num_chunks
+
+
+def _as_ids(ids: Any) -> torch.Tensor:
+    return torch.as_tensor(ids, dtype=torch.int64)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /follow/v1/completions and /follow/v1/chat/completions: a request that will come, behind a
+prompt that another node is computing now.
+
+The body is that of the request. Nothing is computed and nothing is answered but whether the tiers
+follow: they read the prompt's blocks as the other node stores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ..errors import ApiError
+from ..front import Front
+from .body import JSON
+from .generation import Generation
+
+FOLLOW = "/follow"  # before the path of the request
+
+
+class Followed(msgspec.Struct):
+    """The answer."""
+
+    followed: int  # prompts
+    object: str = "follow"
+
+
+async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
+    """Have the core follow each prompt once. Raises ApiError where it refuses one."""
+    count = 0
+    for generation in generations:
+        if generation.child:
+            continue
+        message = msgspec.json.encode(generation.request).decode()
+        try:
+            count += bool(await front.client.call("follow", message))
+        except ValueError as error:
+            raise ApiError(str(error), code="invalid_value") from None
+    return Response(msgspec.json.encode(Followed(count)), media_type=JSON)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which free blocks to store next: those that are reused first."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from itertools import islice
+
+from .kv_block import FreeBlockQueue, KVCacheBlock
+
+
+class ColdBlocks:
+    """Blocks in front of a free queue, to be stored before they are reused.
+
+        head | offered | offered | new | new | ... | tail
+             |<------------- window -------------->|
+
+    A step takes blocks from the front, and the window moves on over others. The queue's owner
+    reports its changes, so it is walked only when enough may have come into the window.
+    """
+
+    __slots__ = ("_num_unseen", "_queue", "_window", "was_late")
+
+    def __init__(self, queue: FreeBlockQueue) -> None:
+        self._queue = queue
+        self._window = 0
+        self._num_unseen = len(queue)  # blocks that came into the window since the walk, at most
+        self.was_late = False  # a block was evicted that had not been offered
+
+    def removed(self, count: int) -> None:
+        """So many blocks left the queue, from wherever they stood."""
+        self._num_unseen += count
+
+    def added(self, count: int) -> None:
+        """So many are about to come to its end, which in a short queue is in the window."""
+        if self._queue.num_free < self._window:
+            self._num_unseen += count
+
+    def take(
+        self, count: int, within: int, least: int, uncomputed: Container[int]
+    ) -> list[KVCacheBlock]:
+        """See `BlockPool.take_cold`; the caller marks them as offered."""
+        self._window = within
+        if self.was_late:
+            self.was_late, least = False, 1
+        if self._num_unseen < least:
+            return []
+        cold: list[KVCacheBlock] = []
+        self._num_unseen = 0
+        for block in islice(self._queue, within):
+            if block.block_hash is None or block.is_offered:
+                continue
+            if block.block_id in uncomputed:
+                self._num_unseen += 1
+                continue
+            if len(cold) == count:
+                self._num_unseen = within
+                break
+            cold.append(block)
+        if len(cold) < least:
+            self._num_unseen += len(cold)
+            return []
+        return cold

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stratakv route`: a proxy in front of prefill and decode nodes.
+
+It needs neither a model nor torch. A signal ends it in an orderly way: no new connections, running
+requests may finish for a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+from ...tiers.settings.option import flag_of
+from ...tiers.settings.values import ConfigError, show_size
+from .. import logs
+from ..extras import install_extra
+from ..router.settings import ROUTER_OPTIONS, RouterConfig, read_node
+from .args import add_options
+from .serve import bind
+
+if TYPE_CHECKING:
+    from ..router.app import Router
+
+DESCRIPTION = "Send requests to prefill and decode nodes, and their answers back."
+
+logger = logging.getLogger(__name__)
+
+# Beyond --drain-seconds, for the last event of answers that had not ended by then.
+_LAST_WORDS_SECONDS = 3.0
+_DEFAULTS: dict[str, Any] = {
+    name: RouterConfig.__dataclass_fields__[name].default for name in ROUTER_OPTIONS
+}
+
+
+def default_text(name: str) -> str:
+    """A default as help and docs show it."""
+    value = _DEFAULTS[name]
+    if value is None:
+        return ROUTER_OPTIONS[name].unset
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes"):
+        return show_size(value).replace(" ", "")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The nodes, and a flag for each option."""
+    for role, text in (
+        ("decode", "a node that answers requests; may be given several times, and one is needed"),
+        ("prefill", "a node that computes long prompts first; may be given several times"),
+    ):
+        parser.add_argument(
+            f"--{role}", metavar="URL", action="append", default=argparse.SUPPRESS, help=text
+        )
+    add_options(parser, ROUTER_OPTIONS, default_text)
+
+
+def router_config(args: argparse.Namespace) -> RouterConfig:
+    """The settings that these arguments describe; raises ConfigError."""
+    given = vars(args)
+    values = {
+        name: option.read(flag_of(name), given[name])
+        for name, option in ROUTER_OPTIONS.items()
+        if name in given
+    }
+    for role in ("decode", "prefill"):
+        values[role] = tuple(read_node(f"--{role}", url) for url in given.get(role, ()))
+    return RouterConfig(**values)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Route until a signal (0)."""
+    config = router_config(args)
+    try:
+        from ..router.app import Router, read_admin_key
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {error.name} is not installed and the router needs it; run in a clone of "
+            f"StrataKV: {install_extra('router')}"
+        ) from error
+    router = Router(config, admin_key=read_admin_key(config.admin_key_file))
+    sock = bind(config.host, config.port)
+    logs.set_up(config.log_level, json=config.log_json)
+    with sock:
+        return asyncio.run(_route(config, router, sock))
+
+
+async def _route(config: RouterConfig, router: Router, sock: socket.socket) -> int:
+    from ..api.http.server import make_server
+
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    await router.start()
+    http = make_server(
+        router,
+        log_level=config.log_level,
+        shutdown_seconds=config.drain_seconds + _LAST_WORDS_SECONDS,
+    )
+    logs.adopt("uvicorn")
+    running = asyncio.ensure_future(http.serve(sockets=[sock]))
+    waiting = asyncio.ensure_future(told.wait())
+    try:
+        _announce(config, router, sock)
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        logger.info(
+            "shutting down; %d requests are open and have %g s to end",
+            router.num_open,
+            config.drain_seconds,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the line above is enough
+        http.should_exit = True
+        loop.call_later(config.drain_seconds, router.end_requests)
+        await running
+    finally:
+        waiting.cancel()
+        await router.close()
+    return 0
+
+
+def _announce(config: RouterConfig, router: Router, sock: socket.socket) -> None:
+    host, port = sock.getsockname()[:2]
+    if not ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning(
+            "whoever reaches %s may use the nodes as far as they let him in; start them with "
+            "--api-key, which clients send and the router passes on",
+            host,
+        )
+    host = f"[{host}]" if ":" in host else host
+    up = sum(router.nodes.num_up(role) for role in router.nodes.of_role)
+    refused = sum(map(router.nodes.num_refused, router.nodes.of_role))
+    state = f"{up} up, {refused} refused: see the log" if refused else f"{up} up"
+    logs.announce(
+        f"StrataKV routes at http://{host}:{port} to {len(config.prefill)} prefill and "
+        f"{len(config.decode)} decode nodes ({state}); Ctrl-C ends it"
+    )

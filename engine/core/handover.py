@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that wait until other engines can load the blocks of their prompts.
+
+    expect ──► (the request runs) ──► hold ──► its last blocks are given to the tiers ──►
+        others can load all of them, or will not ──► release
+
+Only the last output waits. A request that ends in another way than by its tokens is not held.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from ...connector.base import KVConnectorScheduler
+from ..cache.kv_cache_manager import KVCacheManager
+from ..handover import Ticket, params_digest
+from ..logprobs import PositionLogprobs
+from ..request import Request
+from ..wire import TokenOutput
+
+# For blocks to be given to the tiers, which copies of earlier ones can hold up.
+MOST_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """An output that waits."""
+
+    output: TokenOutput
+    keys: list[bytes]
+    given_when: int  # of `BlockPool.num_given`
+    give_up_at: float  # monotonic
+    is_moving: bool = False  # the connector has been told
+    is_second: bool = False
+
+
+@dataclass(slots=True)
+class HandOverCounts:
+    """Since the start, in requests; part of `stats`."""
+
+    handed_over: int = 0
+    incomplete: int = 0  # of those, where others cannot load all blocks
+    seconds: float = 0.0  # for which answers were held
+
+
+@dataclass(slots=True, eq=False)
+class HeldAnswers:
+    """The hand-overs of one engine core. Called by its thread."""
+
+    manager: KVCacheManager
+    connector: KVConnectorScheduler
+    counts: HandOverCounts = field(default_factory=HandOverCounts)
+    _expected: dict[str, Request] = field(default_factory=dict)
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _first_logprobs: dict[str, PositionLogprobs] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step would have something to release, whatever else there is to do."""
+        return self._give_up_at <= time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Until one is given up."""
+        return max(0.0, self._give_up_at - time.monotonic())
+
+    @property
+    def _give_up_at(self) -> float:
+        """When the first of those is given up that the connector does not have."""
+        waiting = (held.give_up_at for held in self._held.values() if not held.is_moving)
+        return min(waiting, default=math.inf)
+
+    def expect(self, request: Request) -> None:
+        """A request has been queued that is to be handed over."""
+        if request.hands_over and self.connector.wants_all:
+            self._expected[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        """Its client is gone, or it has ended in another way."""
+        self._first_logprobs.pop(request_id, None)
+        if self._expected.pop(request_id, None) is None and request_id in self._held:
+            del self._held[request_id]
+            self.connector.forget_hand_over(request_id)
+
+    def hold(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Those of a step that go on at once."""
+        if not self._expected:
+            return outputs
+        passing = []
+        for output in outputs:
+            request = self._expected.get(output.request_id)
+            if request is None:
+                passing.append(output)
+                continue
+            if output.logprobs and request.num_output_tokens == len(output.new_token_ids):
+                self._first_logprobs[output.request_id] = output.logprobs[0]
+            if output.finish_reason is None:
+                passing.append(output)
+            elif output.finish_reason in ("stop", "length", "repetition"):
+                self._begin(output, request)
+            else:
+                self.forget(output.request_id)
+                passing.append(output)
+        return passing
+
+    def release(self) -> list[TokenOutput]:
+        """Outputs whose blocks others can load by now, or never will."""
+        if not self._held:
+            return []
+        now = time.monotonic()
+        for request_id, held in self._held.items():
+            if not held.is_moving and self.manager.pool.num_given >= held.given_when:
+                held.is_moving = True
+                self.connector.hand_over(request_id, held.keys)
+        released = []
+        for request_id, missing in self.connector.take_handed_over():
+            held = self._held[request_id]
+            if missing and not held.is_second and now < held.give_up_at:
+                # The pool still has what the others have lost, or some of it.
+                self.manager.pool.offer_again(missing)
+                held.given_when = self.manager.pool.num_fresh
+                held.is_moving, held.is_second = False, True
+                continue
+            released.append(self._end(request_id, now, is_whole=not missing))
+        for request_id, held in list(self._held.items()):
+            if not held.is_moving and held.give_up_at <= now:
+                released.append(self._end(request_id, now, is_whole=False))
+        return released
+
+    def _begin(self, output: TokenOutput, request: Request) -> None:
+        request_id = output.request_id
+        del self._expected[request_id]
+        # Of a longer answer the block that the prompt ends in holds more by now.
+        keys = self.manager.prompt_keys(request, with_tail=request.num_output_tokens == 1)
+        output.ticket = self._ticket_of(request)
+        pool, give_up_at = self.manager.pool, time.monotonic() + MOST_SECONDS
+        self._held[request_id] = _Held(output, keys, pool.num_fresh, give_up_at)
+
+    def _ticket_of(self, request: Request) -> Ticket:
+        full = request.num_prompt_tokens // self.manager.block_size
+        last = request.prompt_tail_hash() or request.block_hashes[full - 1]
+        return Ticket(
+            num_tokens=request.num_prompt_tokens,
+            prompt=last.hex(),
+            params=params_digest(request.sampling_params),
+            first_token=request.output_token_ids[0],
+            logprobs=self._first_logprobs.pop(request.request_id, None),
+        )
+
+    def _end(self, request_id: str, now: float, *, is_whole: bool) -> TokenOutput:
+        held = self._held.pop(request_id)
+        self.counts.handed_over += 1
+        self.counts.incomplete += not is_whole
+        self.counts.seconds += now - (held.give_up_at - MOST_SECONDS)
+        return held.output

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handing a prompt over: what the node that computed it tells the node that answers.
+
+A ticket is a note, not a key: whoever goes on makes the names of the blocks from its own prompt,
+model and tenant, so a ticket of a stranger opens nothing. It saves computing the last token of the
+prompt a second time, and it is used only where it fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from .logprobs import PositionLogprobs
+from .sampling_params import SamplingParams
+
+# What has no influence on which token is chosen first.
+_LATER = {
+    "max_tokens": 1, "stop": (), "include_stop_str_in_output": False, "skip_special_tokens": True,
+    "bad_words": (), "logprobs": None, "prompt_logprobs": None, "repetition_detection": None,
+}  # fmt: skip
+_DIGEST_CHARACTERS = 32
+
+
+class Ticket(
+    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
+):
+    """A prompt whose blocks other nodes can load, and the token that was chosen behind it."""
+
+    num_tokens: int  # of the prompt
+    prompt: str  # hexadecimal digest of its tokens, the model, tenant and salt
+    params: str  # `params_digest` of the request
+    first_token: int
+    logprobs: PositionLogprobs | None = None  # of the first token, where they were asked for
+
+
+def params_digest(params: SamplingParams) -> str:
+    """Equal for two requests that choose the same first token for one prompt, as far as their
+    parameters say."""
+    # Below `min_tokens` the tokens that end an answer are banned; otherwise they may be chosen.
+    stops = {} if params.min_tokens else {"stop_token_ids": (), "ignore_eos": False}
+    same = msgspec.structs.replace(params, **_LATER, **stops, min_tokens=min(1, params.min_tokens))
+    return hashlib.sha256(msgspec.msgpack.encode(same)).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def is_possible(ticket: Ticket, vocab_size: int) -> bool:
+    """Whether its tokens are of this vocabulary, and its log-probabilities of its first token. The
+    front remembers the text of each token that it is told of, so a stranger must not make them
+    up."""
+    told = ticket.logprobs
+    ids = [ticket.first_token] if told is None else told.token_ids
+    return ids[:1] == [ticket.first_token] and all(0 <= each < vocab_size for each in ids)
+
+
+def fits(ticket: Ticket, prompt: str, num_tokens: int, params: SamplingParams) -> bool:
+    """Whether the ticket is of this prompt and its first token what these parameters choose, with
+    the log-probabilities that they ask for."""
+    if (ticket.num_tokens, ticket.prompt) != (num_tokens, prompt):
+        return False
+    if params.logprobs is not None:
+        told = ticket.logprobs
+        # The token itself comes first, the likeliest behind it.
+        if told is None or len(told.token_ids) - 1 < params.logprobs:
+            return False
+    return ticket.params == params_digest(params)

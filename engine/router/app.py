@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as an ASGI application: what it answers itself, and what it lets through to nodes.
+
+Only the routes that clients use are passed on; those that rule a node (`/pause`, `/metrics`) are
+for whoever reaches the node itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...tiers.settings.values import MIB, ConfigError
+from ..api.errors import ApiError, ClientGone, error_response, to_api_error
+from ..api.openai.body import read_body
+from ..api.openai.streaming import until_disconnect
+from ..api.settings import ApiSettings
+from .metrics import CLIENT, RouterMetrics
+from .nodes import Choice, LeastLoaded, Node, Nodes, Role
+from .proxy import NODE, RETRY_SECONDS, ClientRequest, Proxy
+from .relay import Reply
+from .settings import RouterConfig
+from .upstream import Headers, NodeRequest
+
+logger = logging.getLogger(__name__)
+
+# Bodies that are held at once, over all clients.
+MAX_HELD_BYTES = 1024 * MIB
+_PREFIX = "/v1/"
+_OTHER_PATHS = ("/tokenize", "/detokenize", "/version", "/ping")
+# Nothing else of what a client sends reaches a node, so that no client can pass for a proxy.
+_PASSED_HEADERS = frozenset(
+    (b"accept", b"accept-language", b"access-control-request-headers",
+     b"access-control-request-method", b"authorization", b"content-encoding", b"content-type",
+     b"origin", b"traceparent", b"tracestate", b"user-agent", b"x-request-id")
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one request's body takes of all that may be held."""
+
+    num_bytes: int
+
+
+class Router:
+    """One router: its nodes, its figures and its routes. Belongs to one event loop."""
+
+    def __init__(
+        self, config: RouterConfig, *, choice: Choice | None = None, admin_key: str | None = None
+    ) -> None:
+        self._config = config
+        tls = make_node_tls(config)
+        self.nodes = Nodes(
+            config.prefill,
+            config.decode,
+            choice or LeastLoaded(),
+            health_seconds=config.health_seconds,
+            tls=tls,
+        )
+        self.num_open = 0
+        self._held_bytes = 0
+        self.metrics = RouterMetrics(self.nodes, lambda: self.num_open)
+        self._proxy = Proxy(config, self.nodes, self.metrics, tls)
+        self._body_limits = ApiSettings(
+            max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_seconds
+        )
+        self._key_digest = None if admin_key is None else _digest(admin_key)
+        self._passed = _PASSED_HEADERS
+        if config.tenant_header is not None:
+            self._passed = self._passed | {config.tenant_header.encode()}
+        self._ended: asyncio.Future[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look at every node once, and from then on again and again. Nodes that differ are a
+        warning and no reason to end: they may be restarted one by one just now, and those that
+        agree can answer."""
+        self._ended = asyncio.get_running_loop().create_future()
+        await self.nodes.look()
+        self._watch = asyncio.create_task(self.nodes.watch())
+
+    def end_requests(self) -> None:
+        """Have every open answer end now, with an error that says why. Idempotent."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def close(self) -> None:
+        """No more looks at nodes."""
+        self.end_requests()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        try:
+            own = self._answer_own(scope)
+        except ApiError as error:
+            own = error_response(error)
+        if own is not None:
+            await own(scope, receive, send)
+            return
+        await self._pass(scope, receive, send)
+
+    # What the router answers itself
+
+    def _answer_own(self, scope: Scope) -> Response | None:
+        path, method = scope["path"], scope["method"]
+        if path == "/health":
+            return self._health()
+        if path == "/metrics":
+            return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        if path == "/nodes":
+            self._check_admin(scope)
+            return self._show_nodes()
+        if path in ("/nodes/drain", "/nodes/undrain"):
+            if method != "POST":
+                message = f"{path} does not take {method[:16]}; use POST"
+                raise ApiError(message, status=405, code="method_not_allowed")
+            self._check_admin(scope)
+            return self._drain(scope, is_draining=path == "/nodes/drain")
+        if (not path.startswith(_PREFIX) and path not in _OTHER_PATHS) or ".." in path.split("/"):
+            message = (
+                f"there is no route {path[:64]} here; the API lies under /v1, and other routes are "
+                "asked of a node itself"
+            )
+            raise ApiError(message, status=404, code="not_found")
+        return None
+
+    def _health(self) -> Response:
+        if self.nodes.num_up(Role.DECODE):
+            return _json({"status": "ok"})
+        message = "no decode node can be used; start one, or see /nodes for why"
+        raise ApiError(message, status=503, kind=NODE, code="no_node", retry_seconds=RETRY_SECONDS)
+
+    def _show_nodes(self) -> Response:
+        return _json(
+            {"open_requests": self.num_open, "nodes": [_state_of(node) for node in self.nodes]}
+        )
+
+    def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
+        """Take one node out, or put it back. What it is answering goes on."""
+        urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
+        node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
+        if node is None:
+            came = f"{urls[0][:64]!r}" if len(urls) == 1 else f"{len(urls)} of them"
+            known = ", ".join(each.address.url for each in self.nodes)
+            raise ApiError(
+                f"`url` takes one of {known}; {came} came", status=404, param="url", code="no_node"
+            )
+        node.is_draining = is_draining
+        self.nodes.judge()
+        logger.info("%s: draining %s", node.name, is_draining)
+        return _json(_state_of(node))
+
+    def _check_admin(self, scope: Scope) -> None:
+        """Raises ApiError unless this client may see and rule the nodes: with the key, or where
+        there is none from this machine."""
+        headers = dict(scope["headers"])
+        if b"origin" in headers:  # a page in a browser, which may be anybody's
+            raise ApiError("this route takes no requests of web pages", status=403, code="origin")
+        if self._key_digest is not None:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() == b"bearer" and hmac.compare_digest(
+                hashlib.sha256(key.strip()).digest(), self._key_digest
+            ):
+                return
+            message = "the key of --admin-key-file is needed: send `Authorization: Bearer <key>`"
+            raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
+        ends = [each[0] for each in (scope.get("client"), scope.get("server")) if each]
+        # A page may reach this machine by a name of its own; then that is its host.
+        host = _host_in(headers.get(b"host", b""))
+        ends.append("127.0.0.1" if host == "localhost" else host)
+        if len(ends) < 3 or not all(_is_loopback(each) for each in ends):
+            message = (
+                "without --admin-key-file this route is for this machine alone; start the router "
+                "with one"
+            )
+            raise ApiError(message, status=403, code="admin_only")
+
+    # What nodes answer
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.monotonic()
+        reply = Reply(send)
+        outcome = "error"
+        try:
+            with self._admitted(scope) as share:
+                outcome = await self._forward(scope, receive, reply, share)
+        except ClientGone:
+            outcome = "gone"
+        except asyncio.CancelledError:
+            outcome = "gone"
+            raise
+        except Exception as failure:  # noqa: BLE001 - the border: every fault becomes an answer
+            error = to_api_error(failure)
+            if error.code == "too_many_requests":
+                outcome = "too_many"
+            if reply.is_started:
+                outcome = "cut"
+                await reply.fail(error)
+            else:
+                await error_response(error)(scope, receive, send)
+        finally:
+            self.metrics.count(CLIENT, outcome, time.monotonic() - began)
+
+    async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: _Share) -> str:
+        """How the request ended."""
+        request = Request(scope, receive)
+        body = b""
+        if scope["method"] not in ("GET", "HEAD", "OPTIONS", "DELETE"):
+            body = await read_body(request, self._body_limits)
+        self._held_bytes += len(body) - share.num_bytes
+        share.num_bytes = len(body)
+        client = ClientRequest(
+            scope["path"],
+            NodeRequest(scope["method"].encode(), _target(scope), self._headers(scope), body),
+        )
+        assert self._ended is not None
+        await until_disconnect(receive, self._proxy.forward(client, reply), self._ended)
+        return "ok" if reply.status < 400 else "error"
+
+    @contextmanager
+    def _admitted(self, scope: Scope) -> Iterator[_Share]:
+        """Around a request that there is room for; raises ApiError 429 where there is none. Of a
+        body whose length is not told, room for the longest is taken until it has been read."""
+        declared = Request(scope).headers.get("content-length", "")
+        limit = self._config.max_body_bytes
+        size = min(int(declared), limit) if declared.isdigit() else 0
+        if "transfer-encoding" in Request(scope).headers:
+            size = limit
+        message = ""
+        if self.num_open >= self._config.max_waiting:
+            message = f"{self.num_open} requests are open here, as many as the router takes"
+        elif self._held_bytes and self._held_bytes + size > MAX_HELD_BYTES:
+            message = (
+                "the bodies of the requests that are open here are as long together as the router "
+                "takes"
+            )
+        if message:
+            raise ApiError(
+                f"{message}; send this one again in a moment",
+                status=429,
+                kind="rate_limit_error",
+                code="too_many_requests",
+                retry_seconds=RETRY_SECONDS,
+            )
+        self.num_open += 1
+        self._held_bytes += size
+        share = _Share(size)
+        try:
+            yield share
+        finally:
+            self.num_open -= 1
+            self._held_bytes -= share.num_bytes
+
+    def _headers(self, scope: Scope) -> Headers:
+        return [(name, value) for name, value in scope["headers"] if name in self._passed]
+
+
+def make_node_tls(config: RouterConfig) -> ssl.SSLContext | None:
+    """The context of connections to https nodes, or None where there are none. Raises ConfigError
+    for a file that cannot be used."""
+    path = config.node_ca_file
+    if not any(address.is_tls for address in (*config.prefill, *config.decode)):
+        if path is not None:
+            raise ConfigError(
+                f"--node-ca-file {path} is for https nodes and all are http; drop it, or write "
+                "https://"
+            )
+        return None
+    context = ssl.create_default_context()
+    if path is not None:
+        try:
+            context = ssl.create_default_context(cafile=str(path))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"--node-ca-file {path} holds no certificates as PEM ({error}); give one that does"
+            ) from error
+    return context
+
+
+def read_admin_key(path: Path | None) -> str | None:
+    """The key in a file. Raises ConfigError for a file that cannot be read or holds none."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--admin-key-file {path} cannot be read as text ({error})") from error
+    if not key or len(key.split()) != 1:
+        raise ConfigError(f"--admin-key-file {path} holds no key; write one line without spaces")
+    return key
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _host_in(header: bytes) -> str:
+    """The name in the header Host, without the port."""
+    try:
+        return urlsplit(f"//{header.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _target(scope: Scope) -> bytes:
+    """Path and query as the client sent them."""
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope["query_string"]
+    return path + (b"?" + query if query else b"")
+
+
+def _state_of(node: Node) -> dict[str, object]:
+    return {
+        "url": node.address.url,
+        "role": node.role,
+        "is_up": node.is_up,
+        "is_draining": node.is_draining,
+        "in_flight": node.in_flight,
+        "requests": node.num_requests,
+        "last_error": node.last_error,
+        "refused": node.refused,
+        "identity": dict(node.identity or {}),
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node says it is (`GET /node`), and whether two nodes can work for the same clients.
+
+A field is compared where both nodes tell it, so that a newer node may tell more than an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...tiers.settings.format import format_value
+
+Identity = Mapping[str, str]
+
+_OBJECT = "stratakv.node"  # what the answer calls itself, which other software does not
+# In the order in which a difference is told, each with what it is made of.
+_OF_ANSWERS = {
+    "model": "--served-model-name",
+    "fingerprint": "the model's config.json and weights",
+    "revision": "--revision",
+    "tokenizer": "the model's tokenizer.json",
+    "chat_template": "the model's chat template",
+}
+# Nodes that differ here answer the same, and find none of each other's blocks.
+_OF_BLOCKS = {
+    "kv_dtype": "--dtype and --kv-cache-dtype",
+    "block_size": "--block-size",
+    "layout_version": "the version of StrataKV",
+    "layout": "the model's config.json",
+    "cache_groups": "the version of StrataKV",
+    "block_hash": "--block-hash",
+    "tag_key": "--kv-offload-remote-tag-key-file",
+    "tenant_secret": "--tenant-secret",
+    "tenant_header": "--tenant-header",
+}
+_TOLD = (*_OF_ANSWERS, *_OF_BLOCKS, "role", "tiers")
+
+
+class Difference(NamedTuple):
+    """A field that two nodes have different values of."""
+
+    field: str
+    value: str
+    other: str
+    source: str  # what the field is made of
+
+    def explain(self, other_name: str) -> str:
+        """The node whose field it is may not be used beside the other one; why, and the cure."""
+        return (
+            f"its {self.field} is {format_value(self.value)} and that of {other_name} is "
+            f"{format_value(self.other)}; it comes from {self.source}: have both the same, or put "
+            "them behind routers of their own"
+        )
+
+
+def read_identity(body: bytes) -> Identity | None:
+    """What a node tells of itself; None for an answer of other software."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if told.get("object") != _OBJECT:
+        return None
+    return {name: told[name] for name in _TOLD if isinstance(told.get(name), str)}
+
+
+def find_difference(one: Identity, other: Identity, *, with_blocks: bool) -> Difference | None:
+    """The first thing in which they may not differ and do; None where there is nothing.
+    `with_blocks`: they are to load each other's blocks."""
+    return next(_differences(one, other, with_blocks), None)
+
+
+def explain_role(identity: Identity, listed: str, other: str) -> str:
+    """Why a node that is listed under one role cannot have it, with the cure; empty where it
+    can. `other` is the other role that nodes are listed under."""
+    if identity.get("role") != other:
+        return ""
+    return (
+        f"it was started with --role {other} and is listed with --{listed}; list it with "
+        f"--{other}, or start it with --role {listed}"
+    )
+
+
+def _differences(one: Identity, other: Identity, with_blocks: bool) -> Iterator[Difference]:
+    for name, source in {**_OF_ANSWERS, **(_OF_BLOCKS if with_blocks else {})}.items():
+        if name in one and name in other and one[name] != other[name]:
+            yield Difference(name, one[name], other[name], source)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two legs of a request are made of: the body for the prefill node, that for the decode
+node, and the facts that a node is chosen by.
+
+Fields are kept as the bytes that they came as, so that what a decode node reads is what the client
+wrote. A body that is no JSON object goes to a decode node unchanged, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from .nodes import Facts
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GENERATING = (COMPLETIONS, CHAT)
+
+# English has about four bytes of UTF-8 in a token.
+BYTES_PER_TOKEN = 4
+
+# A prompt of more parts is not read part by part: that takes seconds, and everybody waits.
+MAX_PARTS = 65536
+_IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
+
+KV_PARAMS = "kv_transfer_params"
+# What a prefill node need not do, or would do in vain, for its one token.
+_NOT_FOR_PREFILL = (
+    "best_of", "echo", "logprobs", "min_completion_tokens", "min_tokens", "prompt_logprobs",
+    "return_token_ids", "stream_options", "top_logprobs",
+)  # fmt: skip
+# Of these, what the first token's log-probabilities depend on.
+_OF_FIRST_TOKEN = ("logprobs", "top_logprobs")
+_ONE, _FALSE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"false"), msgspec.Raw(b"null")
+_ASK_FOR_REMOTE_DECODE = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
+
+Fields = Mapping[str, msgspec.Raw]
+
+
+def read_fields(body: bytes) -> Fields:
+    """The fields of a JSON object, none of them decoded; empty for anything else."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def read_facts(path: str, fields: Fields) -> Facts:
+    """What a node is chosen by."""
+    raw = bytes(fields.get("prompt" if path == COMPLETIONS else "messages", _NULL))
+    if raw.count(b",") > MAX_PARTS:
+        tokens, is_exact = _tokens_of_many(raw)
+    elif path == COMPLETIONS:
+        tokens, is_exact = _prompt_tokens(_decode(fields, "prompt"))
+    else:
+        tokens, is_exact = _text_bytes(_decode(fields, "messages")) // BYTES_PER_TOKEN, False
+    return Facts(path, tokens, is_exact, fields)
+
+
+def wants_prefill(facts: Facts, above: int) -> bool:
+    """Whether a prefill node is to compute the prompt first. Not where the request takes part in
+    somebody else's hand-over, nor where it wants the prompt's own log-probabilities, for which the
+    decode node computes all of it anyway."""
+    return (
+        facts.prompt_tokens > above
+        and _is_null(facts.fields, KV_PARAMS)
+        and _is_null(facts.fields, "prompt_logprobs")
+    )
+
+
+def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
+    """The same request for one token, answered whole. With `with_kv_params` the token is handed
+    over, so it is chosen as the request says, with its log-probabilities."""
+    body = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
+    if with_kv_params:
+        body |= {name: fields[name] for name in _OF_FIRST_TOKEN if name in fields}
+        least = _decode(fields, "min_tokens")
+        if isinstance(least, int) and least > 0:
+            body["min_tokens"] = _ONE
+    body |= {"max_tokens": _ONE, "stream": _FALSE}
+    for name in ("max_completion_tokens", "n"):
+        if not _is_null(body, name):
+            body[name] = _ONE
+    if with_kv_params:
+        body[KV_PARAMS] = _ASK_FOR_REMOTE_DECODE
+    return msgspec.json.encode(body)
+
+
+def handed_over(answer: bytes) -> msgspec.Raw | None:
+    """What a prefill node's answer says about where its blocks are."""
+    fields = read_fields(answer)
+    params = fields.get(KV_PARAMS)
+    return None if params is None or _is_null(fields, KV_PARAMS) else params
+
+
+def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
+    """The client's request with what the prefill node handed over."""
+    return msgspec.json.encode({**fields, KV_PARAMS: params})
+
+
+def _is_null(fields: Fields, name: str) -> bool:
+    return bytes(fields.get(name, _NULL)).strip() == b"null"
+
+
+def _decode(fields: Fields, name: str) -> Any:
+    try:
+        return msgspec.json.decode(fields[name]) if name in fields else None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _tokens_of_many(raw: bytes) -> tuple[int, bool]:
+    """The length of a prompt of many parts by its bytes, and whether it was counted."""
+    if raw.translate(None, _IN_LISTS_OF_IDS) == b"[]":
+        return raw.count(b",") + 1, True
+    return len(raw) // BYTES_PER_TOKEN, False
+
+
+def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
+    """The length of the longest prompt, and whether it was counted."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) // BYTES_PER_TOKEN, False
+    if not isinstance(prompt, list) or not prompt:
+        return 0, False
+    if all(isinstance(each, int) for each in prompt):
+        return len(prompt), True
+    longest = (0, False)
+    for each in prompt:
+        if isinstance(each, (str, list)):
+            longest = max(longest, _prompt_tokens(each))
+    return longest
+
+
+def _text_bytes(messages: Any) -> int:
+    """The texts of a conversation, in UTF-8."""
+    if not isinstance(messages, list):
+        return 0
+    total = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else None
+            if isinstance(text, str):
+                total += len(text.encode())
+    return total

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client request on its way through the nodes: prefill where it is worth it, then decode.
+
+    long prompt   prefill node (one token) ── its blocks ──▶ shared cache
+                  then decode node (the client's request) ◀── blocks ──┘
+    short prompt  decode node
+
+What a client may rely on: its request gets one answer or one error. A request goes to another node
+only while nothing of an answer has been sent. A prefill that fails costs time and nothing else,
+because the decode node computes what it does not find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ..api.errors import ApiError
+from . import legs
+from .metrics import RouterMetrics
+from .nodes import Facts, Node, Nodes, Role
+from .relay import HELD_BYTES, Reply, pass_on
+from .settings import RouterConfig
+from .upstream import NodeAnswer, NodeError, NodeRequest, NodeSlow, NodeUnreachable, exchange
+
+logger = logging.getLogger(__name__)
+
+# What a node says that another one may not.
+ELSEWHERE_STATUSES = (429, 502, 503)
+RETRY_SECONDS = 1
+NODE = "node_error"
+NO_SUCH_ROUTE = (404, 405)
+FOLLOW = b"/follow"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client sent, ready to be passed on."""
+
+    path: str
+    request: NodeRequest
+
+
+class _Refused(Exception):
+    """A prefill node answered, and not with 200."""
+
+
+class Proxy:
+    """Sends requests to nodes. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        nodes: Nodes,
+        metrics: RouterMetrics,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._config = config
+        self._nodes = nodes
+        self._metrics = metrics
+        self._tls = tls
+
+    async def forward(self, client: ClientRequest, reply: Reply) -> None:
+        """Answer one request. Raises ApiError for what no node answered, and TimeoutError for what
+        took longer than a request may; then `reply` says whether some of an answer was sent."""
+        deadline = asyncio.get_running_loop().time() + self._config.request_seconds
+        request, facts = client.request, Facts(client.path)
+        if request.method == b"POST" and client.path in legs.GENERATING:
+            fields = legs.read_fields(request.body)
+            facts = legs.read_facts(client.path, fields)
+            has_prefill = bool(self._nodes.of_role[Role.PREFILL])
+            if has_prefill and legs.wants_prefill(facts, self._config.disaggregate_above):
+                async with self._followed(request, facts) as follower:
+                    params = await self._prefill(request, facts, deadline)
+                if params is not None:
+                    request = replace(request, body=legs.decode_body(fields, params))
+                await self._decode(request, facts, reply, deadline, follower)
+                return
+        await self._decode(request, facts, reply, deadline)
+
+    @asynccontextmanager
+    async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
+        """Have a decode node read the prompt's blocks as they come, which is the node to ask then.
+        Where it does not know how, nothing is lost."""
+        node = None
+        if self._config.kv_transfer_params == "on":
+            node = self._nodes.pick(Role.DECODE, facts)
+        if node is None or not node.follows:
+            yield None
+            return
+        with node.busy():
+            hint = asyncio.create_task(self._have_followed(node, request))
+            try:
+                yield node
+            finally:
+                hint.cancel()
+                await asyncio.gather(hint, return_exceptions=True)
+
+    async def _have_followed(self, node: Node, request: NodeRequest) -> None:
+        request = replace(request, target=FOLLOW + request.target)
+        try:
+            async with self._exchange(node, request) as answer:
+                node.follows = answer.status not in NO_SUCH_ROUTE
+                await answer.read_whole(HELD_BYTES)
+        except NodeError as error:
+            logger.info("%s follows no prompt for now: %s", node.name, error)
+
+    async def _prefill(
+        self, request: NodeRequest, facts: Facts, deadline: float
+    ) -> msgspec.Raw | None:
+        """Have a prefill node compute the prompt; what it hands over, if it says so. Every failure
+        is counted and costs only time."""
+        with_params = self._config.kv_transfer_params == "on"
+        body = legs.prefill_body(facts.fields, with_kv_params=with_params)
+        own_deadline = asyncio.get_running_loop().time() + self._config.prefill_seconds
+        request = replace(request, body=body)
+        tried: list[Node] = []
+        with self._leg(Role.PREFILL) as leg:
+            try:
+                async with asyncio.timeout_at(min(deadline, own_deadline)):
+                    while node := self._next_node(Role.PREFILL, facts, tried):
+                        answer = await self._try_prefill(node, request, leg, tried)
+                        if answer is not None:
+                            return legs.handed_over(answer) if with_params else None
+            except TimeoutError:
+                leg.outcome = "timeout"
+                logger.warning(
+                    "a prefill took more than %g s; decode computes the prompt",
+                    self._config.prefill_seconds,
+                )
+        return None
+
+    async def _try_prefill(
+        self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node]
+    ) -> bytes | None:
+        """A prefill node's answer, or None where it gave none that counts."""
+        try:
+            async with self._exchange(node, request) as answer:
+                status = answer.status
+                body = await answer.read_whole(HELD_BYTES)
+        except NodeError as error:
+            leg.outcome = error.outcome
+            self._note(node, error)
+            return None
+        if status == 200:
+            leg.outcome = "ok"
+            return body
+        leg.outcome = "refused"
+        if status not in ELSEWHERE_STATUSES:
+            # What one refuses for the request's own sake, all of them do.
+            tried.extend(self._nodes.of_role[Role.PREFILL])
+        logger.info("%s answered %d to a prefill", node.name, status)
+        return None
+
+    async def _decode(
+        self,
+        request: NodeRequest,
+        facts: Facts,
+        reply: Reply,
+        deadline: float,
+        first: Node | None = None,
+    ) -> None:
+        """`first` is tried before others, if it is still up."""
+        tried: list[Node] = []
+        error: NodeError | None = None
+        with self._leg(Role.DECODE) as leg:
+            while node := self._next_node(Role.DECODE, facts, tried, first):
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        if await self._try_decode(node, request, leg, tried, reply):
+                            return
+                except TimeoutError:
+                    leg.outcome = "timeout"
+                    raise
+                except NodeError as failure:
+                    error = failure
+                    leg.outcome = failure.outcome
+                    self._note(node, failure)
+                    if reply.is_started or isinstance(failure, NodeSlow):
+                        break
+            raise _explain(error, is_started=reply.is_started)
+
+    async def _try_decode(
+        self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
+    ) -> bool:
+        """Whether the client has the node's answer; not where another one may have a better one.
+        Raises NodeError."""
+        async with self._exchange(node, request) as answer:
+            leg.outcome = "ok" if answer.status < 400 else "refused"
+            if answer.status in ELSEWHERE_STATUSES and self._has_another(Role.DECODE, tried):
+                logger.info("%s answered %d", node.name, answer.status)
+                return False
+            await pass_on(answer, reply)
+            return True
+
+    def _next_node(
+        self, role: Role, facts: Facts, tried: list[Node], first: Node | None = None
+    ) -> Node | None:
+        """The node to try next, which is then among those tried. `first` is the first, if it can
+        be."""
+        if tried and not self._has_another(role, tried):
+            return None
+        if not tried and first in self._nodes.candidates(role):
+            node: Node | None = first
+        else:
+            node = self._nodes.pick(role, facts, tried)
+        if node is not None:
+            if tried:
+                self._metrics.count_retry(role)
+            tried.append(node)
+        return node
+
+    def _has_another(self, role: Role, tried: list[Node]) -> bool:
+        return len(tried) <= self._config.retries and bool(self._nodes.candidates(role, tried))
+
+    @asynccontextmanager
+    async def _exchange(self, node: Node, request: NodeRequest) -> AsyncIterator[NodeAnswer]:
+        with node.busy():
+            async with exchange(
+                node.address,
+                request,
+                connect_seconds=self._config.connect_seconds,
+                wait_seconds=self._config.answer_seconds,
+                tls=self._tls,
+                transports=node.transports,
+            ) as answer:
+                yield answer
+
+    @contextmanager
+    def _leg(self, role: Role) -> Iterator[_Leg]:
+        """Around one leg: it is counted by how it ended, also where the client left."""
+        leg = _Leg()
+        began = time.monotonic()
+        try:
+            yield leg
+        except (asyncio.CancelledError, GeneratorExit):
+            leg.outcome = "gone"
+            raise
+        finally:
+            self._metrics.count(role, leg.outcome, time.monotonic() - began)
+
+    def _note(self, node: Node, error: NodeError) -> None:
+        logger.warning("%s: %s", node.name, error)
+        if isinstance(error, NodeUnreachable):
+            node.mark_down(str(error))
+
+
+@dataclass(slots=True)
+class _Leg:
+    """How a leg ended, as far as it is known."""
+
+    outcome: str = "no_node"
+
+
+def _explain(error: NodeError | None, *, is_started: bool) -> ApiError:
+    """The error for a client; which node it was is in the log."""
+    if is_started:
+        message = (
+            "the node that was answering is lost, so this answer is not whole; send the request "
+            "again"
+        )
+        return ApiError(message, status=502, kind=NODE, code="node_lost")
+    if isinstance(error, NodeSlow):
+        message = (
+            "the node gave no answer in the time that the router waits; send a smaller request, or "
+            "raise --answer-seconds"
+        )
+        return ApiError(message, status=504, kind="timeout_error", code="node_timeout")
+    if error is None or isinstance(error, NodeUnreachable):
+        message = "no decode node can be reached; send the request again in a moment"
+        return ApiError(message, status=503, kind=NODE, code="no_node", retry_seconds=RETRY_SECONDS)
+    message = "the nodes that took this request were lost before they answered; send it again"
+    return ApiError(message, status=502, kind=NODE, code="node_lost", retry_seconds=RETRY_SECONDS)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes a node's answer on to the client, so that it ends well whatever becomes of the node.
+
+Events are passed on whole: the beginning of one waits for its end. So an event with the error can
+follow when the node is lost, and the client never reads half a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+from starlette.types import Send
+
+from ..api.errors import ApiError, encode_error
+from .upstream import Headers, NodeAnswer, NodeError, NodeLost
+
+logger = logging.getLogger(__name__)
+
+# An answer up to it is kept until it is whole, so that a node that is lost before then costs the
+# client nothing: another one is asked. What is longer is passed on as it comes.
+HELD_BYTES = 1024 * 1024
+# How long a client that does not read is given to take the last event of a failed stream.
+LAST_WORDS_SECONDS = 2.0
+
+_EVENTS = "text/event-stream"
+_DONE = b"data: [DONE]"
+# They belong to the connection to the node, and not to the answer.
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"date", b"keep-alive", b"proxy-authenticate", b"server", b"te", b"trailer",
+     b"transfer-encoding", b"upgrade")
+)  # fmt: skip
+
+
+class Reply:
+    """The answer to one client. `is_started`: some of it was sent, so nobody else may answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+        self.is_ended = False
+        self.is_events = False
+        self.status = 0
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head."""
+        self.is_started = True
+        self.status = status
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": list(headers)}
+        )
+
+    async def write(self, data: bytes) -> None:
+        """Send more of the body; returns when the client has room for yet more."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last of the body."""
+        self.is_ended = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail(self, error: ApiError) -> None:
+        """End an answer that has begun. Without the last event the server closes the connection,
+        which is how the client knows that there is more."""
+        if not self.is_events or self.is_ended:
+            return
+        event = b"data: " + encode_error(error) + b"\n\n"
+        try:
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await self.end(event)
+        except TimeoutError:
+            logger.info("a client did not read the end of its stream; its connection is dropped")
+
+
+async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
+    """Send a node's answer to the client. Raises NodeLost or NodeSlow, and then `reply` says
+    whether anything was sent."""
+    dropped = _HOP_BY_HOP
+    if answer.is_chunked:  # then a length beside it does not count, and may be wrong
+        dropped = dropped | {b"content-length"}
+    headers = [(name, value) for name, value in answer.headers if name not in dropped]
+    reply.is_events = answer.status == 200 and answer.content_type == _EVENTS
+    if reply.is_events:
+        await _pass_events(answer, reply, headers)
+    else:
+        await _pass_bytes(answer, reply, headers)
+
+
+async def _pass_bytes(answer: NodeAnswer, reply: Reply, headers: Headers) -> None:
+    held = bytearray()
+    while chunk := await answer.read_chunk():
+        if reply.is_started:
+            await reply.write(chunk)
+            continue
+        held += chunk
+        if len(held) > HELD_BYTES:
+            await reply.start(answer.status, headers)
+            await reply.write(bytes(held))
+            held.clear()
+    if not reply.is_started:
+        if answer.ends_by_closing and answer.content_type == "application/json":
+            _check_json(held)
+        await reply.start(answer.status, headers)
+    await reply.end(bytes(held))
+
+
+def _check_json(held: bytearray) -> None:
+    try:
+        msgspec.json.decode(held, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        raise NodeLost("closed the connection before the end of its answer") from error
+
+
+async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> None:
+    headers = [(name, value) for name, value in headers if name != b"content-length"]
+    events = WholeEvents()
+    while chunk := await _next_chunk(answer, events):
+        whole = events.add(chunk)
+        if not whole:
+            continue
+        if not reply.is_started:
+            await reply.start(answer.status, headers)
+        await reply.write(whole)
+    if not reply.is_started:
+        if answer.ends_by_closing:
+            raise NodeLost("closed the connection before the first event")
+        await reply.start(answer.status, headers)
+    if answer.ends_by_closing and not events.is_done:
+        raise NodeLost("closed the connection before the last event")
+    await reply.end(events.rest)
+
+
+async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
+    """More of a stream. A node that is lost behind the last event has been lost too late to
+    matter, so that is the end."""
+    try:
+        return await answer.read_chunk()
+    except NodeError:
+        if events.is_done and not events.rest:
+            return b""
+        raise
+
+
+class WholeEvents:
+    """Cuts a stream of events where one ends and the next begins."""
+
+    def __init__(self) -> None:
+        self._tail = bytearray()
+        self.is_done = False  # the last event of a stream has been seen
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last event that is whole."""
+        return bytes(self._tail)
+
+    def add(self, chunk: bytes) -> bytes:
+        """All events that are whole now. Raises NodeLost for one that has no end."""
+        seen = max(0, len(self._tail) - 3)  # an end may lie across chunks
+        self._tail += chunk
+        end = 0
+        for mark in (b"\n\n", b"\r\n\r\n"):
+            at = self._tail.rfind(mark, seen)
+            if at >= 0:
+                end = max(end, at + len(mark))
+        if not end:
+            if len(self._tail) > HELD_BYTES:
+                raise NodeLost(f"sent an event of more than {HELD_BYTES} bytes")
+            return b""
+        whole = bytes(self._tail[:end])
+        del self._tail[:end]
+        self.is_done = whole.splitlines()[-2:][0] == _DONE
+        return whole

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP/1.1 request to a node and its answer, read as fast as it is taken.
+
+Every request has a connection of its own. So a connection is never one that the node has just
+closed, and closing it before the end is how the node learns that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import h11
+
+from .settings import NodeAddress
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+MAX_HEAD_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
+
+
+class NodeError(Exception):
+    """A node gave no whole answer. `outcome` is its name in the metrics."""
+
+    outcome = "failed"
+
+
+class NodeUnreachable(NodeError):
+    """There was no connection, so the node has not seen the request."""
+
+    outcome = "unreachable"
+
+
+class NodeLost(NodeError):
+    """The connection ended, or what came was no HTTP, before the answer was whole."""
+
+    outcome = "lost"
+
+
+class NodeSlow(NodeError):
+    """Nothing came for as long as the router waits."""
+
+    outcome = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequest:
+    """A request as it is sent. The framing headers are added, so `headers` has none of them."""
+
+    method: bytes
+    target: bytes
+    headers: Headers = ()
+    body: bytes = b""
+
+
+class NodeAnswer:
+    """The head of an answer, and its body chunk by chunk. Nothing is read ahead but what the
+    kernel and one small buffer take, so a node cannot run away from a slow client."""
+
+    def __init__(self, connection: _Connection, head: h11.Response) -> None:
+        self._connection = connection
+        self.status = head.status_code
+        self.headers: Headers = list(head.headers)
+        names = {name for name, _ in self.headers}
+        # Its end cannot be told from a connection that was lost.
+        self.ends_by_closing = not names & {b"content-length", b"transfer-encoding"}
+        self.is_chunked = b"transfer-encoding" in names
+
+    @property
+    def content_type(self) -> str:
+        """Without parameters, in small letters; empty if there is none."""
+        for name, value in self.headers:
+            if name == b"content-type":
+                return value.partition(b";")[0].strip().lower().decode("latin-1")
+        return ""
+
+    async def read_chunk(self) -> bytes:
+        """All that has come, and b"" after the last of it. Raises NodeLost or NodeSlow."""
+        chunk = bytearray()
+        while not self._connection.is_finished:
+            event = self._connection.ready_event() if chunk else await self._connection.read_event()
+            if not isinstance(event, h11.Data):
+                self._connection.is_finished = isinstance(event, h11.EndOfMessage)
+                break
+            chunk += event.data
+        return bytes(chunk)
+
+    async def read_whole(self, limit: int) -> bytes:
+        """The whole body. Raises NodeLost where it is longer than `limit`."""
+        body = bytearray()
+        while chunk := await self.read_chunk():
+            body += chunk
+            if len(body) > limit:
+                raise NodeLost(f"its answer is longer than {limit} bytes")
+        return bytes(body)
+
+
+class _Connection:
+    """One connection's bytes as HTTP events, each awaited no longer than `wait_seconds`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_seconds: float
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._wait_seconds = wait_seconds
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self.is_finished = False
+
+    async def write_request(self, address: NodeAddress, request: NodeRequest) -> None:
+        headers = [(b"host", address.authority.encode()), *request.headers]
+        headers.append((b"connection", b"close"))
+        if request.body or request.method not in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
+            headers.append((b"content-length", str(len(request.body)).encode()))
+        try:
+            head = h11.Request(method=request.method, target=request.target, headers=headers)
+        except h11.LocalProtocolError as error:
+            raise NodeLost(f"the request cannot be passed on: {error}") from error
+        self._writer.write(self._http.send(head) or b"")
+        if request.body:
+            self._writer.write(self._http.send(h11.Data(data=request.body)) or b"")
+        self._http.send(h11.EndOfMessage())
+        # A node may answer and close before it has read everything, and its answer counts.
+        with suppress(ConnectionError):
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._writer.drain()
+            except TimeoutError:
+                raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
+
+    async def read_head(self) -> h11.Response:
+        """The head of the answer, after any that only inform."""
+        while True:
+            event = await self.read_event()
+            if isinstance(event, h11.Response):
+                if event.status_code > 599:
+                    raise NodeLost(f"answered with the status {event.status_code}")
+                return event
+            if not isinstance(event, h11.InformationalResponse):
+                raise NodeLost("closed the connection without an answer")
+
+    async def read_event(self) -> h11.Event:
+        """The next event. Raises NodeLost or NodeSlow."""
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                raise NodeLost(f"the connection ended or held no HTTP ({error})") from None
+            if isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:
+                raise NodeLost("closed the connection")
+            if event is not h11.NEED_DATA:
+                assert isinstance(event, h11.Event)
+                return event
+            self._http.receive_data(await self._read())
+
+    def ready_event(self) -> h11.Event | None:
+        """The next event if it is there already. What is wrong with it, `read_event` says."""
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError:
+            return None  # it is raised again
+        return event if isinstance(event, h11.Event) else None
+
+    async def _read(self) -> bytes:
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                return await self._reader.read(_READ_BYTES)
+        except TimeoutError:
+            raise NodeSlow(f"sent nothing for {self._wait_seconds:g} s") from None
+        except OSError as error:
+            raise NodeLost(f"the connection was lost ({error})") from error
+
+
+@asynccontextmanager
+async def exchange(
+    address: NodeAddress,
+    request: NodeRequest,
+    *,
+    connect_seconds: float,
+    wait_seconds: float,
+    tls: ssl.SSLContext | None = None,
+    transports: set[asyncio.WriteTransport] | None = None,
+) -> AsyncIterator[NodeAnswer]:
+    """Send a request; the answer once its head is there. The connection is closed at the end of
+    the block, at once and hard where the answer was not read to its end. While it is open its
+    transport is in `transports`; whoever aborts it there makes this raise NodeLost."""
+    try:
+        async with asyncio.timeout(connect_seconds):
+            reader, writer = await asyncio.open_connection(
+                address.host, address.port, ssl=tls if address.is_tls else None
+            )
+    except TimeoutError:
+        raise NodeUnreachable(f"no connection in {connect_seconds:g} s") from None
+    except (OSError, UnicodeError) as error:
+        raise NodeUnreachable(f"no connection ({error})") from error
+    open_ones = set() if transports is None else transports
+    open_ones.add(writer.transport)
+    connection = _Connection(reader, writer, wait_seconds)
+    try:
+        await connection.write_request(address, request)
+        yield NodeAnswer(connection, await connection.read_head())
+    finally:
+        open_ones.discard(writer.transport)
+        if connection.is_finished:
+            writer.close()
+        else:
+            writer.transport.abort()

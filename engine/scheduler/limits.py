@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at once: settings that cannot work, requests that cannot run or are too many."""
+
+from __future__ import annotations
+
+from ...tiers.settings.sizes import show_size
+from ...tiers.settings.values import ConfigError
+from ..cache.kv_cache_manager import KVCacheManager
+from ..config import SchedulerConfig
+from ..request import Request
+
+# Of the prompt embeddings of all unfinished requests.
+MAX_EMBED_BYTES = 1 << 30
+
+
+class QueueFull(ValueError):
+    """The waiting queue is full; the caller may try again later."""
+
+
+def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Without chunks a whole prompt must fit into one step. Raises ConfigError."""
+    if config.enable_chunked_prefill:
+        return
+    if config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} cannot hold a whole prompt "
+            f"of up to {max_model_len} tokens, as --no-enable-chunked-prefill requires; raise it "
+            "or allow chunks"
+        )
+    if config.long_prefill_token_threshold:
+        raise ConfigError(
+            "--long-prefill-token-threshold cuts prompts into chunks, which "
+            "--no-enable-chunked-prefill forbids; drop one of them"
+        )
+
+
+def check_request(request: Request, manager: KVCacheManager, max_model_len: int) -> None:
+    """Refuse a request that can never run: it must fit into the context, and alone into the pool.
+    Raises ValueError with what was expected, what came and what to do."""
+    num_prompt = request.num_prompt_tokens
+    if num_prompt >= max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt} tokens, but a context of {max_model_len} must hold it "
+            "and at least one new token; shorten the prompt"
+        )
+    # The last token is sampled but never computed, so it needs no slot.
+    longest = min(num_prompt + request.max_tokens, max_model_len) - 1
+    needed = manager.num_blocks_for(longest)
+    usable = manager.pool.num_blocks - 1
+    if needed > usable:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens with max_tokens {request.max_tokens} needs {needed} "
+            f"blocks, but the KV pool has {usable}; ask for less, or start with a larger pool"
+        )
+
+
+def check_embeds(request: Request, held: int) -> None:
+    """Prompts of numbers take up to thousands of times the memory of tokens, so their number alone
+    is no limit. One always fits, whatever its size. `held` is bytes. Raises QueueFull."""
+    more = request.embed_bytes
+    if more and held and held + more > MAX_EMBED_BYTES:
+        raise QueueFull(
+            f"prompt embeddings of unfinished requests take {show_size(held)}, and with "
+            f"{show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"
+        )

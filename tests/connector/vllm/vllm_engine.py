@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in another environment, and the model that it computes: random weights, large
+enough that one wrong byte of the KV cache changes the tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import select
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = os.environ.get("STRATAKV_VLLM_PYTHON", "")
+PROCESS = Path(__file__).with_name("vllm_process.py")
+
+START_SECONDS = 240.0  # a busy machine imports vLLM in a minute
+ANSWER_SECONDS = 120.0
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 128, 3, 4, 2, 32, 512
+BLOCK_TOKENS = 32
+CHUNK_BYTES = LAYERS * 2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 4  # float32
+MAX_TOKENS = 6
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """A Llama checkpoint with embeddings of variance 1 and heavy attention."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+
+    def weights(*shape: int, scale: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    tensors = {
+        "model.embed_tokens.weight": weights(VOCABULARY, HIDDEN, scale=1.0),
+        "lm_head.weight": weights(VOCABULARY, HIDDEN, scale=0.3),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+        for part, count in rows.items():
+            tensors[f"{name}self_attn.{part}_proj.weight"] = weights(count, HIDDEN, scale=0.25)
+        tensors[f"{name}self_attn.o_proj.weight"] = weights(HIDDEN, HEADS * HEAD_DIM, scale=0.25)
+        for part in ("gate", "up"):
+            tensors[f"{name}mlp.{part}_proj.weight"] = weights(2 * HIDDEN, HIDDEN, scale=0.1)
+        tensors[f"{name}mlp.down_proj.weight"] = weights(HIDDEN, 2 * HIDDEN, scale=0.1)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}{part}.weight"] = torch.ones(HIDDEN)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def make_prompts(count: int, length: int = 300, seed: int = 1) -> list[list[int]]:
+    """Prompts of random ids that share nothing."""
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def extra_config(region_chunks: int, **settings: Any) -> dict[str, Any]:
+    """What a user pastes, with a region of so many chunks."""
+    return {
+        "spec_name": "StrataSpec",
+        "spec_module_path": "stratakv.connector.vllm",
+        "cpu_bytes_to_use": region_chunks * CHUNK_BYTES,
+        "stratakv": settings,
+    }
+
+
+def package_path(folder: Path) -> str:
+    """What PYTHONPATH has to be for another environment to import this package."""
+    names = folder / "names"
+    names.mkdir(parents=True, exist_ok=True)
+    if not (names / "stratakv").exists():
+        (names / "stratakv").symlink_to(ROOT)
+    return str(names)
+
+
+def regions_of(folder: Path) -> list[Path]:
+    """What engines that logged in `folder` have left in shared memory."""
+    logs = "".join(path.read_text(errors="replace") for path in folder.glob("*.log"))
+    made = set(re.findall(r"/dev/shm/(vllm_offload_[\w-]+)\.mmap", logs))
+    return [place for name in made for place in Path("/dev/shm").glob(f"{name}.*")]
+
+
+class VllmEngine:
+    """One engine's process; a context manager that stops it in order. `refused` is why it did not
+    start, the outermost cause first."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        in_one_process: bool = True,
+        **arguments: Any,
+    ) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": package_path(folder),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_one_process else "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if arguments.get("tensor_parallel_size", 1) > 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        environment.pop("TRITON_INTERPRET", None)
+        told = {"model": str(model), "extra": extra, "arguments": arguments}
+        reading, writing = os.pipe()
+        self.log = folder / f"vllm-{time.monotonic_ns()}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [PYTHON, str(PROCESS), json.dumps(told), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                cwd=folder,
+                pass_fds=[writing],
+            )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+        first = self._answer(START_SECONDS)
+        self.refused: list[str] | None = first.get("refused")
+        if self.refused is not None:
+            self._end()
+
+    def generate(
+        self, prompts: list[list[int]], *, together: bool = False, seconds: float = ANSWER_SECONDS
+    ) -> tuple[list[list[int]], list[int]]:
+        """The tokens of each prompt, and how many of its tokens no forward pass computed."""
+        command = {"generate": prompts, "max_tokens": MAX_TOKENS, "together": together}
+        answer = self.do(command, seconds)
+        return answer["tokens"], answer["cached"]
+
+    def do(self, command: dict[str, Any], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """One command of vllm_process.py."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._answer(seconds)
+
+    def stop(self) -> None:
+        """An orderly stop."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self._answer(ANSWER_SECONDS) == {"stopped": True}
+        self._end()
+
+    def kill(self) -> None:
+        """As if its memory had run out."""
+        self.process.kill()
+        self._end()
+
+    def __enter__(self) -> VllmEngine:
+        assert self.refused is None, self.refused
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.process.poll() is not None:
+            return
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        ready, _, _ = select.select([self._answers], [], [], seconds)
+        line = self._answers.readline() if ready else ""
+        if not line:
+            self.process.kill()
+            why = "ended" if ready else f"did not answer within {seconds:g} s"
+            raise AssertionError(f"vLLM {why}:\n{self.log.read_text()[-6000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        self.process.wait(60)
+        self._answers.close()

@@ -1,0 +1,560 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated life of a small cluster: prefill engines, decode engines, a server that they share.
+
+A caller has a prefill engine compute each prompt, waits for its ticket, and goes on with it on a
+decode engine; or without one, or with another one's; or it asks both at once, and the decode engine
+waits for the blocks, as long as that is of use. Meanwhile engines are killed, steps fail, the
+server hangs, refuses, loses answers and restarts empty, for one engine or for all. After every step
+the books must balance; in the end everybody has been answered once and rightly, by one engine's
+tokens, and nothing is held, leased for ever, or left.
+
+    Cluster(clock, rng).live(seed)  →  the hash of all that happened, the same for the same seed
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from stratakv.connector.handover import LEASE_SECONDS
+from stratakv.connector.handover import MOST_SECONDS as MOVE_SECONDS
+from stratakv.connector.prefill_waits import MOST_SECONDS as WAIT_SECONDS
+from stratakv.engine.core.handover import MOST_SECONDS as GIVE_SECONDS
+from stratakv.engine.handover import Ticket
+from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.wire import AddRequest, RequestExtras, TokenOutput
+
+from ..engine.scheduler.conftest import HASHER, SIZE, fingerprint, reference
+from ..engine.scheduler.test_random_lives import check_invariants
+from .books import check_writes
+from .clock import VirtualClock, VirtualEvent
+from .shared_store import ClientStore, Server
+from .sim_core import SimCore
+from .tiny_engine import LAYOUT, check_nothing_left, is_busy, shut_down
+
+MAX_MODEL_LEN = 32
+# Of virtual time, beyond every deadline there is.
+LIFE_SECONDS = 300.0
+SHUTDOWN_SECONDS = 10.0
+SLACK_SECONDS = 0.1  # more than a step takes
+MAX_EMPTY_STEPS = 200
+MODES = ("slow", "hung", "lost", "down", "flaky", "full", "damaged")
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request of a client, as the caller in front of the engines knows it."""
+
+    name: str
+    prompt: list[int]
+    count: int
+    hand_over_tokens: int  # that the prefill engine is asked for
+    node: Node | None = None
+    request_id: str = ""
+    is_prefill: bool = False
+    is_helper: bool = False  # the prefill leg of another one, whose answer nobody reads
+    ticket: Ticket | None = None
+    tries: int = 0
+    told: list[int] = field(default_factory=list)
+    end: str = ""  # how it ended
+
+
+class Node:
+    """An engine process with its loop; killed for good, a new one takes its place."""
+
+    def __init__(self, cluster: Cluster, role: str, name: str) -> None:
+        rng, clock = cluster.rng, cluster.clock
+        self.role, self.name = role, name
+        self.woken = VirtualEvent(clock)
+        self.is_awake = True
+        self.sleeps_until = 0.0
+        self.is_alive = True
+        self.empty_steps = 0
+        self.held_since: dict[str, float] = {}
+        self.asked: dict[str, Asked] = {}
+        self.store = ClientStore(
+            cluster.server,
+            LAYOUT,
+            clock,
+            rng,
+            self.may_hold,
+            cluster.wrong,
+            refuses=0.2 if cluster.is_faulty and rng.random() < 0.3 else 0.0,
+        )
+        fault_rate = rng.choice([0.0, 0.0, 0.05]) if cluster.is_faulty else 0.0
+        self.core = SimCore(
+            role,
+            self.store,
+            clock,
+            rng,
+            cluster.names,
+            MAX_MODEL_LEN,
+            fault_rate=fault_rate,
+            pass_seconds=cluster.pass_seconds,
+            fails=cluster.fails,
+        )
+        self.core.set_wakeup(self.woken.set)
+
+    def may_hold(self, key: bytes, page: bytes) -> bool:
+        return self.core.engine.may_hold(key, page)
+
+    @property
+    def is_due(self) -> bool:
+        return self.is_awake or self.woken.is_set() or self.store._clock.now >= self.sleeps_until
+
+
+class Cluster:
+    """`live` raises AssertionError for what must not happen. `show` is given every line of the
+    trace. The clock and the generator are the caller's, who has the product believe in them, since
+    that takes longer than a life."""
+
+    def __init__(
+        self, clock: VirtualClock, rng: random.Random, show: Callable[[str], None] | None = None
+    ) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.seen: Counter[str] = Counter()
+        self._show = show
+
+    def live(self, seed: int) -> str:
+        """From start to shutdown; the hash of the trace."""
+        self.clock.restart()
+        self.rng.seed(f"cluster {seed}")
+        self._build()
+        try:
+            self._live()
+            self._end()
+        finally:
+            for node in self._all:
+                node.core.slab.close()
+        return self._trace.hexdigest()
+
+    def note(self, *what: object) -> None:
+        """One line of the trace."""
+        line = f"{self.clock.now:.6f} {what}"
+        self._trace.update(line.encode())
+        if self._show:
+            self._show(line)
+
+    def fails(self) -> bool | None:
+        """Whether a step raises: before its pass, or after; None: it does not."""
+        if self.rng.random() >= self._step_faults:
+            return None
+        self.seen["failed steps"] += 1
+        return self.rng.random() < 0.5
+
+    def _build(self) -> None:
+        rng = self.rng
+        self.wrong: list[str] = []
+        self.names: dict[bytes, list[int]] = {}
+        self.is_faulty = rng.random() < 0.8
+        self.pass_seconds = rng.choice([0.0005, 0.003])
+        self._step_faults = rng.choice([0.0, 0.01]) if self.is_faulty else 0.0
+        self._trace = hashlib.sha256()
+        self.server = Server(self.clock, rng.choice([6, 30, 500]))
+        self._all: list[Node] = []
+        self._todo: deque[Callable[[], None]] = deque()
+        self._asked: list[Asked] = []
+        self._by_id: dict[str, Asked] = {}
+        self._tickets: list[Ticket] = []
+        roles = ["prefill"] * rng.randint(1, 2) + ["decode"] * rng.randint(1, 2)
+        self._nodes = [self._start(role) for role in roles]
+        self._documents = [
+            [rng.randint(1, 49) for _ in range(MAX_MODEL_LEN)] for _ in range(rng.randint(1, 3))
+        ]
+        self.note("built", roles, self.server.num_blocks)
+
+    def _start(self, role: str) -> Node:
+        node = Node(self, role, f"{role}{len(self._all)}")
+        self._all.append(node)
+        return node
+
+    # What goes on.
+
+    def _live(self) -> None:
+        rng = self.rng
+        to_ask = rng.randint(2, 7)
+        pace = rng.choice([0.05, 0.3, 1.0])
+        deadline = self.clock.now + LIFE_SECONDS
+        while to_ask or any(not asked.end for asked in self._asked):
+            assert self.clock.now < deadline, "somebody waits for ever"
+            if to_ask and (rng.random() < pace or all(asked.end for asked in self._asked)):
+                self._ask()
+                to_ask -= 1
+            if self.is_faulty:
+                self._trouble()
+            self._turn()
+
+    def _turn(self) -> None:
+        """What the caller has to do, or a step of one engine, or time passes."""
+        if self._todo:
+            self._todo.popleft()()
+            return
+        due = [node for node in self._nodes if node.is_due]
+        if due:
+            self._go(self.rng.choice(due))
+            return
+        until = min(node.sleeps_until for node in self._nodes)
+        self.clock.wait_for(
+            lambda: bool(self._todo) or any(node.woken.is_set() for node in self._nodes),
+            until - self.clock.now,
+        )
+
+    def _go(self, node: Node) -> None:
+        """A turn of this engine's loop."""
+        core = node.core
+        is_late = not (node.is_awake or node.woken.is_set())
+        node.woken.clear()
+        node.is_awake = core.has_work()
+        if not node.is_awake:
+            node.empty_steps = 0
+            node.sleeps_until = self.clock.now + core.idle_seconds()
+            return
+        if is_late:
+            retry_at = core.scheduler._retry_at
+            is_known = retry_at is not None and retry_at <= self.clock.now
+            came = is_known or core._held.is_due or self._is_woken_now(node)
+            assert came, f"there is work, and nobody woke {node.name}"
+        # Messages are taken between the question and the step.
+        if self.is_faulty and self.rng.random() < 0.01:
+            self._leave()
+        before = core.scheduler.counts["scheduled_tokens"]
+        self._step(node)
+        if core.scheduler.counts["scheduled_tokens"] > before:
+            node.empty_steps = 0
+        node.empty_steps += 1
+        assert node.empty_steps < MAX_EMPTY_STEPS, f"{node.name} steps without doing anything"
+
+    def _is_woken_now(self, node: Node) -> bool:
+        return self.clock.wait_for(node.woken.is_set, 0.0)
+
+    def _step(self, node: Node) -> None:
+        core, counts, began = node.core, node.core._held.counts, self.clock.now
+        incomplete = counts.incomplete
+        stored = set(node.store._blocks) if self._show is None else set()
+        outputs = core.step()
+        self.note(node.name, sorted(core.scheduler.requests), node.store.mode, node.store.log)
+        node.store.log.clear()
+        self._check_released(node, outputs, counts.incomplete - incomplete)
+        for output in outputs:
+            self._deliver(node, output)
+        if self.rng.random() < 0.7:  # others hear of what was stored since
+            new = [key for key in self.server.blocks if key not in stored]
+            for other in self._nodes if new else ():
+                other.store.tell(new)
+        self._check_books(node, began)
+
+    def _trouble(self) -> None:
+        """What the world does to a cluster."""
+        rng = self.rng
+        luck = rng.random()
+        if luck < 0.03:
+            mode = rng.choice(["up", *MODES])
+            nodes = self._nodes if rng.random() < 0.5 else [rng.choice(self._nodes)]
+            for node in nodes:
+                self._set_mode(node, mode)
+        elif luck < 0.04:
+            self.note("the server restarts")
+            self.seen["restarts"] += 1
+            self.server.restart()
+            for node in self._nodes:
+                if rng.random() < 0.5:
+                    node.store.forget_what_is_known()
+        elif luck < 0.045:
+            self._kill(rng.choice(self._nodes))
+        elif luck < 0.06:
+            self._leave()
+        elif luck < 0.065:
+            scheduler = (node := rng.choice(self._nodes)).core.scheduler
+            self.note(node.name, "forgets", scheduler.reset_prefix_cache(rng.random() < 0.5))
+            node.is_awake = True
+        elif luck < 0.08:
+            self.clock.advance(rng.choice([0.001, 0.3, 3.0]))
+
+    def _set_mode(self, node: Node, mode: str) -> None:
+        node.store.set_mode(mode)
+        self.seen[mode] += 1
+        self.note(node.name, mode)
+        if mode in MODES:  # for a while
+            self.clock.after(self.rng.uniform(0.0, 2.0), lambda: node.store.set_mode("up"))
+
+    def _kill(self, node: Node) -> None:
+        """All its state is gone; another one takes its place."""
+        self.note(node.name, "is killed")
+        self.seen[f"killed {node.role}"] += 1
+        node.is_alive = False
+        node.store.abandon()
+        self._nodes[self._nodes.index(node)] = self._start(node.role)
+        for asked in list(node.asked.values()):
+            self._lost(asked)
+        node.asked.clear()
+
+    def _leave(self) -> None:
+        """A client does."""
+        waiting = [asked for asked in self._asked if not asked.end]
+        if waiting:
+            asked = self.rng.choice(waiting)
+            self.note(asked.name, "leaves")
+            self._abort(asked)
+            asked.end = "left"
+
+    # The caller, between two steps.
+
+    def _ask(self) -> None:
+        rng = self.rng
+        text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 6)]
+        text = text + [rng.randint(1, 49) for _ in range(rng.choice([0, 0, 1, 3]))]
+        _name_blocks(self.names, text)
+        asked = Asked(f"r{len(self._asked)}", text, rng.randint(1, 6), rng.choice([1, 1, 1, 3]))
+        self._asked.append(asked)
+        if rng.random() < 0.3:
+            self._ask_both(asked)
+        elif rng.random() < 0.9:
+            self._prefill(asked)
+            if rng.random() < 0.3:
+                node = self._pick("decode")
+                hint = self._message(asked, "hint", asked.count, RequestExtras())
+                self.note(node.name, "follows", node.core.call("follow", _as_json(hint)))
+                node.is_awake = True
+        else:
+            self._decode(asked)
+
+    def _ask_both(self, asked: Asked) -> None:
+        """As routers do that have the nodes find each other."""
+        name, count = f"h{len(self._asked)}", self.rng.choice([1, 1, 3])
+        helper = Asked(name, asked.prompt, count, count)
+        helper.is_helper = helper.is_prefill = True
+        self._asked.append(helper)
+        kind = {self.rng.choice(["computed_elsewhere", "asked_elsewhere"]): True}
+        legs = [(helper, "prefill", RequestExtras()), (asked, "decode", RequestExtras(**kind))]
+        self.rng.shuffle(legs)
+        for leg, role, extras in legs:
+            send = functools.partial(self._send_leg, leg, role, extras)
+            if self.rng.random() < 0.7:
+                send()
+            else:
+                late = functools.partial(self._todo.append, send)
+                self.clock.after(self.rng.uniform(0.0, 0.05), late)
+
+    def _send_leg(self, asked: Asked, role: str, extras: RequestExtras) -> None:
+        if not asked.end:  # its client may have left
+            self._send(asked, self._pick(role), extras)
+
+    def _pick(self, role: str) -> Node:
+        return self.rng.choice([node for node in self._nodes if node.role == role])
+
+    def _message(
+        self, asked: Asked, request_id: str, max_tokens: int, extras: RequestExtras
+    ) -> AddRequest:
+        tokens = np.array(asked.prompt, "<i4").tobytes()
+        params = SamplingParams(max_tokens=max_tokens)
+        return AddRequest(request_id, tokens, params, extras=extras)
+
+    def _send(self, asked: Asked, node: Node, extras: RequestExtras) -> None:
+        asked.tries += 1
+        max_tokens = asked.hand_over_tokens if asked.is_prefill else asked.count
+        asked.request_id = f"{asked.name}{node.role[0]}{asked.tries}"
+        asked.node = node
+        node.asked[asked.request_id] = asked
+        node.is_awake = True
+        self.note(asked.request_id, node.name, len(asked.prompt), max_tokens)
+        for output in node.core.add(self._message(asked, asked.request_id, max_tokens, extras)):
+            self._deliver(node, output)
+
+    def _prefill(self, asked: Asked) -> None:
+        asked.is_prefill = True
+        self._send(asked, self._pick("prefill"), RequestExtras(hand_over=True))
+        request_id = asked.request_id
+        max_wait_seconds = self.rng.choice([0.5, 3.0, 40.0])
+        self.clock.after(
+            max_wait_seconds, lambda: self._todo.append(lambda: self._give_up(request_id))
+        )
+
+    def _give_up(self, request_id: str) -> None:
+        """The prefill leg has taken too long: the decode engine computes."""
+        asked = next((a for a in self._asked if a.request_id == request_id and not a.end), None)
+        if asked is not None and asked.is_prefill:
+            self.seen["too late"] += 1
+            self._abort(asked)
+            self._decode(asked)
+
+    def _decode(self, asked: Asked) -> None:
+        asked.is_prefill = False
+        self._send(asked, self._pick("decode"), RequestExtras(ticket=self._ticket_for(asked)))
+
+    def _ticket_for(self, asked: Asked) -> Ticket | None:
+        """Its own, or what a caller may mistake for it."""
+        luck, ticket = self.rng.random(), asked.ticket
+        if luck < 0.1 and self._tickets:
+            self.seen["foreign tickets"] += 1
+            return self.rng.choice(self._tickets)
+        if luck < 0.2 and ticket is not None:
+            self.seen["bad tickets"] += 1
+            wrong = (ticket.first_token + 1) % 50
+            change: dict[str, object] = self.rng.choice(
+                [
+                    {"num_tokens": ticket.num_tokens - 1, "first_token": wrong},
+                    {"prompt": "00" * 32, "first_token": wrong},
+                    {"params": "0" * 32, "first_token": wrong},
+                    {"first_token": 10**6},
+                ]
+            )
+            return msgspec.structs.replace(ticket, **change)
+        return None if luck < 0.3 else ticket
+
+    def _abort(self, asked: Asked) -> None:
+        if asked.node is None or asked.node.asked.pop(asked.request_id, None) is None:
+            return  # between two engines
+        asked.node.core.abort([asked.request_id])
+        asked.node.is_awake = True
+
+    def _lost(self, asked: Asked) -> None:
+        """Its engine is gone, or has ended it."""
+        if asked.is_helper:
+            asked.end = "helper lost"
+        elif asked.told:
+            asked.end = "cut"  # the client is told so
+        elif asked.is_prefill and self.rng.random() < 0.5:
+            self._todo.append(functools.partial(self._again, asked, asked.tries, self._prefill))
+        else:
+            self._todo.append(functools.partial(self._again, asked, asked.tries, self._decode))
+
+    def _again(self, asked: Asked, tries: int, leg: Callable[[Asked], None]) -> None:
+        if not asked.end and asked.tries == tries:  # nobody else was quicker
+            leg(asked)
+
+    def _deliver(self, node: Node, output: TokenOutput) -> None:
+        self.note("told", output.request_id, output.new_token_ids, output.finish_reason)
+        asked = node.asked.get(output.request_id)
+        assert asked is not None, f"{output.request_id} is told what nobody waits for"
+        right = reference(asked.prompt, asked.count, MAX_MODEL_LEN)
+        reason = output.finish_reason
+        if not asked.is_prefill:
+            asked.told += output.new_token_ids
+            assert asked.told == right[: len(asked.told)], asked.name
+            self.seen["handed on whole"] += output.num_cached_tokens == len(asked.prompt)
+        if reason is None:
+            return
+        del node.asked[output.request_id]
+        if reason == "error":
+            assert self.is_faulty and "the worker was to fail" in (output.error or ""), output
+            self._lost(asked)
+        elif asked.is_prefill:
+            self.seen["handed over"] += 1
+            assert output.ticket is not None
+            assert output.ticket.first_token == right[0], "a ticket with a wrong token"
+            asked.ticket = output.ticket
+            self._tickets.append(output.ticket)
+            if asked.is_helper:
+                asked.end = "helped"
+                return
+            self._todo.append(functools.partial(self._again, asked, asked.tries, self._decode))
+        else:
+            assert asked.told == right, asked.name
+            assert reason in ("stop", "length")
+            asked.end = reason
+
+    # What must hold.
+
+    def _check_released(self, node: Node, outputs: list[TokenOutput], incomplete: int) -> None:
+        """Answers that are said to be whole have blocks that the server has said it has."""
+        held, now = node.core._held, self.clock.now
+        released = [output for output in outputs if output.ticket is not None]
+        kept = 0
+        for output in released:
+            since = node.held_since.pop(output.request_id, now)
+            asked = node.asked[output.request_id]
+            promised = self.server.promised
+            keys = _name_blocks({}, asked.prompt)
+            named = keys if asked.hand_over_tokens == 1 else keys[: len(asked.prompt) // SIZE]
+            kept_now = {key[:32] for key, moment in promised.items() if moment >= since}
+            # Where a lease is not answered in time, what was stored and answered counts.
+            kept += kept_now.union(node.store.believed).issuperset(named)
+        assert kept >= len(released) - incomplete, "an answer was released too early"
+        self.seen["incomplete"] += incomplete
+        for request_id in held._held:
+            since = node.held_since.setdefault(request_id, now)
+            assert now - since <= GIVE_SECONDS + MOVE_SECONDS + 1.0, f"{request_id} is held on"
+
+    def _check_books(self, node: Node, began: float) -> None:
+        """`began`: when the step did that has just ended; it looked at waits then, and may have
+        taken long itself."""
+        assert not self.wrong, self.wrong
+        check_invariants(node.core.engine)
+        slab, held = node.core.slab, node.core._held
+        assert len(slab._free) + len(slab._slots) == slab.num_slots
+        check_writes(node.core.engine.parts.side._hierarchy)
+        waits, now = node.core.engine.parts.side._prefill_waits, self.clock.now
+        known = node.core.scheduler.requests.keys()
+        assert known >= {*waits._waits, *waits._expected}, f"{node.name} awaits what nobody wants"
+        for wait in waits._waits.values():
+            assert began <= wait.began + WAIT_SECONDS + SLACK_SECONDS, (
+                "a prompt is awaited for ever"
+            )
+            assert began <= wait.limit.ends_at() + SLACK_SECONDS, "a prompt is awaited too long"
+        waiting = {*held._expected, *held._held}
+        assert waiting <= node.asked.keys(), "an answer is held that nobody waits for"
+        assert held._expected.keys() <= node.core.scheduler.requests.keys()
+        assert all(end <= now + LEASE_SECONDS for end in self.server._leases.values())
+
+    def _end(self) -> None:
+        """All is well again; what is under way ends, and nothing is left."""
+        self._step_faults = 0.0
+        for node in self._nodes:
+            node.store.set_mode("up")
+            node.store.give_up_lost()
+            node.is_awake = True
+        deadline = self.clock.now + LIFE_SECONDS
+        for _ in range(2):
+            while self._todo or any(self._is_busy(node) for node in self._nodes):
+                assert self.clock.now < deadline, "something never ends"
+                self._turn()
+            for node in self._nodes:
+                self._step(node)  # tells the worker who is gone
+                node.is_awake = True
+        for node in self._nodes:
+            check_nothing_left(node.core.engine)
+            held, moves = node.core._held, node.core.engine.parts.side._hand_overs
+            assert not (held._held or held._expected or held._first_logprobs or len(moves))
+            assert not (moves._ended or node.asked or node.core.engine.states)
+            for name, count in node.core.scheduler.counts.items():
+                self.seen[name] += count
+            waits = node.core.engine.parts.side._counters.prefill_waits
+            for end, count in waits.items():
+                self.seen[f"wait {end}"] += count
+            shut_down(node.core.engine, SHUTDOWN_SECONDS)
+        for asked in self._asked:
+            assert asked.end, f"{asked.name} has no answer"
+            self.seen[asked.end] += 1
+        assert not self.wrong, self.wrong
+
+    def _is_busy(self, node: Node) -> bool:
+        return bool(
+            node.is_due
+            or is_busy(node.core.engine)
+            or len(node.core._held)
+            or len(node.core.engine.parts.side._follows)
+        )
+
+
+def _name_blocks(names: dict[bytes, list[int]], prompt: list[int]) -> list[bytes]:
+    """The digests of a prompt's blocks, and what each of them holds."""
+    request = Request("names", prompt, SamplingParams(max_tokens=1), block_hasher=HASHER)
+    digests, numbers = list(request.block_hashes), fingerprint(prompt)
+    if tail := request.prompt_tail_hash():
+        digests.append(tail)
+    for index, digest in enumerate(digests):
+        names[digest[:32]] = numbers[index * SIZE : (index + 1) * SIZE]
+    return [digest[:32] for digest in digests]
+
+
+def _as_json(request: AddRequest) -> str:
+    return msgspec.json.encode(request).decode()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine core over simulated parts: what it adds, steps, holds and ends is the product's;
+the model is numbers, and the executor computes them in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from stratakv.connector.economics import Choice
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.offload_worker import OffloadWorker
+from stratakv.connector.rates import PrefillRate
+from stratakv.connector.transfer import CopySignal
+from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.core.executor import StepHandle
+from stratakv.engine.core.handover import HeldAnswers
+from stratakv.engine.core.request_builder import RequestBuilder
+from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from stratakv.tiers.base import StoreTier
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+from stratakv.tiers.policies.choice import policy_factory
+
+from ..engine.scheduler.conftest import HASHER, SIZE, VOCAB
+from .clock import VirtualClock
+from .device import COPY_SECONDS, SimDevice
+from .small_slab import small_slab
+from .tiny_engine import LAYOUT, InjectedFault, Parts, Slots, TinyEngine
+
+
+class SimExecutor:
+    """Computes a step where the core asks for its result. `fails`: whether this one raises, and
+    whether before its pass."""
+
+    is_alive = True
+
+    def __init__(self, engine: TinyEngine, fails: Callable[[], bool | None]) -> None:
+        self._engine = engine
+        self._fails = fails
+
+    def dispatch(self, step: SchedulerOutput) -> StepHandle:
+        return StepHandle(step)
+
+    def sample(self, handle: StepHandle) -> None:
+        pass
+
+    def result(self, handle: StepHandle) -> ModelRunnerOutput:
+        step = handle.step
+        before = self._fails() if step.num_scheduled_tokens else None
+        if before is None:
+            return self._engine.run(step)
+        self._engine.begin(step)
+        if not before:
+            self._engine.compute(step)
+        raise InjectedFault("the worker was to fail")
+
+
+class _NoStats:
+    """In place of what the core measures."""
+
+    def __init__(self) -> None:
+        self.savings = self
+
+    def note_step(self, *_facts: Any) -> None:
+        pass
+
+    def record(self, _counts: Any) -> None:
+        pass
+
+
+class SimCore(EngineCore):
+    """Drawn from `rng`. `store` is what it shares with others; `role` as of `--role`."""
+
+    def __init__(  # what the product's does opens models
+        self,
+        role: str,
+        store: StoreTier,
+        clock: VirtualClock,
+        rng: random.Random,
+        names: dict[bytes, list[int]],
+        max_model_len: int,
+        *,
+        fault_rate: float,
+        pass_seconds: float,
+        fails: Callable[[], bool | None],
+    ) -> None:
+        slots = Slots(1 + max_model_len // SIZE + rng.choice([0, 1, 4, 20]))
+        num_slots = rng.choice([2, 8, 40])
+        self.slab = small_slab(LAYOUT, num_slots, policy_factory("lru")(num_slots))
+        signal = CopySignal()
+        hierarchy = Hierarchy(
+            self.slab,
+            [store],
+            wakeup=signal.wake,
+            watermark=rng.choice([0.25, 1.0]),
+            read_seconds=rng.choice([0.05, 5.0]),
+            write_seconds=rng.choice([0.05, 15.0]),
+        )
+        device = SimDevice(clock, rng, fault_rate, copy_seconds=COPY_SECONDS)
+        device.register_slab(self.slab)
+        choice = rng.choice([Choice.AUTO, Choice.AUTO, Choice.LOAD, Choice.LOAD])
+        prefill = PrefillRate()
+        if seconds := rng.choice([None, 0.01, 0.05]):  # a token, as it once was
+            prefill.note(1, 0, seconds)
+        side = OffloadScheduler(hierarchy, SIZE, signal, choice=choice, prefill=prefill)
+        if role == "decode":
+            side.expect_prompts()
+        worker = OffloadWorker(device, signal.note_ended, store_wait_seconds=1.0)
+        worker.register_pool(slots.pool)  # type: ignore[arg-type]
+        num_seqs = rng.randint(1, 4)
+        self.engine = TinyEngine(
+            Parts(side, worker),
+            slots,
+            SchedulerConfig(
+                max_num_batched_tokens=num_seqs + rng.choice([3, 9, max_model_len]),
+                max_num_seqs=num_seqs,
+                enable_chunked_prefill=True,
+                admit_below=0.8,
+                preempt_above=rng.choice([0.8, 1.0]),
+            ),
+            max_model_len=max_model_len,
+            targets=lambda: device.targets,
+            pass_time=lambda: clock.advance(pass_seconds),
+        )
+        self.engine.names = names
+        self.scheduler = self.engine.scheduler
+        self.num_failed_steps = 0
+        self._in_flight = deque()
+        self._max_steps_in_flight = 1
+        self._last_ended = 0.0
+        self._connector = side
+        self._executor = SimExecutor(self.engine, fails)  # type: ignore[assignment]
+        self._stats = _NoStats()  # type: ignore[assignment]
+        self._held = HeldAnswers(self.scheduler.manager, side)
+        self._request_builder = RequestBuilder(VOCAB, 8, max_model_len, HASHER, b"", role)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated lives of prefill and decode engines that share a server: whatever is killed, hangs or
+is lost, everybody is answered once and rightly, and nothing is held for ever.
+
+Engine cores, schedulers, connectors and hierarchies are the real ones; see cluster.py. A seed that
+fails is replayed by `python -m tests.simulation --cluster SEED --trace`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from stratakv.connector.base import Match
+from stratakv.connector.offload_scheduler import OffloadScheduler
+from stratakv.connector.prefill_waits import End, PrefillWaits, WaitLimit
+from stratakv.engine.core import request_builder
+from stratakv.engine.core.handover import HeldAnswers
+from stratakv.engine.scheduler.output import SchedulerOutput
+from stratakv.engine.scheduler.scheduler import Scheduler
+from stratakv.tiers.hierarchy.hierarchy import Hierarchy
+
+from ..engine.scheduler.conftest import SIZE
+from ..stepping import noted
+from .clock import VirtualClock, virtual_time
+from .cluster import MODES, Cluster
+
+LIVES = {"ci": 2_000, "long": 100_000}
+PARTS = 4
+# A planted bug has to be found within so many lives.
+LIVES_TO_FIND = 300
+
+
+def live_all(seeds: Iterable[int], seen: Counter[str] | None = None) -> list[str]:
+    """The hashes of these lives. A failure says how to see it again."""
+    clock, rng = VirtualClock(), random.Random()
+    cluster = Cluster(clock, rng)
+    hashes = []
+    with virtual_time(clock, rng):
+        for seed in seeds:
+            with noted(f"replay: python -m tests.simulation --cluster {seed}"):
+                hashes.append(cluster.live(seed))
+    if seen is not None:
+        seen += cluster.seen
+    return hashes
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    """What all lives together went through."""
+    return Counter()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_everybody_is_answered_once(part: int, seed: int, scale: str, seen: Counter[str]) -> None:
+    lives = LIVES[scale] // PARTS
+    first = seed + part * lives
+    live_all(range(first, first + lives), seen)
+    seen["parts"] += 1
+
+
+def test_the_lives_were_worth_living(seen: Counter[str]) -> None:
+    """Prompts are handed over whole, in part and not at all, and everything breaks that can."""
+    if seen["parts"] < PARTS:
+        pytest.skip("not all lives were lived in this process")
+    for what in (*MODES, "handed over", "handed on whole", "incomplete", "too late", "restarts",
+                 "killed prefill", "killed decode", "failed steps", "foreign tickets",
+                 "bad tickets", "preemptions", "ended_abort", "ended_error", "loads_failed",
+                 "helped", "helper lost", "wait whole", "wait stalled", "wait lost", "wait gone",
+                 "stop", "length", "cut", "left"):  # fmt: skip
+        assert seen[what], what
+    assert seen["length"] + seen["stop"] > 10 * seen["cut"], "most are answered whole"
+    assert seen["handed over"] > 2 * seen["incomplete"]
+
+
+def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
+    seeds = range(seed, seed + 10)
+    hashes = live_all(seeds)
+    assert live_all(reversed(seeds)) == hashes[::-1]
+    assert len(set(hashes)) == len(hashes)
+
+
+def name_too_early(self: Scheduler) -> SchedulerOutput:
+    """The end of a prompt has its name before it was computed."""
+    for request in self._places.running:
+        if request.hands_over and request.num_computed_tokens < request.num_prompt_tokens:
+            held = self.manager.get_block_ids(request.request_id)[0]
+            if len(held) * self.manager.block_size >= request.num_prompt_tokens:
+                self.manager.name_tail(request)
+    return schedule(self)
+
+
+def ask_nobody(
+    self: Hierarchy, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
+) -> None:
+    """What is known of the server, which may be old, counts as what it says."""
+    done([True] * len(keys))
+
+
+def release_what_is_given(self: HeldAnswers) -> list[Any]:
+    """An answer goes when its blocks are on their way."""
+    going = [request_id for request_id, held in self._held.items() if held.is_moving]
+    for request_id in going:
+        self.connector.forget_hand_over(request_id)
+    ended = [self._end(request_id, 0.0, is_whole=True) for request_id in going]
+    return ended + release(self)
+
+
+def hold_for_ever(self: HeldAnswers, request_id: str) -> None:
+    """A client that leaves is not known to have left."""
+
+
+def fits_always(*_facts: Any) -> bool:
+    """A ticket is used whatever it is of."""
+    return True
+
+
+def take_for_whole(self: OffloadScheduler, *facts: Any, **more: Any) -> Match:
+    """The block that a prompt ends in counts as a full one."""
+    match = get_matched_tokens(self, *facts, **more)
+    return match._replace(tokens=-(-match.tokens // SIZE) * SIZE)
+
+
+def wait_for_all(self: WaitLimit, _now: float) -> End | None:
+    """A prompt that another engine computes is waited for until it is there."""
+    return End.WHOLE if self.num_there >= self._num_blocks else None
+
+
+def wait_for_nobody(_self: PrefillWaits, _request_id: str) -> None:
+    """As `hold_for_ever`, for one that waits for a prompt."""
+
+
+schedule = Scheduler.schedule
+release = HeldAnswers.release
+get_matched_tokens = OffloadScheduler.get_matched_tokens
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "bug", "found"),
+    [
+        (Scheduler, "schedule", name_too_early, "was given wrong bytes"),
+        (Hierarchy, "lease", ask_nobody, "was released too early"),
+        (HeldAnswers, "release", release_what_is_given, "was released too early"),
+        (HeldAnswers, "forget", hold_for_ever, "that nobody waits for"),
+        (request_builder, "fits", fits_always, "^r"),
+        (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
+        (WaitLimit, "end", wait_for_all, "is awaited too long"),
+        (PrefillWaits, "forget", wait_for_nobody, "awaits what nobody wants"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    part: object,
+    name: str,
+    bug: Callable[..., Any],
+    found: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(part, name, bug)
+    with pytest.raises(AssertionError, match=found or None):
+        live_all(range(seed, seed + LIVES_TO_FIND))

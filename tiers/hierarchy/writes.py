@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches that a store is being given, and when it is given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ..base import SlabTier, Stored
+from ..errors import TierBusy
+from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
+
+# With something late in flight no more than this share of the slab is pinned by writes.
+LATE_SHARE = 0.5
+# In a flush a store is given up that has taken nothing for so long; the second is for one whose
+# breaker is open, and leaves time for a probe.
+STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Blocks being written."""
+
+    keys: list[bytes]
+    deadline: float
+    is_probe: bool
+    is_late: bool = False
+    is_wanted: bool = True  # False once everything was forgotten
+    dropped: set[bytes] = field(default_factory=set)  # those of `keys` that were forgotten
+
+
+class Writes:
+    """The batches that one store is being given, from their pins to their end.
+
+        start ──► in flight ──(the future ends)──► unpinned
+                     └─(past its deadline)──► late ──(it ends after all)──► unpinned
+
+    A batch that is late has its breaker opened and keeps its slots, since the store may still read
+    them. Behind an open breaker one block at a time is written, to find out whether the store works
+    again. Called by one thread."""
+
+    def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
+        self._slab = slab
+        self._store = store
+        self._breaker = store.write_breaker
+        self._alarm_at = 0.0  # the last one that was set for a deadline
+        self._batches: list[Batch] = []
+        self.num_ended = 0
+        self._taken_at = 0.0  # since a flush began, when something was taken last
+        self._has_failed = False  # since a flush began
+
+    def __len__(self) -> int:
+        """Batches in flight."""
+        return len(self._batches)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are being written."""
+        return sum(len(batch.keys) for batch in self._batches)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a batch in flight has this block."""
+        return any(key in batch.keys for batch in self._batches)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the store is only probed."""
+        return not self._breaker.allows
+
+    def room(self, most_blocks: int, most_batches: int) -> int:
+        """How many blocks the next batch may have, `most_blocks` being usual; 0: none may start
+        now."""
+        if not self._store.allows:
+            return 0
+        if self.is_broken:
+            size = int(self._breaker.probe_due)
+        else:
+            usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
+            size = most_blocks if usual < most_batches else 0
+        if size and any(batch.is_late or batch.is_probe for batch in self._batches):
+            pinned = sum(len(batch.keys) for batch in self._batches)
+            size = min(size, int(LATE_SHARE * self._slab.num_slots) - pinned)
+        return max(0, size)
+
+    def start(self, keys: list[bytes], slots: list[int]) -> bool:
+        """Write pinned blocks. False, and they are given back, where the store is busy."""
+        deadline = time.monotonic() + self._store.write_seconds
+        batch = Batch(keys, deadline, is_probe=self.is_broken)
+        if batch.is_probe:
+            self._breaker.probe_began()
+        try:
+            buffers = [self._slab.buffer(slot) for slot in slots]
+            future = self._store.tier.store(keys, buffers, self._slab.proofs(keys))
+            when_done = future.add_done_callback
+        except TierBusy as error:
+            self._slab.unpin(keys)
+            self._store.count_fault(error)
+            self._end_probe(batch, answered=False)
+            return False
+        except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
+            self._slab.unpin(keys)
+            self._fail(batch, error)
+            return True
+        self._batches.append(batch)
+        self._store.traffic.active_cascades += 1
+        self._watch()
+        deliver = self._store.mailbox.deliver
+        when_done(lambda done: deliver(lambda: self._ended(batch, done)))
+        return True
+
+    def give_up_late(self) -> None:
+        """Count the batches whose deadline has passed. Their slots stay pinned."""
+        if not self._batches:
+            return
+        now = time.monotonic()
+        for batch in self._batches:
+            if not batch.is_late and batch.deadline <= now:
+                batch.is_late = True
+                self._store.traffic.cascade_failures += 1
+                self._store.traffic.late_write_blocks += len(batch.keys)
+                self._store.count_fault(LATE_WRITE, writing=True)
+        self._watch()
+
+    def announce_probe(self) -> None:
+        """There is something to write: have the owner woken when a probe is due."""
+        self._breaker.announce_probe(self._store.mailbox)
+
+    def drop_all(self) -> None:
+        """Have everything that is being written dropped when it has arrived."""
+        for batch in self._batches:
+            batch.is_wanted = False
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Have those of these blocks that are being written dropped when they have arrived."""
+        for batch in self._batches:
+            batch.dropped.update(set(keys).intersection(batch.keys))
+
+    def begin_flush(self) -> None:
+        """Watch from now on whether the store takes anything."""
+        self._taken_at, self._has_failed = time.monotonic(), False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a batch has failed since the flush began."""
+        return self._has_failed
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether to give the store up, because it has taken nothing for too long."""
+        most = OPEN_STALL_SECONDS if self.is_broken else STALL_SECONDS
+        return time.monotonic() - self._taken_at >= most
+
+    def _watch(self) -> None:
+        """Have an alarm set for the next deadline, unless one comes before: most batches end long
+        before theirs, and each alarm wakes two threads."""
+        if self._alarm_at <= time.monotonic():
+            waiting = [batch.deadline for batch in self._batches if not batch.is_late]
+            if waiting:
+                self._alarm_at = min(waiting)
+                self._store.mailbox.wake_at(self._alarm_at)
+
+    def _ended(self, batch: Batch, future: Future[list[Stored]]) -> None:
+        self._batches.remove(batch)
+        self.num_ended += 1
+        self._store.traffic.active_cascades -= 1
+        self._slab.unpin(batch.keys)
+        if batch.is_late:
+            self._store.traffic.late_write_blocks -= len(batch.keys)
+            self._breaker.answered_late()
+        try:
+            outcomes = future.result(timeout=0)
+            check_answers(outcomes, batch.keys)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(batch, error)
+            return
+        self._end_probe(batch, answered=True)
+        self._taken_at = time.monotonic()
+        if refused := outcomes.count(Stored.REFUSED):
+            self._store.count_fault(REFUSED, refused)
+        if Stored.DAMAGED in outcomes:
+            pairs = zip(batch.keys, outcomes, strict=True)
+            damaged = [key for key, outcome in pairs if outcome is Stored.DAMAGED]
+            self._store.count_fault(DAMAGED, len(damaged))
+            self._slab.forget(damaged)
+            self._store.mailbox.version += 1
+        unwanted = list(batch.dropped) if batch.is_wanted else batch.keys
+        if unwanted:
+            self._store.drop(unwanted)
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        self._store.traffic.cascade_failures += not batch.is_late  # a late one has been counted
+        self._store.count_fault(error, len(batch.keys), writing=True)
+        self._end_probe(batch, answered=False)
+        self._has_failed = True
+
+    def _end_probe(self, batch: Batch, *, answered: bool) -> None:
+        if batch.is_probe:
+            self._breaker.probe_ended(answered)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hears from a server which blocks come and go, so that nobody has to ask again and again.
+
+What it hears goes to the link's `presence`. While nothing can be heard, all goes on as without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from ..errors import TierError
+from ..wire.frames import WireError, unpack_keys
+from .server_link import ServerLink
+
+log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 1.0  # before a server is asked again that has ended a watch
+
+
+class ServerWatch:
+    """Watches from its start to `close`. `news` is called, from its own thread, after each change
+    of what is known, with the blocks that came."""
+
+    def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
+        self._link = link
+        self._news = news
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch_for_ever, name="stratakv-remote-watch", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it. The link has been closed, which ends the call."""
+        self._closed.set()
+        self._thread.join(_PAUSE_SECONDS + 1)
+
+    def _watch_for_ever(self) -> None:
+        while not self._closed.is_set():
+            try:
+                if self._link.wait_up(_PAUSE_SECONDS):
+                    self._watch()
+            except (grpc.RpcError, TierError, WireError) as error:
+                log.debug("%s is not watched for now: %s", self._link.address, error)
+            except Exception:  # this thread is the only one that ever watches
+                log.exception("%s is not watched for now", self._link.address)
+            self._closed.wait(_PAUSE_SECONDS)
+
+    def _watch(self) -> None:
+        presence = self._link.presence
+        for event in self._link.watch():
+            if event.cleared or event.lost:
+                presence.clear()
+            keys: Sequence[bytes] = ()
+            for packed, is_here in ((event.removed, False), (event.stored, True)):
+                keys = unpack_keys(packed, len(packed)) if packed else ()
+                presence.learn(keys, [is_here] * len(keys))
+            self._news(keys)
