@@ -20,6 +20,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,6 +42,7 @@ _NICE = 5
 _DRAIN_SECONDS = 2.0
 _SWITCH_SECONDS = 0.0005
 _TELL_SECONDS = 1.0
+_MAX_QUIET_SECONDS = 2.0  # what has been told is told again: the engine gives up who is silent
 
 log = logging.getLogger("stratakv.tiers.peers.process")
 
@@ -197,6 +199,7 @@ async def _serve(server: CacheServer) -> int:
 
 async def _tell_what_is_sent(server: CacheServer) -> None:
     told: dict[str, object] = {}
+    told_at = 0.0
     while True:
         await asyncio.sleep(_TELL_SECONDS)
         for store in server.tenant_stores.open_tenant_stores().values():
@@ -205,8 +208,8 @@ async def _tell_what_is_sent(server: CacheServer) -> None:
                 "sent": [stats.loaded_blocks, stats.loaded_bytes],
                 "held": stats.pinned_blocks,
             }
-            if now != told:
-                told = now
+            if now != told or time.monotonic() - told_at >= _MAX_QUIET_SECONDS:
+                told, told_at = now, time.monotonic()
                 tell(now)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves an engine's slab to other engines, by a process of its own (`process.py`).
 
-The process is looked after: one that ends is started again, after pauses that grow. Meanwhile
-others miss what is here, and nothing waits.
+The process is looked after: one that ends, or says nothing for `SILENT_SECONDS`, is started again,
+after pauses that grow. Meanwhile others miss what is here, and nothing waits.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import re
+import selectors
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # for a process to be ready on a busy host
 _PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before it is started again; the last one from then on
+SILENT_SECONDS = 30.0  # it says something every few seconds, also when nothing happens
 _MAX_LINE_BYTES = 64 * 1024
 _MAX_TOKEN_BYTES = 4096
 _STEADY_SECONDS = 120.0  # after so long the next end counts as the first
@@ -121,7 +124,7 @@ class SlabServing:
             ends += 1
             if not self._closing.is_set():
                 log.warning(
-                    "the process that serves this engine's blocks has ended%s; it is started again "
+                    "the process that serves this engine's blocks is gone%s; it is started again "
                     "in %g s",
                     f" ({self._error})" if self._error else "",
                     pause,
@@ -155,8 +158,10 @@ class SlabServing:
         try:
             process.stdin.write(msgspec.json.encode(line) + b"\n")
             process.stdin.flush()
-            while line_of_it := process.stdout.readline(_MAX_LINE_BYTES):
+            for line_of_it in _lines(process.stdout, START_SECONDS, SILENT_SECONDS):
                 self._take(line_of_it)
+        except TimeoutError as error:
+            self._error = f"it hung: {error}"
         except (BrokenPipeError, ValueError):
             pass  # it ended before it was told, or it is being closed
         finally:
@@ -193,6 +198,27 @@ class SlabServing:
         elif "log" in said:
             level, text = said["log"]
             log.log(int(level), "%s", text)
+
+
+def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
+    """The lines of a pipe until its end. Raises TimeoutError after so long without a byte, at first
+    and then. A line past the limit comes in pieces."""
+    held, wait = b"", first_seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while selector.select(wait):
+            wait = silent_seconds
+            read = os.read(stream.fileno(), _MAX_LINE_BYTES)
+            if not read:
+                if held:
+                    yield held
+                return
+            *lines, held = (held + read).split(b"\n")
+            yield from lines
+            if len(held) >= _MAX_LINE_BYTES:
+                yield held
+                held = b""
+    raise TimeoutError(f"nothing was heard of it for {wait:g} s")
 
 
 def _start_of(

@@ -25,6 +25,7 @@ from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.contract import make_keys
 from stratakv.tiers.cpu import KEPT_SHARE, CpuSlab
 from stratakv.tiers.errors import TierConfigError
+from stratakv.tiers.peers import serving
 from stratakv.tiers.peers.peer_tier import PeerTier
 from stratakv.tiers.peers.serving import SlabServing
 from stratakv.tiers.remote.address import ServerAddress
@@ -266,6 +267,22 @@ def test_process_that_is_killed_is_started_again(caplog: pytest.LogCaptureFixtur
         # Nobody could load what is kept now, so nothing is.
         assert made.slab.keep(keys, 1.0) == [False] * 8
     assert "is started again" in caplog.text
+
+
+def test_process_that_hangs_is_given_up_and_started_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SILENT_SECONDS", 4.0)
+    keys = make_keys(8)
+    with served() as made, made.tier() as tier:
+        fill(made.slab, keys)
+        hung = made.serving._process
+        assert hung is not None
+        hung.send_signal(signal.SIGSTOP)
+        wait_for(lambda: made.serving.num_starts >= 2, "another process")
+        wait_for(lambda: fetch(tier, keys) == [True] * 8, "the blocks once more")
+        assert hung.poll() is not None
+    assert "it hung: nothing was heard of it for 4 s" in caplog.text
 
 
 def test_process_ends_with_the_engine_that_is_killed(tmp_path: Path) -> None:
