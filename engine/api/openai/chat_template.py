@@ -13,7 +13,9 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +33,9 @@ from ....tiers.settings.values import MIB, ConfigError
 
 T = TypeVar("T")
 
+MAX_WAIT = 10
+LEAST_WAIT_SECONDS = 0.01
+
 
 class Interrupted(BaseException):
     """Raised inside the function. Not an Exception, so that the function's own handlers, and
@@ -47,6 +52,16 @@ class _Work(Generic[T]):
         # One thread each: an interruption that comes late hits nothing but this thread's end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def processor_seconds(self) -> float:
+        """What the function has used until now; 0 once its thread is gone."""
+        try:
+            text = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
+        except OSError:
+            return 0.0
+        # Behind the name in parentheses, which may hold anything, the 12th and 13th field.
+        ticks = sum(map(int, text.rpartition(")")[2].split()[11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def interrupt(self) -> None:
         if self._thread.is_alive() and self._thread.ident is not None:
@@ -77,17 +92,26 @@ class _Work(Generic[T]):
 
 
 async def run_interruptible(function: Callable[[], T], seconds: float, name: str) -> T:
-    """The function's result, or what it raised. TimeoutError after `seconds`; the function, which
-    runs in a thread of its own, is interrupted then, and also when the waiting task is cancelled.
+    """The function's result, or what it raised. TimeoutError once it has used `seconds` of a
+    processor, so that a busy machine refuses nobody, or after `MAX_WAIT` times as long by the
+    clock. The function, which runs in a thread of its own, is interrupted then, and also when the
+    waiting task is cancelled.
 
     Python cannot kill a thread, but it can raise an exception in one between two bytecodes. That
     ends any loop written in Python, which is what a hostile chat template is made of; a single call
     into C runs to its end first.
     """
     work = _Work(function, name)
+    give_up = time.monotonic() + MAX_WAIT * seconds
     try:
-        async with asyncio.timeout(seconds):
-            return await work.result
+        while True:
+            left = min(seconds - work.processor_seconds(), give_up - time.monotonic())
+            if left <= 0 and not work.result.done():
+                raise TimeoutError
+            # It cannot use more than passes by the clock.
+            done, _ = await asyncio.wait((work.result,), timeout=max(left, LEAST_WAIT_SECONDS))
+            if done:
+                return work.result.result()
     finally:
         if not work.result.done() or work.result.cancelled():
             work.interrupt()

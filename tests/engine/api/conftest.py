@@ -68,7 +68,7 @@ class LiveServer:
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(100)
         if self.error is not None:
             raise self.error
 

@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     # What does not have to agree.
     "pool and role": {"num_blocks": "90", "max_num_seqs": "4", "max_model_len": "200"},
 }
+TRIES = 10
 OF_LAYOUT = ("dtype", "block size")  # the cache server has one layout, and lets no other in
 PAIRS = [
     *[("nothing", name) for name in OPTIONS if name != "nothing"],
@@ -69,19 +70,23 @@ def _options(name: str, port: int, folder: Path) -> dict[str, object]:
 def test_blocks_are_found_where_identities_agree(
     make_core: MakeCore, server: ServerProcess, tmp_path: Path, one: str, other: str
 ) -> None:
-    prompt = prompt_of(70, seed=PAIRS.index((one, other)))
+    agree = one == other or other == "pool and role"
     first = make_core(role="prefill", **_options(one, server.port, tmp_path))
     second = make_core(role="decode", **_options(other, server.port, tmp_path))
-    run(first, request("p", prompt, max_tokens=1))
-    found = run(second, request("d", prompt))["d"].cached_tokens_by_tier
-    assert found is not None
+    # A look-up may end before its answer comes, on a busy machine: where blocks are to be found,
+    # another prompt is tried.
+    for attempt in range(TRIES if agree else 1):
+        prompt = prompt_of(70, seed=PAIRS.index((one, other)) + attempt * len(PAIRS))
+        run(first, request(f"p{attempt}", prompt, max_tokens=1))
+        name = f"d{attempt}"
+        found = run(second, request(name, prompt))[name].cached_tokens_by_tier
+        assert found is not None
+        num_found = found.get("remote", 0)
+        if num_found:
+            break
     told = [core.ready().identity for core in (first, second)]
     difference = find_difference(*told, with_blocks=True)
-    assert (
-        (difference is None)
-        == (found.get("remote", 0) > 0)
-        == (one == other or other == "pool and role")
-    )
+    assert (difference is None) == (num_found > 0) == agree
     assert [each["role"] for each in told] == ["prefill", "decode"]
     assert all(each["tiers"] == "cpu,remote" for each in told)
 

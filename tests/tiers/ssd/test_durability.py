@@ -60,10 +60,19 @@ def test_when_a_block_is_acknowledged(
     open_store: Open, monkeypatch: pytest.MonkeyPatch, durability: str
 ) -> None:
     """sync: after record, sync and row. async: after the record; sync and row follow."""
-    monkeypatch.setattr(row_writer, "SYNC_SECONDS", 0.3)
+    monkeypatch.setattr(row_writer, "SYNC_SECONDS", 0.01)
+    may_sync = threading.Event()
+    if durability == "sync":
+        may_sync.set()
+    sync = SlotFile.sync
+
+    def sync_later(*arguments: object) -> object:
+        assert may_sync.wait(SECONDS)
+        return sync(*arguments)
+
     events: list[str] = []
     monkeypatch.setattr(SlotFile, "start_write", noting(events, "write", SlotFile.start_write))
-    monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", SlotFile.sync))
+    monkeypatch.setattr(SlotFile, "sync", noting(events, "sync", sync_later))
     store = open_store(durability=durability)
     monkeypatch.setattr(IndexFile, "put", noting(events, "row", IndexFile.put))
     keys = make_keys(5)
@@ -71,6 +80,7 @@ def test_when_a_block_is_acknowledged(
     acknowledged = list(events)
     assert None not in fetch(store, keys)
     assert acknowledged == (["write", "sync", "row"] if durability == "sync" else ["write"])
+    may_sync.set()
     wait_until(lambda: events[:3] == ["write", "sync", "row"])
 
 

@@ -24,6 +24,7 @@ ROUNDS = {"ci": 1, "long": 50}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # some hundred processes one after the other
 def test_a_kill_at_every_step_loses_nothing(
     memory_path: Path, nursery: Nursery, scale: str, seed: int
 ) -> None:
