@@ -26,7 +26,15 @@ from stratakv.engine.worker.input_batch import ExpectedTokens, InputBatch
 from .conftest import config_of, prompt_of, request, run
 
 NO_TOKEN = 2**30
+FIRST = prompt_of(40)[0]  # all prompts begin with it
 WISHES: list[dict[str, Any]] = [
+    # Thoughts that are used up in the prompt, or a few tokens later, and that begin anew.
+    {
+        "thinking_token_budget": 6,
+        "reasoning_start_token_ids": (FIRST,),
+        "reasoning_end_token_ids": (7, 8),
+        "logit_bias": {FIRST: 60.0},
+    },
     {},
     {"temperature": 0.8, "seed": 3},
     {"temperature": 0.8, "seed": 4, "top_p": 0.7},
