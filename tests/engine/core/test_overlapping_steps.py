@@ -113,6 +113,8 @@ def test_overlapping_steps_give_the_same(attention: str, num_blocks: int, tiny_m
             found.append(answers(core))
             assert (core.scheduler.counts["preemptions"] > 0) == (num_blocks == 20)
     assert found[0] == found[1]
+    thinking = found[0]["r0"][0]
+    assert [7, 8] in [thinking[at : at + 2] for at in range(len(thinking))], "an end was forced"
 
 
 def test_a_step_begins_before_the_tokens_of_the_one_before_are_taken(
