@@ -52,7 +52,7 @@ class ReasoningMarks:
         said about marks."""
         if goes_on:
             return prompt.rfind(self.start) > prompt.rfind(self.end)
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.start.rstrip())
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:

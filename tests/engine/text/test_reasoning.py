@@ -116,6 +116,16 @@ def test_a_prompt_that_ends_in_a_thought(prompt: str, goes_on: bool, is_open: bo
     assert marks.is_open(prompt, goes_on=goes_on) == is_open
 
 
+def test_marks_with_line_breaks() -> None:
+    marks = ReasoningMarks("<a>\n", "\n</a>\n\n", (1,), (2,))
+    for prompt in ("x<a>\n", "x<a>", "x<a>\n\n"):
+        assert marks.is_open(prompt)
+    assert not marks.is_open("<a>\nx\n</a>\n\n")
+    splitter = ReasoningSplitter(marks.start, marks.end)
+    assert splitter.push("<a>\nb\n</a>\n") == ("b", "")
+    assert splitter.push("\nc") == ("", "c")
+
+
 # Splitting
 
 
