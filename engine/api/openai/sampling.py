@@ -87,6 +87,8 @@ def sampling_params(
     # A tokenizer may have more tokens than its model.
     for ids in params.bad_words_token_ids:
         front.check_vocabulary(ids, "bad_words")
+    for ids in (params.reasoning_start_token_ids, params.reasoning_end_token_ids):
+        front.check_vocabulary(ids, "thinking_token_budget")
     return params
 
 
