@@ -59,6 +59,9 @@ class ModelConfig:
     enforce_eager: bool = False  # record no decode steps
     compilation: str = "none"
     load_format: str = "auto"  # dummy: random weights, for benchmarks
+    # What the model writes around a thought; empty: looked for in the tokenizer, none: nothing.
+    reasoning_start: str = ""
+    reasoning_end: str = ""
 
     def __post_init__(self) -> None:
         one_of("--dtype", self.dtype, DTYPES)
@@ -74,6 +77,24 @@ class ModelConfig:
         if self.max_model_len is not None:
             # One token to read and one to answer with.
             within("--max-model-len", self.max_model_len, 2, MAX_TOKENS)
+        self._check_marks()
+
+    def _check_marks(self) -> None:
+        start, end = self.reasoning_start, self.reasoning_end
+        if "none" in (start, end):
+            return
+        if bool(start) != bool(end):
+            given, missing = ("start", "end") if start else ("end", "start")
+            raise ConfigError(
+                f"--reasoning-{given} is given and --reasoning-{missing} is not; a thought stands "
+                f"between two marks: add --reasoning-{missing} or drop --reasoning-{given}"
+            )
+        if start and (start in end or end in start):
+            raise ConfigError(
+                f"--reasoning-start {format_value(start)} and --reasoning-end {format_value(end)} "
+                "contain one another, so they cannot be told apart; give marks such as <think> and "
+                "</think>"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from .options import engine_config
 from .request import pack_token_ids, unpack_token_ids
 from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
+from .text.reasoning import find_marks, with_reasoning_marks
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
 from .wire import AddRequest, RequestExtras
 
@@ -153,7 +154,9 @@ class LLM:
             raise ConfigError(
                 f"progress takes a function of one text, not {format_value(progress)}"
             )
-        self.tokenizer = Tokenizer.find(self.config.model.path)
+        chosen = self.config.model
+        self.tokenizer = Tokenizer.find(chosen.path)
+        self.marks = find_marks(self.tokenizer, chosen.reasoning_start, chosen.reasoning_end)
         self._ids = itertools.count(1)
         self._closed = False
         self._loop = EventLoopThread("llm")
@@ -306,6 +309,7 @@ class LLM:
                 f"{min(ids) if min(ids) < 0 else max(ids)}"
             )
         params = with_spelt_bad_words(params, self.tokenizer)
+        params = with_reasoning_marks(params, self.marks)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
         name = f"llm-{next(self._ids)}"
         return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 _ONE_DEVICE = "an engine computes on one device; start an engine for each"
 _LORA = "adapters are not loaded; serve weights that they are merged into"
 _TOOLS = "the server calls no tools and parses no calls"
-_REASONING = "answers are not parsed; reasoning is part of the text"
+_REASONING = (
+    "thoughts are split off by their marks, which are looked for in the tokenizer; "
+    "--reasoning-start and --reasoning-end name others"
+)
 _STRUCTURED = "answers follow no grammar or schema"
 _SPECULATIVE = "tokens are computed one after another"
 _MULTIMODAL = "models read text only"

@@ -49,6 +49,20 @@ EMBEDDED_MODEL = Path(__file__).parent / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 
 
+_MAX_MARK_CHARACTERS = 256
+
+
+def _mark(called: str, value: Any) -> str:
+    """A text of a model, which may have line breaks in it."""
+    text = value if isinstance(value, str) else ""
+    lines = readers.text(called, text.replace("\n", " ").replace("\r", " "))
+    if len(lines) > _MAX_MARK_CHARACTERS:
+        raise ConfigError(
+            f"{called} takes a text of up to {_MAX_MARK_CHARACTERS} characters, not {len(lines)}"
+        )
+    return text
+
+
 OPTIONS: Mapping[str, Option] = {
     "served_model_name": Option(
         "model", "served_name", readers.text, "the name clients ask for", "NAME",
@@ -86,6 +100,15 @@ OPTIONS: Mapping[str, Option] = {
     "max_model_len": Option(
         "model", "max_model_len", readers.integer, "longest prompt and output, in tokens", "N",
         "what the model allows and the pool holds",
+    ),
+    "reasoning_start": Option(
+        "model", "reasoning_start", _mark,
+        "the text before a thought of the model, such as <think>; none: answers are not split",
+        "TEXT", "found in the tokenizer",
+    ),
+    "reasoning_end": Option(
+        "model", "reasoning_end", _mark, "the text behind a thought, such as </think>", "TEXT",
+        "found in the tokenizer",
     ),
     "block_size": Option("cache", "block_size", readers.integer, "tokens in a block", "N"),
     "num_blocks": Option(

@@ -15,6 +15,7 @@ import msgspec
 
 from ..tiers.settings.format import format_value
 from .logprobs import MAX_LOGPROBS
+from .reasoning import is_part
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -26,6 +27,7 @@ MAX_BAD_WORD_CHARACTERS = 128
 # Each word has a spelling at the start of a text and one after a space.
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 64
+MAX_REASONING_MARK_TOKENS = 64
 # A pattern as long as this costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
@@ -62,8 +64,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     is in the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
     N asks for the log-probability of each new token and of the N likeliest at its position,
     `prompt_logprobs` the same for the prompt. `bad_words` come with their spellings in
-    `bad_words_token_ids`, which whoever has the tokenizer fills in. Raises ValueError, naming the
-    field, for another type and for anything out of bounds.
+    `bad_words_token_ids`, which whoever has the tokenizer fills in. `thinking_token_budget` is the
+    most tokens of a thought, which stands between the marks that `reasoning_start_token_ids` and
+    `reasoning_end_token_ids` are; whoever knows the model's marks fills them in, and without them
+    it does nothing. Raises ValueError, naming the field, for another type and for anything out of
+    bounds.
     """
 
     max_tokens: int = 16
@@ -87,6 +92,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None
+    reasoning_start_token_ids: tuple[int, ...] = ()
+    reasoning_end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -95,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_numbers()
         self._check_stops()
         self._check_biases()
+        self._check_thinking()
 
     @property
     def is_greedy(self) -> bool:
@@ -102,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _take_lists(self) -> None:
         """Tuples of what may be given as lists, or as one string."""
-        for name in ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids", *_MARKS):
             value: Any = getattr(self, name)  # whatever it is declared to be
             if isinstance(value, str) and name in ("stop", "bad_words"):
                 value = (value,)
@@ -206,6 +215,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             fits = 1 <= len(ids) <= MAX_BAD_SEQUENCE_TOKENS
             _check(fits, "bad_words_token_ids", rule, len(ids), "one of {}")
 
+    def _check_thinking(self) -> None:
+        budget = self.thinking_token_budget
+        in_range = budget is None or 0 <= budget < 2**63
+        _check(in_range, "thinking_token_budget", "0 or a positive count", budget)
+        start, end = self.reasoning_start_token_ids, self.reasoning_end_token_ids
+        for name in _MARKS:
+            ids = getattr(self, name)
+            _check(all(map(_is_token, ids)), name, "a list of token ids", ids)
+            rule = f"at most {MAX_REASONING_MARK_TOKENS} ids"
+            _check(len(ids) <= MAX_REASONING_MARK_TOKENS, name, rule, len(ids))
+        if bool(start) != bool(end):
+            missing = _MARKS[bool(start)]
+            raise ValueError(f"{missing} must be there where the other mark is, got none")
+        if start and (is_part(start, end) or is_part(end, start)):
+            raise ValueError(
+                "reasoning_end_token_ids must not contain the start mark, nor be part of it, got "
+                f"{format_value(end)} and {format_value(start)}"
+            )
+
 
 def check_params_for_embeds(params: SamplingParams) -> None:
     """Raise ValueError for what asks for the prompt's tokens, which embeddings do not have."""
@@ -219,7 +247,8 @@ def check_params_for_embeds(params: SamplingParams) -> None:
 
 
 _WHOLE = ("max_tokens", "min_tokens", "top_k")
-_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs")
+_WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
+_MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")
 _REAL = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

@@ -23,7 +23,8 @@ ENGINE_ROOMS: dict[str, str] = {
     "offload_config": "",
     "config": "offload_config",
     "probes": "models",
-    "sampling_params": "logprobs",
+    "reasoning": "",
+    "sampling_params": "logprobs reasoning",
     "embeds": "",
     "handover": "logprobs sampling_params",
     "options": "config models not_built offload_config",
@@ -34,7 +35,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
-    "sampling": "batch logprobs",
+    "sampling": "batch logprobs reasoning",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
@@ -44,7 +45,7 @@ ENGINE_ROOMS: dict[str, str] = {
         "request sampling sampling_params scheduler wire worker"
     ),
     "client": "config core wire",
-    "text": "client handover logprobs models request sampling_params wire",
+    "text": "client handover logprobs models reasoning request sampling_params wire",
     "api": "client embeds handover logprobs request sampling_params settings text wire",
     "router": "api logs",
     "llm": "client core embeds logprobs logs models options request sampling_params text wire",

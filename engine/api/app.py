@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
+from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
@@ -65,12 +66,14 @@ def create_app(
     tokenizer: Tokenizer | None,
     settings: ApiSettings | None = None,
     default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
+    marks: ReasoningMarks | None = None,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
     paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
-    a client leaves out; it is what `load_default_sampling` finds. Raises ConfigError for a chat
+    a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
+    model's thoughts, chats get these apart. Raises ConfigError for a chat
     template that cannot be used.
     """
     settings = settings or ApiSettings()
@@ -85,6 +88,7 @@ def create_app(
         default_sampling,
         TokenTexts(tokenizer),
         tuple(model_aliases),
+        marks,
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),

@@ -35,6 +35,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "above 0 makes tokens of the output less likely"),
     "frequency_penalty": (float, "the same for each time that a token is there"),
     "seed": (int, "makes random draws the same every time"),
+    "thinking_token_budget": (int, "most tokens of a thought; then its end mark is written"),
 }
 # A context has up to 2**24 tokens; whoever pipes in what never ends is told before memory does.
 MAX_PROMPT_CHARACTERS = 2**26
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate; 1 if the request failed."""
     from ..llm import LLM
+    from ..text.reasoning import with_reasoning_marks
     from ..text.tokenizer import with_spelt_bad_words
 
     if args.prompt is None:
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         began = time.monotonic()
         try:
             params = with_spelt_bad_words(params, llm.tokenizer)
+            params = with_reasoning_marks(params, llm.marks)
         except ValueError as error:
             raise _flag_error(error) from error
         try:

@@ -147,9 +147,11 @@ async def _serve(
 ) -> int:
     from ..client.process import ProcessClient
     from ..models.checkpoint.generation_config import load_default_sampling
+    from ..text.reasoning import find_marks
     from ..text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.find(config.model.path)
+    marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
     recommends = server.generation_config == "auto"
     default_sampling = load_default_sampling(config.model.path) if recommends else {}
     told = asyncio.Event()
@@ -174,6 +176,7 @@ async def _serve(
             tokenizer=tokenizer,
             settings=api_settings(server),
             default_sampling=default_sampling,
+            marks=marks,
         )
         return await _serve_app(app, client, config, server, sock, tls, told)
     finally:

@@ -156,6 +156,8 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         ("logit_bias", [token for token, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),
         ("bad_words_token_ids", list(itertools.chain(*params.bad_words_token_ids))),
+        ("reasoning_start_token_ids", params.reasoning_start_token_ids),
+        ("reasoning_end_token_ids", params.reasoning_end_token_ids),
     ):
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
         if wrong is not None:

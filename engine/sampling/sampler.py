@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses one token for each row of logits: greedy and random rows in one batch.
 
-    raw log-probabilities ─► bans, biases, penalties ─► greedy choice ─► temperature ─► min-p
-                                                            ─► top-k, top-p ─► draw
+    raw log-probabilities ─► bans, biases, penalties, thinking budgets ─► greedy choice
+                          ─► temperature ─► min-p ─► top-k, top-p ─► draw
 
 Random rows are drawn by inverting the cumulative distribution in the order of the vocabulary, with
 one uniform number each. A seeded row's number is a hash of its seed and of how many tokens it has,
@@ -29,13 +29,16 @@ from .copies import HostCopies, begin_to_host, to_device
 from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import Drafts, LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
+from .processors.thinking import ThinkingBudget
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, SamplingRows
 from .token_mask import TokenMask
 from .truncation import truncate
 
-# Penalties are last of those before the choice: repetition looks at the sign that biases leave.
-BUILT_IN: tuple[type[LogitsProcessor], ...] = (MinTokens, BadWords, LogitBias, Penalties, MinP)
+# Penalties come behind biases: repetition looks at the sign that these leave.
+BUILT_IN: tuple[type[LogitsProcessor], ...] = (
+    MinTokens, BadWords, LogitBias, Penalties, MinP, ThinkingBudget,
+)  # fmt: skip
 
 
 class LogitsRows(NamedTuple):
@@ -63,6 +66,8 @@ class ProcessorSet:
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
         self._all = tuple(processors)
         self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
+        # The last word, whatever the order: nothing may weaken an end mark that is forced.
+        self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
         self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
 
     @classmethod

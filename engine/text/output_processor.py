@@ -20,6 +20,7 @@ from ..request import BYTES_PER_TOKEN, unpack_token_ids
 from ..sampling_params import SamplingParams
 from ..wire import AddRequest, TokenOutput
 from .detokenizer import IncrementalDetokenizer
+from .reasoning import Thoughts
 from .tokenizer import Tokenizer
 
 
@@ -93,7 +94,9 @@ _CONTEXT_TOKENS = 16
 class TextOutput:
     """New output of one request: the fields of `wire.TokenOutput`, and the text."""
 
-    text: str = ""  # whole characters, certain to be before any stop string
+    # Whole characters, certain to be before any stop string; without the thoughts where these are
+    # split off.
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
@@ -105,16 +108,20 @@ class TextOutput:
     logprobs: list[PositionLogprobs] | None = None  # one for each of `token_ids`
     prompt_logprobs: PromptLogprobs | None = None
     ticket: Ticket | None = None
+    reasoning: str = ""  # the text of thoughts
+    num_reasoning_tokens: int = 0  # that are known of now, perhaps of `token_ids` given before
 
 
 class OutputProcessor:
-    """One request. Without a tokenizer there is no text, and no stop strings may be asked for."""
+    """One request. Without a tokenizer there is no text, and no stop strings may be asked for;
+    with `thoughts` these are split off."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         params: SamplingParams,
         prompt_token_bytes: bytes = b"",
+        thoughts: Thoughts | None = None,
     ) -> None:
         if tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids instead")
@@ -125,13 +132,14 @@ class OutputProcessor:
         self._first_timings: dict[str, float] | None = None
         self._first_at = 0.0
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
-        self._detokenizer = (
-            IncrementalDetokenizer(
-                tokenizer, context, skip_special_tokens=params.skip_special_tokens
+        self._thoughts = None if tokenizer is None else thoughts
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer if thoughts is None else thoughts.decoder(tokenizer),
+                context,
+                skip_special_tokens=params.skip_special_tokens,
             )
-            if tokenizer is not None
-            else None
-        )
 
     def process(self, output: TokenOutput) -> TextOutput:
         """Take the next output of the core. After one with a finish reason nothing may follow."""
@@ -154,6 +162,11 @@ class OutputProcessor:
             self._take(output.new_token_ids, output, result)
         if output.logprobs is not None:
             result.logprobs = output.logprobs[: len(result.token_ids)]
+        if self._thoughts is not None:
+            is_last = result.finish_reason is not None
+            split = self._thoughts.split(result.text, is_last=is_last)
+            result.reasoning, result.text = split
+            result.num_reasoning_tokens = self._thoughts.count(result.token_ids, is_last=is_last)
         return result
 
     def _take(self, token_ids: list[int], output: TokenOutput, result: TextOutput) -> None:
@@ -212,15 +225,20 @@ _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 
 
 async def generate_text(
-    client: EngineClient, request: AddRequest, tokenizer: Tokenizer | None
+    client: EngineClient,
+    request: AddRequest,
+    tokenizer: Tokenizer | None,
+    thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
-    """Run one request and yield its text as it grows; the last one carries a finish reason. Cached
-    tokens are given for every tier there is, be it 0.
+    """Run one request and yield its text as it grows, without its `thoughts` where these are split
+    off; the last one carries a finish reason. Cached tokens are given for every tier there is, be
+    it 0.
 
     Closing it early, or a stop string, aborts the request in the core. Raises what
     `EngineClient.generate` raises.
     """
-    processor = OutputProcessor(tokenizer, request.sampling_params, request.prompt_token_ids)
+    params, prompt = request.sampling_params, request.prompt_token_ids
+    processor = OutputProcessor(tokenizer, params, prompt, thoughts)
     stream = cast("AsyncGenerator[TokenOutput, None]", client.generate(request))
     async with aclosing(stream):
         async for output in stream:

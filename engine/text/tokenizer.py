@@ -11,6 +11,7 @@ import hashlib
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -223,6 +224,12 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of one token as it stands in the vocabulary."""
         return self._fast.token_to_id(token)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that `decode` leaves out unless it is told not to."""
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def chat_template(self) -> str | None:

@@ -43,6 +43,7 @@ class Part:
 
     generation: Generation
     text: str = ""
+    reasoning: str | UnsetType = UNSET  # UNSET: it has no thought
     is_first: bool = True
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -107,11 +108,13 @@ class Answer(ABC):
         """All outputs as one."""
         whole = TextOutput()
         texts: list[str] = []
+        thoughts: list[str] = []
         logprobs: list[PositionLogprobs] = []
         async with aclosing(generation.run(self.front)) as outputs:
             async for output in outputs:
                 tally.add(generation, output)
                 texts.append(output.text)
+                thoughts.append(output.reasoning)
                 whole.token_ids.extend(output.token_ids)
                 whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
                 whole.ticket = output.ticket
@@ -119,6 +122,7 @@ class Answer(ABC):
                 if output.prompt_logprobs is not None:
                     whole.prompt_logprobs = output.prompt_logprobs
         whole.text, whole.logprobs = "".join(texts), logprobs
+        whole.reasoning = "".join(thoughts)
         return whole
 
     async def _stream(self, write: Write) -> None:
@@ -158,6 +162,7 @@ class Answer(ABC):
         part = Part(
             generation,
             output.text,
+            output.reasoning or UNSET,
             is_first,
             output.finish_reason,
             output.stop_reason,
@@ -180,7 +185,13 @@ def kv_params_of(parts: list[Part]) -> KvParams:
 
 
 def _says_something(part: Part) -> bool:
-    return bool(part.text or part.token_ids or part.logprobs or part.finish_reason is not None)
+    return bool(
+        part.text
+        or part.reasoning
+        or part.token_ids
+        or part.logprobs
+        or part.finish_reason is not None
+    )
 
 
 async def _encoded(parts: list[Part], make: Callable[[], msgspec.Struct]) -> bytes:

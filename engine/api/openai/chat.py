@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...request import BYTES_PER_TOKEN
+from ...text.reasoning import Thoughts
 from ..front import Front
 from .answer import Answer, Part, UsageField, kv_params_of
 from .body import decode_body, read_body
@@ -57,7 +58,7 @@ class ChatAnswer(Answer):
         choices = [
             ChatChoice(
                 part.index,
-                AssistantMessage("assistant", part.text),
+                AssistantMessage("assistant", part.text, part.reasoning, part.reasoning),
                 self._logprobs(part),
                 part.finish_reason,
                 part.stop_reason,
@@ -82,7 +83,7 @@ class ChatAnswer(Answer):
         choices = [
             ChatChunkChoice(
                 part.index,
-                Delta("assistant" if part.is_first else UNSET, part.text),
+                _delta(part),
                 self._logprobs(part),
                 part.finish_reason,
                 part.stop_reason,
@@ -127,7 +128,8 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    prompt = await _prompt(front, request, max_tokens)
+    text = await render(front, request.messages, request)
+    prompt = await _prompt(front, request, text, max_tokens)
     params = sampling_params(
         front,
         request,
@@ -150,12 +152,32 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     )
     if follows:
         return await follow(front, generations)
+    for generation in generations:
+        generation.thoughts = _thoughts(front, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations).respond(http)
 
 
-async def _prompt(front: Front, request: ChatRequest, max_tokens: int | None) -> bytes:
-    text = await render(front, request.messages, request)
+def _delta(part: Part) -> Delta:
+    """Without content where the part has a thought alone."""
+    content = part.text if part.text or part.reasoning is UNSET else UNSET
+    return Delta("assistant" if part.is_first else UNSET, content, part.reasoning, part.reasoning)
+
+
+def _thoughts(front: Front, request: ChatRequest, prompt: str) -> Thoughts | None:
+    """What splits the thoughts of one answer to this prompt off; None: they stay in the text."""
+    if front.marks is None or request.separate_reasoning is False:
+        return None
+    goes_on = bool(request.continue_final_message)
+    return Thoughts(
+        front.marks,
+        is_inside=front.marks.is_open(prompt, goes_on=goes_on),
+        included=request.include_reasoning is not False,
+        streamed=request.stream_reasoning is not False,
+    )
+
+
+async def _prompt(front: Front, request: ChatRequest, text: str, max_tokens: int | None) -> bytes:
     keep_last = num_kept_tokens(front, request.truncate_prompt_tokens, max_tokens)
     (ids,) = await front.encode(
         [text],

@@ -67,6 +67,9 @@ def _as_template_sees(message: ChatMessage) -> dict[str, object]:
     seen: dict[str, object] = {"role": message.role, "content": content}
     if message.name is not None:
         seen["name"] = message.name
+    thought = message.reasoning_content or message.reasoning
+    if thought:
+        seen["reasoning_content"] = thought
     return seen
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,12 +19,13 @@ from starlette.requests import Request
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams
 from ...text.output_processor import TextOutput, generate_text
+from ...text.reasoning import Thoughts
 from ...wire import NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
 from ..errors import ENGINE, ApiError
 from ..front import Front
 from .handover import read_params, without_routers_least
 from .protocol import SamplingFields
-from .replies import PromptTokensDetails, Usage
+from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from .sampling import child_params
 
 MAX_TENANT_CHARACTERS = 256
@@ -48,6 +49,7 @@ class Generation:
     keeps_tokens: bool = True
     arrival_seconds: float = field(default_factory=time.monotonic)
     hands_over_alone: bool = False  # the only choice, of which another node is to know
+    thoughts: Thoughts | None = None  # None: they are part of the text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -63,7 +65,7 @@ class Generation:
         watch = front.metrics.watch(self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
-                generate_text(front.client, self.request, front.tokenizer)
+                generate_text(front.client, self.request, front.tokenizer, self.thoughts)
             ) as stream:
                 async for output in stream:
                     watch.observe(output)
@@ -173,14 +175,20 @@ class Tally:
     by_tier: dict[str, int]
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: thoughts are not split off
 
     @classmethod
-    def of(cls, front: Front, generations: Iterable[Generation]) -> Tally:
+    def of(cls, front: Front, generations: Sequence[Generation]) -> Tally:
         prompt_tokens = sum(each.num_prompt_tokens for each in generations if each.child == 0)
-        return cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
+        tally = cls(prompt_tokens, dict.fromkeys(front.client.ready.tiers, 0))
+        if any(each.thoughts is not None for each in generations):
+            tally.reasoning_tokens = 0
+        return tally
 
     def add(self, generation: Generation, output: TextOutput) -> None:
         self.completion_tokens += len(output.token_ids)
+        if self.reasoning_tokens is not None:
+            self.reasoning_tokens += output.num_reasoning_tokens
         if output.num_cached_tokens is not None and generation.child == 0:
             self.cached_tokens += output.num_cached_tokens
             for tier, tokens in (output.cached_tokens_by_tier or {}).items():
@@ -189,7 +197,10 @@ class Tally:
     def usage(self) -> Usage:
         details = PromptTokensDetails(self.cached_tokens, self.by_tier)
         total = self.prompt_tokens + self.completion_tokens
-        return Usage(self.prompt_tokens, self.completion_tokens, total, details)
+        usage = Usage(self.prompt_tokens, self.completion_tokens, total, details)
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
+        return usage
 
 
 async def run_all(

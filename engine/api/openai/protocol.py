@@ -42,6 +42,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     bad_words: str | list[str] | None = None
     repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -74,6 +75,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    # Of chats, whose thoughts are split off; routers add them to completions too, which go as they
+    # are whatever these say.
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     # Not built: see NEUTRAL_VALUES.
     response_format: Any = None
     spaces_between_special_tokens: Any = None
@@ -84,9 +90,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: Any = None
     # Routers add these to every request.
     no_stop_trim: Any = None
-    separate_reasoning: Any = None
-    stream_reasoning: Any = None
-    include_reasoning: Any = None
     return_hidden_states: Any = None
     min_completion_tokens: Any = None
     data_parallel_rank: Any = None
@@ -120,6 +123,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     # Not built: see NEUTRAL_IN_MESSAGES.
     tool_calls: Any = None
     tool_call_id: Any = None
@@ -186,9 +192,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "structured_outputs": (),
     "no_stop_trim": (False,),
-    "separate_reasoning": (True, False),
-    "stream_reasoning": (True, False),
-    "include_reasoning": (True, False),
     "return_hidden_states": (False,),
     "min_completion_tokens": (),
     "data_parallel_rank": (0,),

@@ -23,6 +23,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens_by_tier: dict[str, int]
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Completion tokens that belong to thoughts, without the marks around these."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Tokens of one answer."""
 
@@ -30,6 +36,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # UNSET where thoughts are not split off.
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptToken(msgspec.Struct, gc=False):
@@ -111,6 +119,9 @@ class AssistantMessage(msgspec.Struct):
 
     role: Literal["assistant"]
     content: str
+    # The thoughts, by vLLM's older and newer name; UNSET where there are none.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -130,6 +141,8 @@ class Delta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -17,6 +17,7 @@ from ...sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from ...text.reasoning import with_reasoning_marks
 from ...text.tokenizer import with_spelt_bad_words
 from ..errors import ApiError
 from ..front import Front
@@ -77,13 +78,17 @@ def sampling_params(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             repetition_detection=request.repetition_detection,
+            thinking_token_budget=request.thinking_token_budget,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
+        params = with_reasoning_marks(params, front.marks)
     except ValueError as error:
         raise _invalid(error) from None
     # A tokenizer may have more tokens than its model.
     for ids in params.bad_words_token_ids:
         front.check_vocabulary(ids, "bad_words")
+    for ids in (params.reasoning_start_token_ids, params.reasoning_end_token_ids):
+        front.check_vocabulary(ids, "thinking_token_budget")
     return params
 
 

@@ -27,6 +27,7 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.text.reasoning import find_marks
 from stratakv.engine.text.tokenizer import Tokenizer
 
 from ...offload_config import offload_config
@@ -54,9 +55,11 @@ class LiveServer:
         default_sampling: Mapping[str, float | int] | None = None,
         has_tokenizer: bool = True,
         role: str = "both",
+        marks: tuple[str, str] = ("", ""),
     ) -> None:
         self._role = role
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
+        self._marks = find_marks(self._tokenizer, *marks)
         self._default_sampling = default_sampling or {}
         self._model_path = model_path
         self._offload = offload or offload_config()
@@ -104,6 +107,7 @@ class LiveServer:
             tokenizer=self._tokenizer,
             settings=self._settings,
             default_sampling=self._default_sampling,
+            marks=self._marks,
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)

@@ -26,7 +26,15 @@ from stratakv.engine.worker.input_batch import ExpectedTokens, InputBatch
 from .conftest import config_of, prompt_of, request, run
 
 NO_TOKEN = 2**30
+FIRST = prompt_of(40)[0]  # all prompts begin with it
 WISHES: list[dict[str, Any]] = [
+    # Thoughts that are used up in the prompt, or a few tokens later, and that begin anew.
+    {
+        "thinking_token_budget": 6,
+        "reasoning_start_token_ids": (FIRST,),
+        "reasoning_end_token_ids": (7, 8),
+        "logit_bias": {FIRST: 60.0},
+    },
     {},
     {"temperature": 0.8, "seed": 3},
     {"temperature": 0.8, "seed": 4, "top_p": 0.7},
@@ -105,6 +113,8 @@ def test_overlapping_steps_give_the_same(attention: str, num_blocks: int, tiny_m
             found.append(answers(core))
             assert (core.scheduler.counts["preemptions"] > 0) == (num_blocks == 20)
     assert found[0] == found[1]
+    thinking = found[0]["r0"][0]
+    assert [7, 8] in [thinking[at : at + 2] for at in range(len(thinking))], "an end was forced"
 
 
 def test_a_step_begins_before_the_tokens_of_the_one_before_are_taken(

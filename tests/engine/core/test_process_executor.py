@@ -65,7 +65,12 @@ def test_random_requests_get_the_tokens_of_one_process(
         if number % 6 == 5:
             core.abort([f"r{number}"])
             del asked[f"r{number}"]
-    merged = finish(core, outputs, len(asked))
+    start, end = (stems[0][0],), (3, 4, 5)
+    core.add(request("thinks", stems[0], thinking_token_budget=2, max_tokens=12,
+                     reasoning_start_token_ids=start, reasoning_end_token_ids=end))  # fmt: skip
+    merged = finish(core, outputs, len(asked) + 1)
+    thinks = merged.pop("thinks").new_token_ids
+    assert thinks == [*end, *greedy_reference([*stems[0], *end], 9)]
     for name, prompt in asked.items():
         assert merged[name].new_token_ids == greedy_reference(prompt, 12), name
     assert core.scheduler.counts["preemptions"] > 0

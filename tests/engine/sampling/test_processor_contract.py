@@ -19,6 +19,7 @@ from stratakv.engine.sampling.processors.builtin import (
     MinTokens,
     Penalties,
 )
+from stratakv.engine.sampling.processors.thinking import ThinkingBudget
 from stratakv.engine.sampling.sampler import BUILT_IN
 
 from .processor_contract import check_processor
@@ -47,6 +48,14 @@ WISHES: dict[type[LogitsProcessor], list[dict[str, Any]]] = {
         {"repetition_penalty": 0.8, "presence_penalty": 0.3, "frequency_penalty": -0.2},
     ],
     MinP: [{"min_p": 0.5}, {"min_p": 0.1, "temperature": 0.7}, {"min_p": 1.0}],
+    ThinkingBudget: [
+        {
+            "thinking_token_budget": budget,
+            "reasoning_start_token_ids": start,
+            "reasoning_end_token_ids": end,
+        }
+        for budget, start, end in [(2, (4,), (8,)), (0, (5, 6), (6, 9)), (3, (4, 5), (8, 9, 8))]
+    ],
 }
 
 
@@ -132,8 +141,17 @@ class Ends(MinTokens):
         return super().apply(logits, rows, offsets, drafts)
 
 
+class Remembers(ThinkingBudget):
+    """Takes draft tokens for a part of the thought."""
+
+    def apply(self, logits: Any, rows: Any, offsets: Any = None, drafts: Any = None) -> Any:
+        for index, thinking in self._states.of(rows) if offsets is not None else ():
+            thinking._tracker.extend(drafts[index][: offsets[index]])
+        return super().apply(logits, rows)
+
+
 @pytest.mark.parametrize(
-    "broken", [Stays, Keeps, Spills, Lifts, Recalls, Deaf, RunsAhead, Believes, Ends]
+    "broken", [Stays, Keeps, Spills, Lifts, Recalls, Deaf, RunsAhead, Believes, Ends, Remembers]
 )
 def test_the_contract_notices(broken, rng):
     with pytest.raises(AssertionError):

@@ -28,6 +28,8 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "compilation": (("elementwise", "elementwise"), ("none", "none"), ("none", "none")),
     "load_format": (("safetensors", "safetensors"), ("dummy", "dummy"), ("auto", "auto")),
     "max_model_len": (("64", 64), ("32", 32), ("16", 16)),
+    "reasoning_start": (("<a>", "<a>"), ("none", "none"), ("b c", "b c")),
+    "reasoning_end": (("</a>", "</a>"), ("none", "none"), ("b c", "b c")),
     "block_size": (("64", 64), ("32", 32), ("16", 16)),
     "num_blocks": (("64", 64), ("32", 32), ("16", 16)),
     "kv_cache_memory_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thoughts in a token sequence: where one begins, how long it is, where its end mark stands.
+
+A thought is what stands between a start mark and an end mark, each one token or several. Marks are
+compared token by token; `text/reasoning.py` has their texts.
+
+    prompt            output
+    … <think> a b c   d e </think> f g <think> h …
+              └ a thought of 5 ┘       └ another one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[Any]
+
+
+class Mark:
+    """The token ids of a mark, and how to look for them one token at a time."""
+
+    __slots__ = ("_fallback", "token_ids")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """`token_ids` must not be empty."""
+        self.token_ids = tuple(token_ids)
+        # For each length that matched, the next shorter beginning that it also ends with
+        # (Knuth, Morris, Pratt).
+        self._fallback = [0] * len(self.token_ids)
+        matched = 0
+        for index in range(1, len(self.token_ids)):
+            matched = self.matched_after(matched, self.token_ids[index])
+            self._fallback[index] = matched
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def matched_after(self, matched: int, token_id: int) -> int:
+        """How many of the mark's first tokens a sequence ends with once `token_id` follows, where
+        it ended with `matched` of them and that was not the whole mark."""
+        ids = self.token_ids
+        while matched and ids[matched] != token_id:
+            matched = self._fallback[matched - 1]
+        return matched + (ids[matched] == token_id)
+
+    def ends_in(self, token_ids: TokenArray) -> list[int]:
+        """The positions behind each occurrence, ascending."""
+        size = len(self.token_ids)
+        if len(token_ids) < size:
+            return []
+        ends = np.flatnonzero(token_ids[size - 1 :] == self.token_ids[-1]) + size
+        for offset, token_id in enumerate(self.token_ids[:-1]):
+            ends = ends[token_ids[ends - size + offset] == token_id]
+        found: list[int] = ends.tolist()
+        return found
+
+
+class ThoughtTracker:
+    """Follows one sequence token by token. No mark may contain the other."""
+
+    __slots__ = ("_end", "_start", "_start_matched", "end_matched", "is_inside", "length")
+
+    def __init__(self, start: Mark, end: Mark, *, is_inside: bool = False) -> None:
+        """`is_inside`: the sequence begins behind a start mark."""
+        self._start, self._end = start, end
+        self._start_matched = 0
+        self.is_inside = is_inside
+        # Tokens of the thought so far, 0 outside one, and how many of the end mark's first tokens
+        # it ends with; these count as its own until the mark is whole.
+        self.length = 0
+        self.end_matched = 0
+
+    @classmethod
+    def behind(cls, prompt: TokenArray, start: Mark, end: Mark) -> ThoughtTracker:
+        """At the end of a prompt, by array operations and one step for each mark in it.
+
+        In a prompt the last start mark counts, whoever wrote the ones before it; in an output the
+        first one does, so that no second one renews a budget.
+        """
+        tracker = cls(start, end)
+        marks = [(place, True) for place in start.ends_in(prompt)]
+        marks += [(place, False) for place in end.ends_in(prompt)]
+        last = 0  # the position behind the mark that counted last
+        for place, is_start in sorted(marks):
+            size = len(start) if is_start else len(end)
+            if place - size >= last and (is_start or tracker.is_inside):
+                tracker.is_inside, last = is_start, place
+        # A mark may have begun in the last tokens; before them nothing but the count matters.
+        longest = max(len(start), len(end)) - 1
+        tail = max(last, len(prompt) - longest)
+        tracker.length = tail - last if tracker.is_inside else 0
+        tracker.extend(prompt[tail:].tolist())
+        return tracker
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token."""
+        if not self.is_inside:
+            self._start_matched = self._start.matched_after(self._start_matched, token_id)
+            self.is_inside = self._start_matched == len(self._start)
+            return
+        self.length += 1
+        self.end_matched = self._end.matched_after(self.end_matched, token_id)
+        if self.end_matched == len(self._end):
+            self.is_inside = False
+            self._start_matched = self.end_matched = self.length = 0
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            self.push(token_id)
+
+    def after(self, token_ids: Iterable[int]) -> ThoughtTracker:
+        """A tracker of the sequence that goes on with these tokens; this one stays as it is."""
+        other = ThoughtTracker(self._start, self._end, is_inside=self.is_inside)
+        other._start_matched = self._start_matched
+        other.length, other.end_matched = self.length, self.end_matched
+        other.extend(token_ids)
+        return other
+
+
+class ThoughtCounter:
+    """Counts the tokens of an output that belong to thoughts, without the marks."""
+
+    __slots__ = ("_ended", "_tracker", "count")
+
+    def __init__(self, start: Mark, end: Mark, *, is_inside: bool) -> None:
+        self._tracker = ThoughtTracker(start, end, is_inside=is_inside)
+        self._ended = 0  # tokens of thoughts that have ended
+        self.count = 0
+
+    def take(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
+        """How many more there are with these tokens; never less than 0. What may be the beginning
+        of an end mark is counted once it turns out to be none."""
+        before, tracker = self.count, self._tracker
+        for token_id in token_ids:
+            was_inside, own = tracker.is_inside, tracker.length - tracker.end_matched
+            tracker.push(token_id)
+            if was_inside and not tracker.is_inside:
+                self._ended += own
+        self.count = self._ended + tracker.length - (0 if is_last else tracker.end_matched)
+        return self.count - before
+
+
+def is_part(short: Sequence[int], long: Sequence[int]) -> bool:
+    """Whether `long` contains the tokens of `short` one behind the other."""
+    wanted, size = tuple(short), len(short)
+    return any(tuple(long[at : at + size]) == wanted for at in range(len(long) - size + 1))

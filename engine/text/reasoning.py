@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The marks around a model's thoughts as texts, and answers split by them.
+
+The marks are those that somebody named, or well-known ones that the tokenizer has as tokens of
+their own. Texts are split by text, so that a mark is found however its tokens are cut; budgets and
+counts go by the marks' token ids (`engine/reasoning.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from ...tiers.settings.format import format_value
+from ...tiers.settings.values import ConfigError
+from ..reasoning import Mark, ThoughtCounter, is_part
+from ..sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
+from .detokenizer import Decoder
+from .tokenizer import Tokenizer
+
+NONE = "none"  # in place of a mark: answers are not split
+# Start and end, looked for in this order.
+WELL_KNOWN_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+)
+# What stands before a mark where its tokens are found: some tokenizers mark the start of a text.
+_ANCHOR = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The marks of one model. Neither text is part of the other."""
+
+    start: str
+    end: str
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    # Special tokens that stay out of a text in which these marks are to be found; None where the
+    # marks are in every text.
+    hidden_token_ids: frozenset[int] | None = None
+
+    def is_open(self, prompt: str, *, goes_on: bool = False) -> bool:
+        """Whether what follows a prompt is a thought. `goes_on`: it goes on with a message of the
+        assistant; else only what the template wrote at the very end counts, and not what somebody
+        said about marks."""
+        if goes_on:
+            return prompt.rfind(self.start) > prompt.rfind(self.end)
+        return prompt.rstrip().endswith(self.start.rstrip())
+
+
+def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
+    """The marks that were named or, where both are empty, well-known ones that are tokens of the
+    vocabulary; None where there are none, and for `none`. Raises ConfigError for a mark that the
+    tokenizer cannot spell."""
+    if NONE in (start, end):
+        return None
+    if start or end:
+        if tokenizer is None:
+            raise ConfigError(
+                "--reasoning-start and --reasoning-end are texts, and the model has no "
+                "tokenizer.json; copy it into the model's directory or drop them"
+            )
+        return _marks_of(
+            tokenizer,
+            (start, _spelt("--reasoning-start", tokenizer, start)),
+            (end, _spelt("--reasoning-end", tokenizer, end)),
+        )
+    if tokenizer is None:
+        return None
+    for first, last in WELL_KNOWN_MARKS:
+        first_id, last_id = tokenizer.token_id(first), tokenizer.token_id(last)
+        if first_id is not None and last_id is not None:
+            return _marks_of(tokenizer, (first, (first_id,)), (last, (last_id,)))
+    return None
+
+
+def with_reasoning_marks(params: SamplingParams, marks: ReasoningMarks | None) -> SamplingParams:
+    """The same parameters with the token ids of the marks, where they have a budget for thoughts
+    and no marks of their own. Raises ValueError where no marks are known, and where the bad words
+    ban the end mark."""
+    if params.thinking_token_budget is None:
+        return params
+    if not params.reasoning_end_token_ids:
+        if marks is None:
+            raise ValueError(
+                "thinking_token_budget needs the marks around a thought, and the model's tokenizer "
+                "has none that are well known; start with --reasoning-start and --reasoning-end, "
+                "or leave it out"
+            )
+        params = msgspec.structs.replace(
+            params,
+            reasoning_start_token_ids=marks.start_token_ids,
+            reasoning_end_token_ids=marks.end_token_ids,
+        )
+    if any(is_part(ids, params.reasoning_end_token_ids) for ids in params.bad_words_token_ids):
+        raise ValueError(
+            "bad_words must not ban the end mark of a thought, which thinking_token_budget forces, "
+            f"got {format_value(params.bad_words)}; leave out one of them"
+        )
+    return params
+
+
+def _marks_of(
+    tokenizer: Tokenizer, start: tuple[str, tuple[int, ...]], end: tuple[str, tuple[int, ...]]
+) -> ReasoningMarks:
+    shown = {*start[1], *end[1]}
+    special = tokenizer.special_token_ids
+    hidden = special - shown if shown & special else None
+    return ReasoningMarks(start[0], end[0], start[1], end[1], hidden)
+
+
+def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The tokens of a mark as it stands in a line of its own."""
+    token_id = tokenizer.token_id(text)
+    if token_id is not None:
+        return (token_id,)
+    try:
+        before = tokenizer.encode(_ANCHOR, add_special_tokens=False)
+        ids = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
+        is_apart = ids[: len(before)] == before
+        ids = ids[len(before) :] if is_apart else tokenizer.encode(text, add_special_tokens=False)
+        is_spelt = text.strip() in tokenizer.decode(ids, skip_special_tokens=False)
+    except ValueError:
+        is_spelt = False
+    if not is_spelt:
+        raise ConfigError(
+            f"{flag} takes a text that the model's tokens can spell, not {format_value(text)}; "
+            "see the tokenizer's vocabulary"
+        )
+    if len(ids) > MAX_REASONING_MARK_TOKENS:
+        raise ConfigError(
+            f"{flag} takes a text of up to {MAX_REASONING_MARK_TOKENS} tokens, not of {len(ids)}"
+        )
+    return tuple(ids)
+
+
+class SplitText(NamedTuple):
+    """What a piece of an answer adds."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter:
+    """Splits text that arrives in pieces at the marks, which belong to neither side.
+
+    Only text that may be the beginning of a mark is held back. A mark that changes nothing (a start
+    mark in a thought, an end mark outside) is left out too.
+    """
+
+    __slots__ = ("_held", "_marks", "is_inside")
+
+    def __init__(self, start: str, end: str, *, is_inside: bool = False) -> None:
+        self._marks = ((start, True), (end, False))
+        self._held = ""
+        self.is_inside = is_inside
+
+    def push(self, text: str) -> SplitText:
+        """Take text; what of it is certain."""
+        sides: dict[bool, list[str]] = {True: [], False: []}
+        rest = self._held + text
+        while found := self._first_mark(rest):
+            at, mark, begins = found
+            sides[self.is_inside].append(rest[:at])
+            rest, self.is_inside = rest[at + len(mark) :], begins
+        keep = max(_num_begun(rest, mark) for mark, _ in self._marks)
+        self._held = rest[len(rest) - keep :]
+        sides[self.is_inside].append(rest[: len(rest) - keep])
+        return SplitText("".join(sides[True]), "".join(sides[False]))
+
+    def finish(self) -> SplitText:
+        """The held text, which turned out to be no mark."""
+        held, self._held = self._held, ""
+        return SplitText(held, "") if self.is_inside else SplitText("", held)
+
+    def _first_mark(self, text: str) -> tuple[int, str, bool] | None:
+        found = [(text.find(mark), mark, begins) for mark, begins in self._marks]
+        return min((each for each in found if each[0] >= 0), default=None)
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
+class Thoughts:
+    """The thoughts in one answer: their text apart from the rest, and how many tokens they take."""
+
+    __slots__ = ("_counter", "_included", "_kept", "_marks", "_splitter", "_streamed")
+
+    def __init__(
+        self,
+        marks: ReasoningMarks,
+        *,
+        is_inside: bool,
+        included: bool = True,
+        streamed: bool = True,
+    ) -> None:
+        """`is_inside`: the prompt ends in a thought. Without `included` their text is dropped;
+        without `streamed` that of a thought is given out once it has ended."""
+        self._marks, self._included, self._streamed = marks, included, streamed
+        self._splitter = ReasoningSplitter(marks.start, marks.end, is_inside=is_inside)
+        self._counter = ThoughtCounter(
+            Mark(marks.start_token_ids), Mark(marks.end_token_ids), is_inside=is_inside
+        )
+        self._kept = ""
+
+    def decoder(self, tokenizer: Decoder) -> Decoder:
+        """A decoder whose texts hold the marks."""
+        hidden = self._marks.hidden_token_ids
+        return tokenizer if hidden is None else _WithMarks(tokenizer, hidden)
+
+    def split(self, text: str, *, is_last: bool) -> SplitText:
+        """Both sides of the next piece of text."""
+        reasoning, content = self._splitter.push(text)
+        if is_last:
+            rest = self._splitter.finish()
+            reasoning, content = reasoning + rest.reasoning, content + rest.content
+        if not self._included:
+            return SplitText("", content)
+        if not self._streamed:
+            self._kept += reasoning
+            if self._splitter.is_inside and not is_last:
+                return SplitText("", content)
+            reasoning, self._kept = self._kept, ""
+        return SplitText(reasoning, content)
+
+    def count(self, token_ids: Iterable[int], *, is_last: bool) -> int:
+        """How many more tokens are known to belong to thoughts."""
+        return self._counter.take(token_ids, is_last=is_last)
+
+
+class _WithMarks:
+    """Decodes as another decoder, but leaves out only these special tokens."""
+
+    def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
+        self._decoder, self._hidden = decoder, hidden
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        return self._decoder.decode(token_ids, skip_special_tokens=False)
