@@ -29,7 +29,7 @@ from ...tiers.tag import Tagger
 from ...tiers.tier_settings import TierSettings
 from ...tiers.wire.messages import layout_message
 from ...tiers.wire.rpc import Stub
-from ...tiers.wire.status import verdict_of
+from ...tiers.wire.status import REFUSALS, WRONG_LAYOUT, verdict_of
 from .mover import Assembly
 from .settings import ChunkSettings, Settings
 from .tiers import ChunkTiers, Limits
@@ -37,9 +37,6 @@ from .tiers import ChunkTiers, Limits
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0
-WRONG_LAYOUT = "layout"
-# What no waiting mends.
-REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 # Fewer slots would have loads wait for one another, and stores for the disk.
 LEAST_SLOTS = 8
 
