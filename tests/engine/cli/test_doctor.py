@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -391,6 +392,25 @@ def test_what_is_to_be_pasted_is_looked_at(
     out = capsys.readouterr().out
     assert f"problem  python: {nobody} cannot be run" in out
     assert "nothing below the slab" in out
+
+
+def test_it_imports_neither_torch_nor_numpy(its_python: Path) -> None:
+    code = (
+        "import sys; from stratakv.engine.cli.main import main;"
+        "code = main(['doctor', 'vllm', '--cpu-bytes', '1MiB', '--region-bytes', '1MiB']);"
+        "print([name for name in ('torch', 'numpy', 'vllm') if name in sys.modules]);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_python_that_answers_nothing(case: vllm.VllmCase) -> None:
