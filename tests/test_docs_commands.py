@@ -24,7 +24,7 @@ from stratakv.engine.api.openai.protocol import (
     SamplingFields,
 )
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.cli import bench, cache_server, config, generate, route, serve
+from stratakv.engine.cli import bench, cache_server, config, doctor, generate, route, serve
 from stratakv.engine.cli.args import Parser, log_level
 from stratakv.engine.options import EMBEDDED_MODEL, OPTIONS
 from stratakv.engine.router.settings import ROUTER_OPTIONS
@@ -144,6 +144,14 @@ def test_flags_of_config() -> None:
     assert set(re.findall(r"`(--\S+)`", commands["stratakv config show"][0])) == {
         "--config", *own,
     }  # fmt: skip
+
+
+def test_flags_of_doctor() -> None:
+    parser, shared = Parser(prog="probe"), Parser(prog="probe")
+    doctor.add_vllm_arguments(parser)
+    config.add_vllm_arguments(shared)
+    own = _flags(parser).keys() - _flags(shared).keys()
+    assert _tables()["stratakv doctor"].keys() == own
 
 
 def test_spellings_of_vllm() -> None:

@@ -7,8 +7,9 @@ Everything here raises TierConfigError for sizes, paths and names that cannot wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from .admission import AdmissionFilter, WriteBudget, make_filter
 from .base import StoreTier
@@ -23,6 +24,11 @@ from .registry import TierRequest, open_tier
 from .ssd.store import SsdStore
 from .standby import open_or_wait
 from .tier_settings import CpuSettings, SsdSettings, TierSettings
+
+if TYPE_CHECKING:
+    from .peers.peer_tier import PeerTier
+    from .remote.address import ServerAddress
+    from .remote.remote_store import RemoteStore
 
 # Blocks waiting to be read or written; more are refused, and stores are dropped before loads.
 QUEUE_BYTES = 256 * 1024**2
@@ -140,14 +146,7 @@ def _open_remote(layout: BlockLayout, settings: TierSettings, namespace: bytes) 
         credentials=settings.remote.credentials(), tag_key=key, namespace=namespace
     )
     store = open_remote(settings.addresses, layout, client)
-    if settings.require and not store.wait_up(REQUIRED_SECONDS):
-        store.close(CLOSE_SECONDS)
-        servers = ", ".join(map(str, settings.addresses))
-        raise TierDown(
-            f"not every cache server of {servers} could be attached within {REQUIRED_SECONDS:g} s; "
-            "start them, or start without them"
-        )
-    return store
+    return _attached(store, settings, "cache server", settings.addresses)
 
 
 def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -> StoreTier:
@@ -157,14 +156,23 @@ def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -
     # No key for tags: who has these blocks is an engine, which would have it too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
     tier = PeerTier(settings.peers, layout, client)
-    if settings.require and not tier.wait_up(REQUIRED_SECONDS):
-        tier.close(CLOSE_SECONDS)
-        engines = ", ".join(map(str, settings.peers))
+    return _attached(tier, settings, "engine", settings.peers)
+
+
+def _attached(
+    store: RemoteStore | PeerTier,
+    settings: TierSettings,
+    what: str,
+    addresses: Sequence[ServerAddress],
+) -> StoreTier:
+    """The store, once all that it asks are attached, where the settings require it."""
+    if settings.require and not store.wait_up(REQUIRED_SECONDS):
+        store.close(CLOSE_SECONDS)
         raise TierDown(
-            f"not every engine of {engines} could be attached within {REQUIRED_SECONDS:g} s; start "
-            "them, or start without them"
+            f"not every {what} of {', '.join(map(str, addresses))} could be attached within "
+            f"{REQUIRED_SECONDS:g} s; start them, or start without them"
         )
-    return tier
+    return store
 
 
 def serve_slab(slab: CpuSlab, settings: TierSettings, *, namespace: bytes) -> SlabServing | None:

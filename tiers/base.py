@@ -208,10 +208,16 @@ class SlabTier(ABC):
         """HIT: committed. PENDING: reserved, not yet committed."""
 
     @abstractmethod
-    def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        *,
+        optional: bool = False,
+        spared: Callable[[bytes], bool] | None = None,
+    ) -> list[int | None]:
         """A slot for each key, evicting by policy; None where the key is already known or no slot
         can be freed. `optional`: the policy may find what is there worth more than these, given
-        head first, and keep it."""
+        head first, and keep it. Blocks that are `spared` are not evicted for these."""
 
     @abstractmethod
     def commit(

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
@@ -104,14 +104,21 @@ class CpuSlab(SlabTier):
         with self._lock:
             return [self._answer(key) for key in keys]
 
-    def reserve(self, keys: Sequence[bytes], *, optional: bool = False) -> list[int | None]:
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        *,
+        optional: bool = False,
+        spared: Callable[[bytes], bool] | None = None,
+    ) -> list[int | None]:
         """See SlabTier. Keys of the call itself are not evicted for one another."""
         with self._lock:
             if self._num_forgotten:
                 known = [key for key in dict.fromkeys(keys) if key in self._slots]
                 self._free_forgotten([key for key in known if self._is_forgotten(key)])
             unknown = [key for key in dict.fromkeys(keys) if key not in self._slots]
-            self._make_room(unknown, frozenset(keys).difference(unknown), optional)
+            wanted = frozenset(keys).difference(unknown)
+            self._make_room(unknown, wanted, optional, spared)
             indices: list[int | None] = []
             for key in keys:
                 if key in self._slots or not self._free:
@@ -334,16 +341,22 @@ class CpuSlab(SlabTier):
         """Whether only its slot is left, which may be freed."""
         return self._is_idle(key) and not self._is_known(key)
 
-    def _make_room(self, coming: list[bytes], wanted: frozenset[bytes], optional: bool) -> None:
+    def _make_room(
+        self,
+        coming: list[bytes],
+        wanted: frozenset[bytes],
+        optional: bool,
+        spared: Callable[[bytes], bool] | None,
+    ) -> None:
         count = len(coming) - len(self._free)
         if count <= 0:
             return
         idle = self._is_idle
 
         def is_free_to_go(key: bytes) -> bool:
-            return key not in wanted and idle(key)
+            return key not in wanted and idle(key) and not (spared is not None and spared(key))
 
-        may_evict = is_free_to_go if wanted else idle
+        may_evict = is_free_to_go if wanted or spared is not None else idle
         if optional:
             victims = self._policy.displaced_by(coming, count, may_evict)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from .admission import DEFAULT_FILTER, FILTERS, known_filters
 from .codecs.choice import CODECS, DEFAULT_CODEC, NONE
@@ -91,62 +92,50 @@ SERVER_SSD = SsdSettings(admission="all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteTierSettings:
-    """The files that the tier of cache servers needs."""
+class ClientSettings:
+    """The files that a client shows and trusts."""
 
-    token_file: Path | None = setting(
-        None, readers.path, "file with the token for cache servers", "FILE"
-    )
+    THEM: ClassVar[str]  # whom it asks, in a help
+
+    token_file: Path | None = setting(None, readers.path, "file with the token for {them}", "FILE")
     ca_file: Path | None = setting(
-        None, readers.path, "who signed the certificates of cache servers, as PEM", "FILE",
+        None, readers.path, "who signed the certificates of {them}, as PEM", "FILE",
         "the system's authorities",
     )  # fmt: skip
     cert_file: Path | None = setting(
-        None, readers.path, "the engine's certificate for cache servers, as PEM", "FILE"
+        None, readers.path, "this engine's certificate for {them}, as PEM", "FILE"
     )
     key_file: Path | None = setting(
         None, readers.path, "the key of that certificate, as PEM", "FILE"
     )
     server_name: str | None = setting(
-        None, readers.text, "what the certificates of cache servers say", "NAME",
+        None, readers.text, "what the certificates of {them} say", "NAME",
         "the host in the address",
     )  # fmt: skip
+
+    def credentials(self) -> Credentials:
+        """What is shown to them. Raises TierConfigError for half a certificate."""
+        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings(ClientSettings):
+    """The files that reading other engines' slabs needs."""
+
+    THEM: ClassVar[str] = "other engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteTierSettings(ClientSettings):
+    """The files that the tier of cache servers needs."""
+
+    THEM: ClassVar[str] = "cache servers"
+
     tag_key_file: Path | None = setting(
         None, readers.path,
         "file with the key of the tags of blocks on cache servers, which no server then can forge",
         "FILE",
     )  # fmt: skip
-
-    def credentials(self) -> Credentials:
-        """What is shown to the servers. Raises TierConfigError for half a certificate."""
-        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerSettings:
-    """The files that reading other engines' slabs needs."""
-
-    token_file: Path | None = setting(
-        None, readers.path, "file with the token for other engines", "FILE"
-    )
-    ca_file: Path | None = setting(
-        None, readers.path, "who signed the certificates of other engines, as PEM", "FILE",
-        "the system's authorities",
-    )  # fmt: skip
-    cert_file: Path | None = setting(
-        None, readers.path, "this engine's certificate for other engines, as PEM", "FILE"
-    )
-    key_file: Path | None = setting(
-        None, readers.path, "the key of that certificate, as PEM", "FILE"
-    )
-    server_name: str | None = setting(
-        None, readers.text, "what the certificates of other engines say", "NAME",
-        "the host in the address",
-    )  # fmt: skip
-
-    def credentials(self) -> Credentials:
-        """What is shown to the engines. Raises TierConfigError for half a certificate."""
-        return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the tiers together that keep chunks of one size and one namespace.
+"""Puts the tiers together that keep chunks of one size and one namespace, below any host.
 
 Before that it looks at the cache servers: one that will never take these chunks is a reason not to
 start, one that is down is none."""
@@ -18,6 +18,7 @@ import grpc
 from ...proto.v1 import cache_service_pb2 as messages
 from ...tiers.assemble import close_stores, make_admission, make_slab, open_stores
 from ...tiers.block import ALIGNMENT, BlockLayout
+from ...tiers.fault_injection.store import Drill
 from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.remote.address import ServerAddress
 from ...tiers.remote.credentials import Credentials
@@ -25,18 +26,17 @@ from ...tiers.remote.server_link import open_channel
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
 from ...tiers.tag import Tagger
+from ...tiers.tier_settings import TierSettings
 from ...tiers.wire.messages import layout_message
 from ...tiers.wire.rpc import Stub
-from ...tiers.wire.status import verdict_of
-from .settings import Settings
+from ...tiers.wire.status import REFUSALS, WRONG_LAYOUT, verdict_of
+from .mover import Assembly
+from .settings import ChunkSettings, Settings
 from .tiers import ChunkTiers, Limits
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0
-WRONG_LAYOUT = "layout"
-# What no waiting mends.
-REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 # Fewer slots would have loads wait for one another, and stores for the disk.
 LEAST_SLOTS = 8
 
@@ -52,12 +52,52 @@ def chunk_layout(chunk_bytes: int) -> BlockLayout:
     return BlockLayout(1, 1, 1, chunk_bytes // 2, "fp8_e4m3")
 
 
+def assemble(
+    tiers: TierSettings,
+    layout: BlockLayout,
+    namespace: bytes,
+    *,
+    read_seconds: float,
+    watermark: float = 1.0,
+    keeps_unwritten: bool = False,
+    drill: Drill | None = None,
+) -> Assembly:
+    """Slab, stores and hierarchy. Raises TierConfigError for what cannot work; nothing stays open
+    then."""
+    wakeup = threading.Event()
+    stores = open_stores(layout, tiers, namespace=namespace)
+    try:
+        if drill is not None:
+            stores = [drill.wrap(store) for store in stores]
+        slab = make_slab(layout, tiers.cpu)
+        try:
+            tagger = Tagger(layout.layout_id(), layout.page_bytes)
+            hierarchy = Hierarchy(
+                slab,
+                stores,
+                wakeup=wakeup.set,
+                watermark=watermark,
+                read_seconds=read_seconds,
+                inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
+                admission=None if tiers.ssd is None else make_admission(layout, tiers.ssd),
+                tagger=tagger,
+                keeps_unwritten=keeps_unwritten,
+            )
+        except BaseException:
+            slab.close()
+            raise
+    except BaseException:
+        close_stores(stores)
+        raise
+    return Assembly(hierarchy, slab, tagger, wakeup)
+
+
 def open_chunk_tiers(
-    settings: Settings, chunk_bytes: int, namespace: bytes, host: str, folder: str
+    settings: Settings[ChunkSettings], chunk_bytes: int, namespace: bytes, host: str, folder: str
 ) -> ChunkTiers:
     """The tiers for chunks of one layout; `folder` is theirs below the directory of the ssd tier.
     Raises ConfigError or TierConfigError for what cannot work; nothing stays open then."""
-    layout, tiers = chunk_layout(chunk_bytes), settings.tiers()
+    layout, tiers, own = chunk_layout(chunk_bytes), settings.tiers(), settings.own
     if tiers.ssd is not None:
         assert tiers.ssd.path is not None
         tiers = replace(tiers, ssd=replace(tiers.ssd, path=Path(tiers.ssd.path) / folder))
@@ -80,44 +120,20 @@ def open_chunk_tiers(
                 f"ssd_path {tiers.ssd.path.parent} cannot be made ({error.strerror}); give a "
                 "directory that can be written"
             ) from error
-    wakeup = threading.Event()
-    stores = open_stores(layout, tiers, namespace=namespace)
-    try:
-        slab = make_slab(layout, tiers.cpu)
-        try:
-            tagger = Tagger(layout.layout_id(), layout.page_bytes)
-            hierarchy = Hierarchy(
-                slab,
-                stores,
-                wakeup=wakeup.set,
-                # What that engine was told is kept is written at once, not when room is short.
-                watermark=1.0,
-                read_seconds=settings.own.read_seconds,
-                inclusive=tiers.ssd is None or not tiers.ssd.exclusive,
-                admission=None if tiers.ssd is None else make_admission(layout, tiers.ssd),
-                tagger=tagger,
-            )
-            made = ChunkTiers(hierarchy, slab, tagger, wakeup, _limits(settings))
-        except BaseException:
-            slab.close()
-            raise
-    except BaseException:
-        close_stores(stores)
-        raise
+    # What that engine was told is kept is written at once, not when room is short, and is not
+    # evicted before it is.
+    assembly = assemble(
+        tiers, layout, namespace, read_seconds=own.read_seconds, keeps_unwritten=True
+    )
     log.info(
         "StrataKV below %s: %s; %d chunks of %s in memory; namespace %s",
         host,
-        ", ".join(hierarchy.tiers[1:]),
-        slab.num_slots,
+        ", ".join(assembly.hierarchy.tiers[1:]),
+        assembly.slab.num_slots,
         show_size(layout.page_bytes),
         folder,
     )
-    return made
-
-
-def _limits(settings: Settings) -> Limits:
-    own = settings.own
-    return Limits(own.lookup_seconds, own.read_seconds, own.store_seconds)
+    return ChunkTiers(assembly, Limits(own.lookup_seconds, own.read_seconds, own.store_seconds))
 
 
 def check_servers(

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of tiers below another project's engine: read from the JSON object that it hands on.
 
-The names are those of the engine's flags without `--kv-offload-`, with underscores.
+The names are those of the engine's flags without `--kv-offload-`, with underscores. A host adds
+fields to `OwnSettings` and defaults of its own: `Host`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from ...tiers.errors import TierConfigError
 from ...tiers.remote.address import ServerAddress, parse_address
@@ -47,7 +48,7 @@ def _seconds(called: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSettings:
-    """Those beside the tiers' own."""
+    """Those beside the tiers' own that every host has."""
 
     servers: tuple[ServerAddress, ...] = setting(
         (), _servers, "addresses of the cache servers, which are one tier together", "LIST"
@@ -61,12 +62,8 @@ class OwnSettings:
     require: bool = setting(
         False, readers.switch, "refuse to start while a tier is down", name="require_tiers"
     )
-    lookup_seconds: float = setting(
-        1.0, _seconds, "how long a look-up may wait for cache servers", "N"
-    )
-    read_seconds: float = setting(5.0, _seconds, "how long a load may take", "N")
-    store_seconds: float = setting(
-        5.0, _seconds, "how long a store may wait for the disk before it is refused", "N"
+    read_seconds: float = setting(
+        5.0, _seconds, "how long the tiers may take to bring the chunks of a load", "N"
     )
     shutdown_seconds: float = setting(
         5.0, _seconds, "how long a stop may take to write chunks down", "N"
@@ -74,10 +71,25 @@ class OwnSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ChunkSettings(OwnSettings):
+    """Those of a host that waits for answers: how long it does."""
+
+    lookup_seconds: float = setting(
+        1.0, _seconds, "how long a look-up may wait for cache servers", "N"
+    )
+    store_seconds: float = setting(
+        5.0, _seconds, "how long a store may wait for the disk before it is refused", "N"
+    )
+
+
+Own = TypeVar("Own", bound=OwnSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Generic[Own]):
     """All of them. `ssd` has no effect without a path."""
 
-    own: OwnSettings
+    own: Own
     cpu: CpuSettings
     ssd: SsdSettings
     remote: RemoteTierSettings
@@ -93,51 +105,72 @@ class Settings:
         )
 
 
-_SECTIONS: Mapping[str, type[Any]] = {
-    "own": OwnSettings,
-    "cpu": CpuSettings,
-    "ssd": SsdSettings,
-    "remote": RemoteTierSettings,
-}
-OPTIONS: Mapping[str, Option] = {
+_TIER_OPTIONS: Mapping[str, Option] = {
     **options_of(CpuSettings, "cpu", "cpu_"),
     **options_of(SsdSettings, "ssd", "ssd_"),
     **options_of(RemoteTierSettings, "remote", "remote_"),
-    **options_of(OwnSettings, "own"),
-}
-# What that engine hands down was worth keeping to it, and it hands it down once.
-_DEFAULTS: Mapping[str, Any] = {
-    "cpu_bytes": "1GiB",
-    "cpu_policy": "lru",
-    "ssd_admission": "all",
 }
 
 
-def read_settings(given: Mapping[str, Any], host: str) -> Settings:
-    """The settings in a JSON object of `host`'s configuration. Raises ConfigError, which names what
-    is wrong, for what is unknown or cannot work."""
-    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-    for name, value in {**_DEFAULTS, **given}.items():
-        option = OPTIONS.get(name)
-        if option is None:
-            near = did_you_mean(name, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
-            raise ConfigError(f"StrataKV has no setting {format_value(name)} for {host}{near}")
-        if value is None:
-            continue
-        read = option.read(name, value)
-        option.check(name, read)
-        values[option.section][option.field] = read
-    settings = Settings(**{name: kind(**values[name]) for name, kind in _SECTIONS.items()})
-    if settings.ssd.path is None and any(name.startswith("ssd_") for name in given):
-        raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
-    if settings.ssd.path is None and not settings.own.servers:
-        raise ConfigError(
-            f"StrataKV below {host} needs a place for chunks: give ssd_path (a directory), servers "
-            "(addresses of cache servers), or both"
+@dataclass(frozen=True, slots=True)
+class Host(Generic[Own]):
+    """An engine that the tiers may lie below: what can be set there, and what holds where it is
+    not. `needs_store`: it has memory of its own, so that a slab alone is of no use to it."""
+
+    name: str
+    own: type[Own]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs_store: bool = False
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """Every setting, by name."""
+        return {**_TIER_OPTIONS, **options_of(self.own, "own")}
+
+    def read(self, given: Mapping[str, Any]) -> Settings[Own]:
+        """The settings in a JSON object of the host's configuration. Raises ConfigError, which
+        names what is wrong, for what is unknown or cannot work."""
+        options = self.options
+        values: dict[str, dict[str, Any]] = {"own": {}, "cpu": {}, "ssd": {}, "remote": {}}
+        for name in given:
+            if name not in options:
+                near = did_you_mean(name, options) or f"; there are {', '.join(options)}"
+                raise ConfigError(
+                    f"StrataKV has no setting {format_value(name)} for {self.name}{near}"
+                )
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in {**self.defaults, **given}.items():
+            option = options[name]
+            read = option.read(name, value)
+            option.check(name, read)
+            values[option.section][option.field] = read
+        settings = Settings(
+            own=self.own(**values["own"]),
+            cpu=CpuSettings(**values["cpu"]),
+            ssd=SsdSettings(**values["ssd"]),
+            remote=RemoteTierSettings(**values["remote"]),
         )
-    if settings.ssd.codec == "fp8":
-        raise ConfigError(
-            f"ssd_codec fp8 needs to know where rows of numbers lie, which {host} decides; use "
-            "lossless or none"
-        )
-    return settings
+        self._check(settings, given)
+        return settings
+
+    def _check(self, settings: Settings[Own], given: Mapping[str, Any]) -> None:
+        has_ssd = settings.ssd.path is not None
+        if not has_ssd and any(name.startswith("ssd_") for name in given):
+            raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
+        if self.needs_store and not has_ssd and not settings.own.servers:
+            raise ConfigError(
+                f"StrataKV below {self.name} needs a place for chunks: give ssd_path (a "
+                "directory), servers (addresses of cache servers), or both"
+            )
+        if settings.ssd.codec == "fp8":
+            raise ConfigError(
+                f"ssd_codec fp8 needs to know where rows of numbers lie, which {self.name} "
+                "decides; use lossless or none"
+            )
+
+
+def chunk_host(name: str) -> Host[ChunkSettings]:
+    """A host that hands down what it has no room for: that was worth keeping to it, and it hands it
+    down once."""
+    defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
+    return Host(name, ChunkSettings, defaults, needs_store=True)

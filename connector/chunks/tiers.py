@@ -1,49 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of one size under 40-byte keys: stored, looked up and loaded on behalf of another engine.
 
-    store   host's bytes ──copy, digest──► slot of the slab ──► SSD, cache servers
-    load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
-
 Every call returns at once with a future, which ends within `Limits`; the host's bytes are touched
-between the call and that end, and not after. One thread does it all and alone uses the hierarchy:
-`lock` is held for work in memory, never during a copy. Should that thread fail, everything is a
-miss from then on.
+between the call and that end, and not after. One thread does it all and alone uses the hierarchy.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ...tiers.base import Answer, TierStats
-from ...tiers.cpu import CpuSlab
-from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
-from ...tiers.tag import Proof, Tagger, payload_digest
+from ...tiers.tag import Proof
+from .failed import FailedChunks
+from .mover import LOOK_SECONDS, Assembly, ChunkMover, Parts
 
-log = logging.getLogger(__name__)
-
-# Whatever is due by the clock has its alarm in the hierarchy; jobs have none.
-IDLE_SECONDS, BUSY_SECONDS = 0.25, 0.02
-CLOSE_SECONDS = 2.0
+# Jobs have no alarm in the hierarchy.
+BUSY_SECONDS = 0.02
 # Jobs that wait; more are refused at once.
 MAX_JOBS = 4096
 # A part of the slab for one store at a time, and for all loads together.
 STORE_SHARE, LOAD_SHARE = 8, 2
-# How long a chunk whose load failed is not found, unless it is stored anew.
-FORGET_SECONDS = 10.0
-MAX_FORGOTTEN = 65536
-
-# The bytes of one chunk where the host has them, in order.
-Parts = Sequence[memoryview]
 
 
 class Limits(NamedTuple):
@@ -78,37 +60,24 @@ class _Piece(NamedTuple):
     ticket: LoadTicket
 
 
-class ChunkTiers:
-    """Takes over `hierarchy`, over `slab`, which `wakeup` wakes. Thread-safe."""
+class ChunkTiers(ChunkMover):
+    """Chunks of as many bytes as the blocks of the hierarchy. Thread-safe."""
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        slab: CpuSlab,
-        tagger: Tagger,
-        wakeup: threading.Event,
-        limits: Limits,
-    ) -> None:
-        self.lock = threading.Lock()
+    THREAD, THEN = "stratakv-chunks", "a miss"
+
+    def __init__(self, assembly: Assembly, limits: Limits) -> None:
+        super().__init__(assembly, FailedChunks())
         self.limits = limits
-        self.chunk_bytes = hierarchy.block_bytes
-        self.damaged = 0  # chunks whose bytes in the slab were not those that were stored
+        self.chunk_bytes = self._hierarchy.block_bytes
         self.refused = 0  # chunks that no tier took
-        self.is_broken = False
-        self._hierarchy = hierarchy
-        self._slab = slab
-        self._tagger = tagger
-        self._wakeup = wakeup
         self._stores: deque[_Job] = deque()
         self._lookups: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()  # of which not all is begun
         self._orders: deque[Callable[[], object]] = deque()
         self._pieces: list[_Piece] = []
+        self._ended: list[_Job] = []  # whose futures are still to be told
         self._copying: _Job | None = None
         self._num_loading = 0  # chunks of pieces
-        self._failed: OrderedDict[bytes, float] = OrderedDict()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="stratakv-chunks", daemon=True)
         self._thread.start()
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
@@ -139,25 +108,6 @@ class ChunkTiers:
         with self.lock:
             return self._hierarchy.stats()
 
-    def close(self, seconds: float) -> None:
-        """Fail what waits, write down what the stores lack within the time, release everything.
-        Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wakeup.set()
-        deadline = time.monotonic() + seconds
-        self._thread.join(timeout=seconds + CLOSE_SECONDS)
-        if self._thread.is_alive():
-            log.error("a copy has not ended within %.1f s; the tiers stay open", seconds)
-            return
-        with self.lock:
-            self._give_up()
-            if not self._hierarchy.flush(max(0.0, deadline - time.monotonic())):
-                log.warning("not every chunk could be written down in time; those are lost")
-            if not self._hierarchy.close(CLOSE_SECONDS):
-                log.error("a tier still uses memory that it should have given back")
-
     def _check(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> None:
         sizes = {sum(part.nbytes for part in parts) for parts in chunks}
         if len(keys) != len(chunks) or sizes - {self.chunk_bytes}:
@@ -171,7 +121,7 @@ class ChunkTiers:
     ) -> Future[list[bool]]:
         job = _Job(list(keys), chunks, time.monotonic() + seconds, [False] * len(keys))
         with self.lock:
-            if self._closed or self.is_broken or not keys or len(jobs) >= MAX_JOBS:
+            if self._is_over or not keys or len(jobs) >= MAX_JOBS:
                 job.end()
                 return job.future
             jobs.append(job)
@@ -180,51 +130,37 @@ class ChunkTiers:
 
     def _order(self, order: Callable[[], object]) -> None:
         with self.lock:
-            if self._closed or self.is_broken:
+            if self._is_over:
                 return
             self._orders.append(order)
         self._wakeup.set()
 
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                waiting = self._stores or self._lookups or self._loads or self._pieces
-                self._wakeup.wait(BUSY_SECONDS if waiting else IDLE_SECONDS)
-                self._wakeup.clear()
-                while not self._closed and self._turn():
-                    pass
-        except Exception:
-            log.exception("StrataKV's tiers stop; everything is a miss from now on")
-            with self.lock:
-                self.is_broken = True
-                self._give_up()
+    def _wait_seconds(self) -> float:
+        waiting = self._stores or self._lookups or self._loads or self._pieces
+        return BUSY_SECONDS if waiting else LOOK_SECONDS
 
     def _turn(self) -> bool:
-        """Do what is due, and one copy. False: nothing was to do."""
-        ended: list[_Job] = []
         with self.lock:
             while self._orders:
                 self._orders.popleft()()
             self._hierarchy.poll()
             for job in [job for job in self._lookups if self._answer(job)]:
                 self._lookups.remove(job)
-                ended.append(job)
-            self._begin_loads(ended)
+                self._ended.append(job)
+            self._begin_loads()
             piece = self._take_piece()
             proofs = [] if piece is None else self._slab.proofs(piece.ticket.keys)
-        for job in ended:
+        has_ended = bool(self._ended)
+        for job in self._ended:
             job.end()
+        self._ended.clear()
         if piece is not None:
-            self._copying = piece.job
-            self._copy_out(piece, proofs)
-            self._copying = None
-            return True
-        if self._stores:
+            self._copy_piece(piece, proofs)
+        elif self._stores:
             self._copying = self._stores[0]
-            is_done = self._store_some(self._stores[0])
-            self._copying = None
-            return is_done or bool(ended)
-        return bool(ended)
+            has_ended |= self._store_some(self._stores[0])
+        self._copying = None
+        return has_ended or piece is not None
 
     def _answer(self, job: _Job) -> bool:
         """Answer a look-up as far as is known. True: for good."""
@@ -233,20 +169,20 @@ class ChunkTiers:
             job.begun = len(keys)
             self._hierarchy.prefetch_lookup(keys)
         answers = self._hierarchy.lookup(keys)
-        now = time.monotonic()
         job.answers = [
-            answer is Answer.HIT and not self._is_forgotten(key, now)
+            answer is Answer.HIT and key not in self._failed
             for key, answer in zip(keys, answers, strict=True)
         ]
         unknown = [k for k, answer in zip(keys, answers, strict=True) if answer is not Answer.HIT]
-        if not unknown or now >= job.deadline:
+        if not unknown or time.monotonic() >= job.deadline:
             return True
         prefix = self._hierarchy.find(unknown)
         return not (prefix.asked or prefix.pending)
 
-    def _begin_loads(self, ended: list[_Job]) -> None:
+    def _begin_loads(self) -> None:
         """Promote as much as the slab has room for."""
-        most = max(1, self._slab.num_slots // LOAD_SHARE)
+        num_slots = self._slab.num_slots
+        most = min(max(1, num_slots // LOAD_SHARE), num_slots - self._hierarchy.num_unwritten)
         now = time.monotonic()
         while self._loads:
             job = self._loads[0]
@@ -255,7 +191,7 @@ class ChunkTiers:
                 job.ended += len(job.keys) - job.begun
                 job.begun = len(job.keys)
                 if job.ended == len(job.keys):
-                    ended.append(job)
+                    self._ended.append(job)
             elif room > 0:
                 keys = job.keys[job.begun : job.begun + room]
                 ticket = self._hierarchy.begin_load(keys)
@@ -272,38 +208,21 @@ class ChunkTiers:
         for piece in self._pieces:
             if piece.ticket.done() or now >= piece.job.deadline:
                 self._pieces.remove(piece)
+                self._copying = piece.job
                 return piece
         return None
 
-    def _copy_out(self, piece: _Piece, proofs: Sequence[Proof | None]) -> None:
-        """Copy what has come. What is late has no slot."""
+    def _copy_piece(self, piece: _Piece, proofs: Sequence[Proof | None]) -> None:
         job, ticket = piece.job, piece.ticket
-        missing, damaged = [], []
-        for i, (key, slot, proof) in enumerate(
-            zip(ticket.keys, ticket.slots, proofs, strict=True), piece.first
-        ):
-            if slot is None or proof is None:
-                missing.append(key)
-                continue
-            source, at = self._slab.buffer(slot), 0
-            hasher = self._tagger.begin(key)
-            for part in job.chunks[i]:
-                _copy(source[at : at + part.nbytes], part)
-                hasher.update(part)
-                at += part.nbytes
-            if hasher.digest() == proof.digest:
-                job.answers[i] = True
-            else:
-                damaged.append(key)
+        count = len(ticket.keys)
+        copied = self._copy_out(ticket, proofs, job.chunks[piece.first : piece.first + count])
+        lost = {*copied.missing, *copied.damaged}
         with self.lock:
-            self._hierarchy.end_load(ticket)
-            if damaged:
-                log.error("%d chunks were damaged in memory; they are misses", len(damaged))
-                self.damaged += len(damaged)
-                self._hierarchy.drop(damaged)
-            self._forget([*missing, *damaged])
-            self._num_loading -= len(ticket.keys)
-            job.ended += len(ticket.keys)
+            self._end_load(ticket, copied)
+            for i, key in enumerate(ticket.keys, piece.first):
+                job.answers[i] = key not in lost
+            self._num_loading -= count
+            job.ended += count
         if job.ended == len(job.keys):
             job.end()
 
@@ -320,19 +239,11 @@ class ChunkTiers:
             ticket = None if room < len(keys) else self._hierarchy.begin_store(self._new(keys))
         if ticket is not None:
             place = {key: i for i, key in enumerate(keys, job.begun)}
-            digests = []
-            for key, slot in zip(ticket.keys, ticket.slots, strict=True):
-                target, at = self._slab.buffer(slot), 0
-                for part in job.chunks[place[key]]:
-                    _copy(part, target[at : at + part.nbytes])
-                    at += part.nbytes
-                digests.append(payload_digest(target[:at]))
+            digests = self._copy_in(ticket, [job.chunks[place[key]] for key in ticket.keys])
         with self.lock:
             if ticket is not None:
-                proofs = self._hierarchy.prove(ticket.keys, digests)
-                self._hierarchy.end_store(ticket, True, proofs)
-                for key in keys:
-                    self._failed.pop(key, None)
+                self._end_store(ticket, digests)
+                self._failed.stored(keys)
                 kept = [answer is not Answer.MISS for answer in self._hierarchy.lookup(keys)]
                 job.answers[job.begun : job.begun + len(keys)] = kept
             job.begun += len(keys)
@@ -346,44 +257,23 @@ class ChunkTiers:
 
     def _new(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those that no tier is known to have."""
-        answers, now = self._hierarchy.lookup(keys), time.monotonic()
+        answers = self._hierarchy.lookup(keys)
         return [
             key
             for key, answer in zip(keys, answers, strict=True)
-            if answer is not Answer.HIT or self._is_forgotten(key, now)
+            if answer is not Answer.HIT or key in self._failed
         ]
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
-        until = time.monotonic() + FORGET_SECONDS
-        for key in keys:
-            self._failed[key] = until
-            self._failed.move_to_end(key)
-        while len(self._failed) > MAX_FORGOTTEN:
-            self._failed.popitem(last=False)
-
-    def _is_forgotten(self, key: bytes, now: float) -> bool:
-        until = self._failed.get(key)
-        if until is None:
-            return False
-        if until > now:
-            return True
-        del self._failed[key]
-        return False
-
-    def _give_up(self) -> None:
-        """End every job with what it has."""
+    def _give_back(self) -> None:
         for piece in self._pieces:
             self._hierarchy.end_load(piece.ticket)
-        jobs: list[Any] = [*self._stores, *self._lookups, *self._loads]
+
+    def _end_jobs(self) -> None:
+        jobs = [*self._ended, *self._stores, *self._lookups, *self._loads]
         jobs += [piece.job for piece in self._pieces]
         if self._copying is not None:
             jobs.append(self._copying)
-        for waiting in (self._stores, self._lookups, self._loads, self._pieces):
+        for waiting in (self._ended, self._stores, self._lookups, self._loads, self._pieces):
             waiting.clear()
         for job in jobs:
             job.end()
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Releases the interpreter, as an assignment of slices does not."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from dataclasses import dataclass
 
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
@@ -13,22 +14,31 @@ Version = tuple[int, int, int]
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
-def host_version(package: str, called: str, oldest: Version, before: Version) -> Version:
-    """The version of an installed package. Raises ConfigError for one that is not supported."""
-    return check_version(importlib.metadata.version(package), package, called, oldest, before)
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """Those of `host`, from `oldest` on and below `before`. `text` says so in a message, where it
+    can be said better than that."""
 
+    host: str
+    package: str
+    oldest: Version
+    before: Version
+    text: str = ""
 
-def check_version(
-    text: str, package: str, called: str, oldest: Version, before: Version
-) -> Version:
-    """The same, of what the package says of itself."""
-    match = _VERSION.match(text)
-    version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)
-    if not oldest <= version < before:
-        first, last = (".".join(map(str, each)) for each in (oldest, before))
-        raise ConfigError(
-            f"StrataKV's tiers for {called} were made for its versions {first} and later, below "
-            f"{last}, not {format_value(text)}; install '{package}>={first},<{last}', or a "
-            "StrataKV that knows this version"
-        )
-    return version
+    def installed(self) -> Version:
+        """The version of the installed package. Raises ConfigError for one that is not
+        supported."""
+        return self.check(importlib.metadata.version(self.package))
+
+    def check(self, text: str) -> Version:
+        """The same, of what the package says of itself."""
+        match = _VERSION.match(text)
+        version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)
+        if not self.oldest <= version < self.before:
+            first, last = (".".join(map(str, each)) for each in (self.oldest, self.before))
+            raise ConfigError(
+                f"StrataKV's tiers for {self.host} were made for its versions "
+                f"{self.text or f'{first} and later, below {last}'}, not {format_value(text)}; "
+                f"install '{self.package}>={first},<{last}', or a StrataKV that knows this version"
+            )
+        return version

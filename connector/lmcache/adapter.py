@@ -25,15 +25,15 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import check_servers, chunk_layout
-from ..chunks.settings import read_settings
+from ..chunks.settings import chunk_host
 from ..chunks.tiers import ChunkTiers
-from ..chunks.versions import host_version
+from ..chunks.versions import Supported
 from .identity import ChunkIdentity, read_identity
 from .shelf import HOST, Shelf, identity_text
 
 log = logging.getLogger(__name__)
 
-OLDEST, BEFORE = (0, 5, 6), (0, 6, 0)
+SUPPORTED = Supported(HOST, "lmcache", (0, 5, 6), (0, 6, 0))
 MAX_LAYOUTS = 16
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 
@@ -59,11 +59,11 @@ class StrataL2Adapter(L2AdapterInterface):
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         # No capacity for LMCache to evict by: the tiers keep within theirs by themselves.
         super().__init__(max_capacity_bytes=0)
-        version = host_version("lmcache", HOST, OLDEST, BEFORE)
+        version = SUPPORTED.installed()
         given = dict(config)
         self._layouts = _number(given, "layouts", 1, MAX_LAYOUTS)
         self._chunk_bytes = _number(given, "chunk_bytes", 0, 2**40)
-        self._settings = read_settings(given, HOST)
+        self._settings = chunk_host(HOST).read(given)
         self._version = f"{version[0]}.{version[1]}"
         tiers = self._settings.tiers()
         credentials = tiers.remote.credentials()

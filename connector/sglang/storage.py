@@ -19,15 +19,15 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import open_chunk_tiers
-from ..chunks.settings import read_settings
+from ..chunks.settings import chunk_host
 from ..chunks.tiers import ChunkTiers
-from ..chunks.versions import host_version
+from ..chunks.versions import Supported
 from .identity import PageKeys, read_identity
 
 log = logging.getLogger(__name__)
 
 HOST = "SGLang"
-OLDEST, BEFORE = (0, 5, 23), (0, 6, 0)
+SUPPORTED = Supported(HOST, "sglang", (0, 5, 23), (0, 6, 0))
 # Of the back end's JSON, SGLang's own.
 HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
 # Beyond the time that a call may take by itself: only a machine that stands still needs it.
@@ -39,7 +39,7 @@ class StrataHiCacheStorage(HiCacheStorage):
     pool. Raises ConfigError, or TierConfigError, for what cannot work."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        version = host_version("sglang", HOST, OLDEST, BEFORE)
+        version = SUPPORTED.installed()
         given = dict(storage_config.extra_config or {})
         if not given.get("interface_v1"):
             raise ConfigError(
@@ -49,7 +49,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         # SGLang has options of its own there too, which it takes out in some versions only.
         for name in [*HOST_KEYS, *(name for name in given if name.startswith("prefetch_"))]:
             given.pop(name, None)
-        self._settings = read_settings(given, HOST)
+        self._settings = chunk_host(HOST).read(given)
         self._version = ".".join(map(str, version))
         self._config = storage_config
         self._tiers: ChunkTiers | None = None

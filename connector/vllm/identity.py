@@ -26,7 +26,7 @@ from ...tiers.settings.values import ConfigError
 
 # What stands behind the block hash in vLLM's own key.
 GROUP_BYTES = 4
-_NAMESPACE = b"vllm-chunk-1\0"
+NAMESPACE = b"vllm-chunk-1\0"
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -71,7 +71,7 @@ class ChunkIdentity:
 
     def namespace(self) -> bytes:
         """What a store of these chunks is bound to."""
-        return _NAMESPACE + self.root()
+        return NAMESPACE + self.root()
 
 
 class ChunkKeys:

@@ -12,21 +12,17 @@ something in the tiers changes. MISS is also the answer for
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from ...tiers.hierarchy.hierarchy import Hierarchy
+from ..chunks.failed import FailedChunks
 from ..economics import Economics
 from . import versions
 from .identity import GROUP_BYTES, ChunkKeys
 
-# How long a chunk whose load failed is not asked for, unless it is stored anew.
-FORGET_SECONDS = 10.0
-MAX_FORGOTTEN = 65536
 # The same chunk is loaded for the same request so often at most.
 MAX_LOADS = 2
 # The share of vLLM's region that chunks may take which wait there for their requests.
@@ -63,6 +59,7 @@ class Lookups:
         hierarchy: Hierarchy,
         keys: ChunkKeys,
         economics: Economics,
+        failed: FailedChunks,
         *,
         chunk_tokens: int,
         region_chunks: int,
@@ -73,7 +70,7 @@ class Lookups:
         self._chunk_tokens = chunk_tokens
         self._room = max(1, int(region_chunks * REGION_SHARE))  # chunks that may still be accepted
         self._waiting: dict[str, Asked] = {}
-        self._failed: OrderedDict[bytes, float] = OrderedDict()
+        self._failed = failed
 
     def find(self, host_key: bytes, context: Any) -> Found:
         """The answer for one chunk of vLLM's."""
@@ -102,17 +99,7 @@ class Lookups:
 
     def stored(self, keys: Sequence[bytes]) -> None:
         """These chunks have been computed anew."""
-        for key in keys:
-            self._failed.pop(key, None)
-
-    def failed(self, keys: Sequence[bytes]) -> None:
-        """The load of these chunks failed."""
-        until = time.monotonic() + FORGET_SECONDS
-        for key in keys:
-            self._failed[key] = until
-            self._failed.move_to_end(key)
-        while len(self._failed) > MAX_FORGOTTEN:
-            self._failed.popitem(last=False)
+        self._failed.stored(keys)
 
     def let_go(self, request_ids: Collection[str]) -> None:
         """These requests have begun to run, or have ended: nothing waits for them any more."""
@@ -179,15 +166,7 @@ class Lookups:
         return wanted
 
     def _is_bad(self, asked: Asked, key: bytes) -> bool:
-        if asked.loads.get(key, 0) >= MAX_LOADS:
-            return True
-        until = self._failed.get(key)
-        if until is None:
-            return False
-        if until > time.monotonic():
-            return True
-        del self._failed[key]
-        return False
+        return asked.loads.get(key, 0) >= MAX_LOADS or key in self._failed
 
     def _accept(self, asked: Asked, host_key: bytes, context: Any) -> bool:
         """Take room in vLLM's region for a chunk; False where there is none."""

@@ -65,6 +65,22 @@ class Hold:
             os.close(descriptor)
 
 
+def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """The files of engines that are gone, which `sweep` would remove."""
+    found: list[Path] = []
+    for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
+        try:
+            found += _sweep_one(lock, remove=False)
+        except OSError as error:
+            log.debug("%s is another user's, in use, or just gone: %s", lock, error)
+    return found
+
+
+def unmarked(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """The regions of engines without our spec, of which nobody can say whether they run."""
+    return [place for place in folder.glob(f"{PREFIX}*.mmap*") if MARK not in place.name]
+
+
 def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the regions of engines that are gone; what was removed."""
     removed: list[Path] = []
@@ -78,12 +94,12 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
     return removed
 
 
-def _sweep_one(lock: Path) -> list[Path]:
+def _sweep_one(lock: Path, *, remove: bool = True) -> list[Path]:
     descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         places = [*_regions(lock), lock]
-        for place in places:
+        for place in places if remove else ():
             place.unlink(missing_ok=True)
         return places
     finally:

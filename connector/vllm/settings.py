@@ -12,13 +12,11 @@ from typing import Any
 
 from ...tiers.errors import TierConfigError
 from ...tiers.fault_injection.store import Drill, parse_drill
-from ...tiers.remote.address import ServerAddress, parse_address
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
-from ...tiers.settings.option import Option, options_of, setting
-from ...tiers.settings.suggestions import did_you_mean
+from ...tiers.settings.option import setting
 from ...tiers.settings.values import ConfigError
-from ...tiers.tier_settings import CpuSettings, RemoteTierSettings, SsdSettings, TierSettings
+from ..chunks.settings import Host, OwnSettings, Settings
 
 MODULE = "stratakv.connector.vllm"
 SPEC, TIER = "StrataSpec", "StrataTier"
@@ -26,39 +24,12 @@ SPEC, TIER = "StrataSpec", "StrataTier"
 SECTION = "stratakv"
 
 LOADS = ("auto", "always")
-MAX_SECONDS = 600.0
-
-
-def _servers(called: str, value: Any) -> tuple[ServerAddress, ...]:
-    given = value.split(",") if isinstance(value, str) else value
-    kinds = str | ServerAddress
-    if not isinstance(given, list | tuple) or not all(isinstance(each, kinds) for each in given):
-        raise ConfigError(f"{called} takes addresses of cache servers, not {format_value(value)}")
-    try:
-        servers = tuple(parse_address(str(each)) for each in given if each)
-    except TierConfigError as error:
-        raise ConfigError(f"{called}: {error}") from error
-    if len({server.tls for server in servers}) > 1:
-        raise ConfigError(f"{called} mixes servers with and without TLS; use one of the two")
-    return servers
-
-
-def _seconds(called: str, value: Any) -> float:
-    number = readers.number(called, value)
-    if not 0 < number <= MAX_SECONDS:
-        raise ConfigError(
-            f"{called} takes seconds above 0 and at most {MAX_SECONDS:g}, not {format_value(value)}"
-        )
-    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSettings:
-    """Those beside the tiers' own."""
+class VllmSettings(OwnSettings):
+    """Those that other hosts lack."""
 
-    servers: tuple[ServerAddress, ...] = setting(
-        (), _servers, "addresses of the cache servers, which are one tier together", "LIST"
-    )
     load: str = setting(
         "auto", readers.one_of(*LOADS),
         "load what a tier has where that is quicker than computing (auto), or always", "NAME",
@@ -67,95 +38,33 @@ class OwnSettings:
         True, readers.switch,
         "write to the ssd at once, since vLLM may be killed at a stop, and not before an eviction",
     )  # fmt: skip
-    revision: str | None = setting(
-        None, readers.text, "keeps blocks of otherwise equal models apart", "TEXT"
-    )
-    salt: str | None = setting(
-        None, readers.text, "keeps blocks of whoever has another salt apart", "TEXT"
-    )
-    require: bool = setting(
-        False, readers.switch, "refuse to start while a tier is down", name="require_tiers"
-    )
-    read_seconds: float = setting(
-        5.0, _seconds, "how long a tier may take to bring blocks before they are computed", "N"
-    )
-    shutdown_seconds: float = setting(
-        5.0, _seconds, "how long a stop may take to write blocks down", "N"
-    )
     faults: str = setting(
         "", readers.text, "a drill: faults of the tiers below cpu, on purpose", "LIST"
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """All of them. `ssd` has no effect without a path."""
-
-    own: OwnSettings
-    cpu: CpuSettings
-    ssd: SsdSettings
-    remote: RemoteTierSettings
-
-    def tiers(self) -> TierSettings:
-        """What the tiers are built from."""
-        return TierSettings(
-            cpu=self.cpu,
-            ssd=None if self.ssd.path is None else self.ssd,
-            remote=self.remote,
-            addresses=self.own.servers,
-            require=self.own.require,
-        )
-
-    def drill(self) -> Drill | None:
-        """The faults to inject; None where none were asked for. Raises ConfigError."""
-        if not self.own.faults:
-            return None
-        names = ["ssd"] * (self.ssd.path is not None) + ["remote"] * bool(self.own.servers)
-        try:
-            return parse_drill(self.own.faults, names)
-        except TierConfigError as error:
-            raise ConfigError(f"faults {format_value(self.own.faults)}: {error}") from error
+HOST = Host("vLLM", VllmSettings)
+OPTIONS = HOST.options
 
 
-OPTIONS: Mapping[str, Option] = {
-    **options_of(CpuSettings, "cpu", "cpu_"),
-    **options_of(SsdSettings, "ssd", "ssd_"),
-    **options_of(RemoteTierSettings, "remote", "remote_"),
-    **options_of(OwnSettings, "own"),
-}
-_SECTIONS = {
-    "own": OwnSettings,
-    "cpu": CpuSettings,
-    "ssd": SsdSettings,
-    "remote": RemoteTierSettings,
-}
-
-
-def read_settings(given: Mapping[str, Any]) -> Settings:
+def read_settings(given: Mapping[str, Any]) -> Settings[VllmSettings]:
     """The settings in a JSON object of vLLM's configuration. Raises ConfigError, which names what
     is wrong, for what is unknown or cannot work."""
-    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-    for name, value in given.items():
-        option = OPTIONS.get(name)
-        if option is None:
-            near = did_you_mean(name, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
-            raise ConfigError(f"StrataKV has no setting {format_value(name)} for vLLM{near}")
-        if value is None:
-            continue
-        read = option.read(name, value)
-        option.check(name, read)
-        values[option.section][option.field] = read
-    made = {name: kind(**values[name]) for name, kind in _SECTIONS.items()}
-    settings = Settings(**made)
-    if settings.ssd.path is None and values["ssd"]:
-        raise ConfigError("settings of the ssd tier have no effect without ssd_path; give it")
-    if settings.ssd.codec == "fp8":
-        raise ConfigError(
-            "ssd_codec fp8 needs to know where rows of numbers lie, which vLLM decides; use "
-            "lossless or none"
-        )
-    settings.drill()
+    settings = HOST.read(given)
+    drill_of(settings)
     return settings
+
+
+def drill_of(settings: Settings[VllmSettings]) -> Drill | None:
+    """The faults to inject; None where none were asked for. Raises ConfigError."""
+    faults = settings.own.faults
+    if not faults:
+        return None
+    names = ["ssd"] * (settings.ssd.path is not None) + ["remote"] * bool(settings.own.servers)
+    try:
+        return parse_drill(faults, names)
+    except TierConfigError as error:
+        raise ConfigError(f"faults {format_value(faults)}: {error}") from error
 
 
 def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,13 @@ Knows vLLM's objects by their attributes and imports nothing of it before it is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...tiers.settings.values import ConfigError
+from ..chunks.versions import Supported
 
 OLDEST, NEWEST = (0, 30), (0, 33)
-_VERSION = re.compile(r"(\d+)\.(\d+)")
+SUPPORTED = Supported("vLLM", "vllm", (*OLDEST, 0), (0, NEWEST[1] + 1, 0), "0.30 to 0.33")
 
 
 def host_version() -> tuple[int, int]:
@@ -31,15 +30,7 @@ def host_version() -> tuple[int, int]:
 
 def check_version(text: str) -> tuple[int, int]:
     """The same, of what vLLM says of itself."""
-    match = _VERSION.match(text)
-    version = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not OLDEST <= version <= NEWEST:
-        oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-        raise ConfigError(
-            f"StrataKV's tiers for vLLM were made for its versions {oldest} to {newest}, not "
-            f"{text}; install one of these, or a StrataKV that knows {text}"
-        )
-    return version
+    return SUPPORTED.check(text)[:2]
 
 
 def is_cpu_build() -> bool:

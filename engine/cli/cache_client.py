@@ -33,7 +33,11 @@ _FILES = {
 
 
 class NoAnswer(Exception):
-    """The server cannot be asked, or refused; the text is for people."""
+    """The server cannot be asked, or refused; the text is for people. `is_down`: it may come."""
+
+    def __init__(self, text: str, *, is_down: bool = False) -> None:
+        super().__init__(text)
+        self.is_down = is_down
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +54,24 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
-class CacheClient:
-    """Calls of one server; a context manager. Raises ConfigError for what cannot be an address or
-    credentials, and NoAnswer from every call."""
+def client_of(args: argparse.Namespace) -> CacheClient:
+    """A client for the arguments that `add_client_arguments` adds. Raises ConfigError."""
+    try:
+        return CacheClient(_address(args), _credentials(args))
+    except TierConfigError as error:
+        raise ConfigError(str(error)) from error
 
-    def __init__(self, args: argparse.Namespace) -> None:
+
+class CacheClient:
+    """Calls of one server; a context manager. `flag` is how the flags of credentials begin. Raises
+    ConfigError for credentials that cannot be, and NoAnswer from every call."""
+
+    def __init__(
+        self, address: ServerAddress, credentials: Credentials, *, flag: str = "--"
+    ) -> None:
+        self.address, self.credentials, self._flag = address, credentials, flag
         try:
-            self.address, self.credentials = _address(args), _credentials(args)
+            credentials.check()
             self._metadata = self.credentials.metadata(self.address)
             self._channel, self._stub, self._health = _open(self.address, self.credentials)
         except TierConfigError as error:
@@ -64,7 +79,7 @@ class CacheClient:
 
     def __enter__(self) -> CacheClient:
         try:
-            _check_reachable(self.address, self.credentials)
+            _check_reachable(self.address, self.credentials, self._flag)
         except BaseException:
             self._channel.close()
             raise
@@ -93,7 +108,7 @@ class CacheClient:
     def _ask(self, method: Any, request: Any) -> Any:
         import grpc
 
-        from ...tiers.wire.status import verdict_of
+        from ...tiers.wire.status import REFUSALS, verdict_of
 
         try:
             return method(request, timeout=CALL_SECONDS, metadata=self._metadata)
@@ -101,8 +116,10 @@ class CacheClient:
             reason = verdict_of(error).reason
             said = one_line(error.details() or error.code().name)
             if reason == "unauthenticated" and self.credentials.token_file is None:
-                said += "; name a token with --token-file"
-            raise NoAnswer(f"{self.address}: {reason}: {said}") from error
+                said += f"; name a token with {self._flag}token-file"
+            raise NoAnswer(
+                f"{self.address}: {reason}: {said}", is_down=reason not in REFUSALS
+            ) from error
 
 
 def _address(args: argparse.Namespace) -> ServerAddress:
@@ -121,9 +138,7 @@ def _credentials(args: argparse.Namespace) -> Credentials:
         given[name] = None if value is None else readers.path(flag, value)
     if args.server_name is not None:
         given["server_name"] = readers.text("--server-name", args.server_name)
-    credentials = Credentials(**given)
-    credentials.check()
-    return credentials
+    return Credentials(**given)
 
 
 def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, Any]:
@@ -142,7 +157,7 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
     return channel, Stub(channel), health
 
 
-def _check_reachable(address: ServerAddress, credentials: Credentials) -> None:
+def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str) -> None:
     """Connect once without grpc, which does not say well why it cannot. Raises NoAnswer."""
     context = credentials.context() if address.tls else _trusting()
     context.set_alpn_protocols(["h2"])
@@ -150,18 +165,20 @@ def _check_reachable(address: ServerAddress, credentials: Credentials) -> None:
     try:
         sock = socket.create_connection((address.host, address.port), CALL_SECONDS)
     except OSError as error:
-        raise NoAnswer(f"{address}: no server can be reached ({error.strerror or error})") from None
+        raise NoAnswer(
+            f"{address}: no server can be reached ({error.strerror or error})", is_down=True
+        ) from None
     with sock:
         try:
             with context.wrap_socket(sock, server_hostname=name) as secured:
                 # With TLS 1.3 a client's certificate is judged after the handshake. A server that
                 # lets us in speaks first.
                 if address.tls and not _speaks(secured):
-                    raise NoAnswer(_unwelcome(address, credentials))
+                    raise NoAnswer(_unwelcome(address, credentials, flag))
         except ssl.SSLCertVerificationError as error:
             raise NoAnswer(
                 f"{address}: its certificate is not trusted ({error.verify_message}); name its "
-                "authority with --ca-file, or what it says with --server-name"
+                f"authority with {flag}ca-file, or what it says with {flag}server-name"
             ) from None
         except OSError as error:
             if address.tls:
@@ -184,9 +201,10 @@ def _speaks(sock: ssl.SSLSocket) -> bool:
         return False
 
 
-def _unwelcome(address: ServerAddress, credentials: Credentials) -> str:
+def _unwelcome(address: ServerAddress, credentials: Credentials, flag: str) -> str:
     what = (
-        "it asks for a client certificate, it seems; name one with --cert-file and --key-file"
+        f"it asks for a client certificate, it seems; name one with {flag}cert-file and "
+        f"{flag}key-file"
         if credentials.cert_file is None
         else f"it does not trust the certificate in {credentials.cert_file}, it seems; name one "
         "that its --tls-client-ca has signed"

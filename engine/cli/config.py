@@ -95,7 +95,7 @@ def _check(words: list[str]) -> int:
 REGION_BYTES, LEAST_REGION_BYTES = GIB, 1024**2
 
 
-def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
+def add_vllm_arguments(parser: argparse._ActionsContainer) -> None:
     """The region, and each setting of the tiers below vLLM."""
     parser.add_argument(
         "--region-bytes", metavar="SIZE",
@@ -113,13 +113,22 @@ def _vllm(words: list[str]) -> int:
         description="Print what vLLM's --kv-transfer-config takes, for our tiers below vLLM.",
     )
     add_vllm_arguments(parser)
-    args = vars(parser.parse_all(words))
+    print(json.dumps(transfer_config_of(vars(parser.parse_all(words))), indent=2))
+    return 0
+
+
+def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the flags of `add_vllm_arguments` say to vLLM. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
     region = REGION_BYTES if region is None else readers.size(flag, region)
     size_within(flag, region, LEAST_REGION_BYTES)
     given = {name: args[name] for name in VLLM_OPTIONS if args[name] is not None}
-    print(json.dumps(transfer_config(region, given), indent=2))
-    return 0
+    return transfer_config(region, given)
+
+
+def given_vllm_flags(args: Mapping[str, Any]) -> list[str]:
+    """Which of those flags were given."""
+    return [flag_of(name) for name in ("region_bytes", *VLLM_OPTIONS) if args[name] is not None]
 
 
 _WORDS: Mapping[str, Callable[[list[str]], int]] = {

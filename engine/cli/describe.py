@@ -13,7 +13,13 @@ from typing import Any
 
 from ...tiers.settings.format import format_name, one_line
 from ...tiers.settings.values import show_size
-from .cache_client import EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
+from .cache_client import (
+    EXIT_NO_ANSWER,
+    CacheClient,
+    NoAnswer,
+    add_client_arguments,
+    client_of,
+)
 
 DESCRIPTION = "Say what a cache server is, what it allows, and what the tenant has there."
 
@@ -35,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask and show."""
     try:
-        with CacheClient(args) as client:
+        with client_of(args) as client:
             found = _ask(client)
     except NoAnswer as error:
         print(f"stratakv describe: {one_line(str(error))}", file=sys.stderr)

@@ -38,6 +38,7 @@ COMMANDS = {
     "check": "check an SSD tier, and mend it",
     "cache": "list SSD tiers, and remove them",
     "config": "show the settings that hold, or check a file",
+    "doctor": "say what will not work below another engine",
     "plan": "say what a model takes and what fits",
 }
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."

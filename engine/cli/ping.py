@@ -20,7 +20,14 @@ from typing import Any
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_name, one_line
 from ...tiers.settings.values import ConfigError
-from .cache_client import CALL_SECONDS, EXIT_NO_ANSWER, CacheClient, NoAnswer, add_client_arguments
+from .cache_client import (
+    CALL_SECONDS,
+    EXIT_NO_ANSWER,
+    CacheClient,
+    NoAnswer,
+    add_client_arguments,
+    client_of,
+)
 
 DESCRIPTION = "Ask whether a cache server answers, how fast, and how blocks would move."
 
@@ -49,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= interval <= _MOST_SECONDS:
         raise ConfigError(f"--interval takes seconds from 0 to {_MOST_SECONDS:g}, not {interval}")
     try:
-        with CacheClient(args) as client:
+        with client_of(args) as client:
             found = _ask(client, count, interval)
     except NoAnswer as error:
         print(f"stratakv ping: {one_line(str(error))}", file=sys.stderr)

@@ -132,7 +132,11 @@ class Hierarchy:
     of them. Takes over slab and stores: `close` closes them.
 
     With a `tagger` no block is promoted whose tag is not the one it makes for the key asked for.
-    Without one tags are carried and not looked at: a server's clients judge their own."""
+    Without one tags are carried and not looked at: a server's clients judge their own.
+
+    With `keeps_unwritten` no block is evicted that a store is still to have, neither for a store
+    nor for a promotion: those go without a slot instead. For callers that are told what is kept;
+    they leave room by `num_unwritten`."""
 
     def __init__(
         self,
@@ -146,6 +150,7 @@ class Hierarchy:
         inclusive: bool = True,
         admission: AdmissionFilter | None = None,
         tagger: Tagger | None = None,
+        keeps_unwritten: bool = False,
     ) -> None:
         self._slab = slab
         self._admission = AdmitAll() if admission is None else admission
@@ -163,6 +168,7 @@ class Hierarchy:
             watermark=watermark,
             admission=self._admission,
             inclusive=inclusive,
+            keeps_unwritten=keeps_unwritten,
         )
         self._promotions = Promotions(slab, self._stores, self._write_backs, self._mailbox, tagger)
         self._look_up = LookUp(slab, self._stores, self._promotions)

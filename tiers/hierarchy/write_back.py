@@ -82,6 +82,10 @@ class WriteBack:
             return 0
         return len(self._dirty) + self._writes.num_blocks
 
+    def awaits(self, key: bytes) -> bool:
+        """Whether a block of the slab waits to be written, while the store is asked at all."""
+        return key in self._dirty and not self._writes.is_broken and self._store.allows
+
     @property
     def pending(self) -> bool:
         """Whether anything is still to be written or being written."""
@@ -251,7 +255,8 @@ class WriteBack:
 
 class WriteBacks:
     """The write-back of each store, and what follows for all of them from what happens in the slab.
-    With `inclusive` false the first store gives up what is promoted. Called by one thread."""
+    With `inclusive` false the first store gives up what is promoted; with `keeps_unwritten` nothing
+    is evicted that a store waits for. Called by one thread."""
 
     def __init__(
         self,
@@ -261,12 +266,14 @@ class WriteBacks:
         watermark: float,
         admission: AdmissionFilter,
         inclusive: bool,
+        keeps_unwritten: bool,
     ) -> None:
         self._slab = slab
         self._stores = stores
         self._admission = admission
         self._exclusive_store = stores[0] if stores and not inclusive else None
         self._all = [WriteBack(slab, store, watermark, admission) for store in stores]
+        self._spared = self._is_awaited if keeps_unwritten and stores else None
 
     def of(self, place: int) -> WriteBack:
         """That of the store at this place."""
@@ -313,11 +320,14 @@ class WriteBacks:
             coldest = self._slab.coldest(2 * excess)
             now, later = coldest[:excess], coldest[excess:]
             lacking = [write_back.before_eviction(now, later) for write_back in self._all]
-        slots = self._slab.reserve(keys, optional=optional)
+        slots = self._slab.reserve(keys, optional=optional, spared=self._spared)
         for write_back, unwritten in zip(self._all, lacking, strict=False):
             if unwritten:
                 write_back.after_eviction(unwritten)
         return slots
+
+    def _is_awaited(self, key: bytes) -> bool:
+        return any(write_back.awaits(key) for write_back in self._all)
 
     def pump(self, *, reading: bool) -> bool:
         """Start batches where they are due; False where a store was busy."""

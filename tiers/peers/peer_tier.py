@@ -21,7 +21,7 @@ from ..errors import TierClosed
 from ..remote.address import ServerAddress
 from ..remote.block_connection import BlockConnection
 from ..remote.futures import all_of, raise_if_none_began, submit, then
-from ..remote.server_link import ServerLink
+from ..remote.server_link import ServerLink, all_up, errors_of
 from ..remote.server_watch import ServerWatch
 from ..remote.settings import RemoteSettings
 from ..remote.transfers import Transfer, Transfers, as_bytes, check_buffers
@@ -76,8 +76,7 @@ class PeerTier(StoreTier):
 
     def wait_up(self, timeout_seconds: float) -> bool:
         """Wait until every engine is attached; whether they are."""
-        deadline = time.monotonic() + timeout_seconds
-        return all(peer.link.wait_up(max(0.0, deadline - time.monotonic())) for peer in self._peers)
+        return all_up([peer.link for peer in self._peers], timeout_seconds)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
         self._check_open()
@@ -141,10 +140,6 @@ class PeerTier(StoreTier):
 
     def stats(self) -> TierStats:
         size, links = self.layout.page_bytes, [peer.link for peer in self._peers]
-        errors: dict[str, int] = {}
-        for link in links:
-            for reason, times in dict(link.errors).items():
-                errors[reason] = errors.get(reason, 0) + times
         corrupt = sum(peer.loads.corrupt_blocks for peer in self._peers)
         capacity = sum(link.capacity_bytes for link in links)
         blocks = sum(link.presence.hits for link in links)
@@ -161,7 +156,7 @@ class PeerTier(StoreTier):
             loaded_bytes=hits * size,
             load_seconds=sum(peer.loads.seconds for peer in self._peers),
             rejected={"checksum": corrupt} if corrupt else {},
-            errors=errors,
+            errors=errors_of(links),
         )
 
     def close(self, timeout_seconds: float) -> None:

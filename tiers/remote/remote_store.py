@@ -25,7 +25,7 @@ from .block_connection import BlockConnection
 from .futures import all_of, raise_if_none_began, submit, then
 from .membership import Membership, Rendezvous, StaticMembership
 from .presence_cache import PresenceCache
-from .server_link import ServerLink
+from .server_link import ServerLink, all_up, errors_of
 from .server_watch import ServerWatch
 from .settings import RemoteSettings
 from .transfers import Transfer, Transfers, as_bytes, check_buffers
@@ -110,9 +110,7 @@ class RemoteStore(StoreTier):
     def wait_up(self, timeout_seconds: float) -> bool:
         """Wait until every server is attached; whether they are. For tools and tests, and for an
         engine that is not to start without: others have no reason to wait."""
-        deadline = time.monotonic() + timeout_seconds
-        links = [server.link for server in self._servers]
-        return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
+        return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:
         """How blocks move on the connections that are open now. For tools."""
@@ -228,10 +226,6 @@ class RemoteStore(StoreTier):
             links = [server.link for server in self._servers]
             blocks = sum(link.presence.hits for link in links)
             capacity = sum(link.capacity_bytes for link in links)
-            errors: dict[str, int] = {}
-            for link in links:
-                for reason, times in dict(link.errors).items():
-                    errors[reason] = errors.get(reason, 0) + times
             corrupt = sum(server.loads.corrupt_blocks for server in self._servers)
             stats = self._stats
             return TierStats(
@@ -248,7 +242,7 @@ class RemoteStore(StoreTier):
                 store_seconds=sum(server.stores.seconds for server in self._servers),
                 load_seconds=sum(server.loads.seconds for server in self._servers),
                 rejected={"checksum": corrupt} if corrupt else {},
-                errors=errors,
+                errors=errors_of(links),
                 corrupt_records_dropped=corrupt,
             )
 

@@ -14,6 +14,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -68,6 +69,20 @@ def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
     if credentials.server_name is not None:
         options.append(("grpc.ssl_target_name_override", credentials.server_name))
     return grpc.secure_channel(address.target, credentials.grpc(), options)
+
+
+def all_up(links: Sequence[ServerLink], timeout_seconds: float) -> bool:
+    """Wait until all of them are attached; whether they are."""
+    deadline = time.monotonic() + timeout_seconds
+    return all(link.wait_up(max(0.0, deadline - time.monotonic())) for link in links)
+
+
+def errors_of(links: Sequence[ServerLink]) -> dict[str, int]:
+    """What went wrong with all of them, by reason."""
+    errors: Counter[str] = Counter()
+    for link in links:
+        errors.update(dict(link.errors))
+    return dict(errors)
 
 
 class ServerLink:

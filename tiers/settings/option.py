@@ -65,13 +65,17 @@ def setting(
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in their order."""
-    table = {}
+    """The options among the fields of a class, by name, in their order. `{them}` in a help is the
+    `THEM` of the class, where it shares fields with another."""
+    table, them = {}, getattr(kind, "THEM", "")
     for field in dataclasses.fields(kind):
         option = field.metadata.get(Option)
         if option is not None:
             table[prefix + (option.field or field.name)] = dataclasses.replace(
-                option, section=section, field=field.name
+                option,
+                section=section,
+                field=field.name,
+                help=option.help.replace("{them}", them),
             )
     return table
 

@@ -21,6 +21,9 @@ from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierEr
 from .frames import Status, WireError
 
 REASON_KEY = "stratakv-reason"  # of the trailing metadata
+WRONG_LAYOUT = "layout"
+# Reasons that no waiting mends: who is answered so before a start had better not start.
+REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 
 Code = grpc.StatusCode
@@ -108,7 +111,7 @@ class _Row:
 TABLE = (
     _Row(Unauthenticated, Code.UNAUTHENTICATED, "unauthenticated", Retry.RARELY,
          "send a known token as `authorization: Bearer ...`, or a client certificate"),
-    _Row(WrongLayout, Code.FAILED_PRECONDITION, "layout", Retry.RARELY,
+    _Row(WrongLayout, Code.FAILED_PRECONDITION, WRONG_LAYOUT, Retry.RARELY,
          "give the engines one model and block size, or the tenant another pool"),
     _Row(NotAttached, Code.FAILED_PRECONDITION, "not_attached", Retry.ATTACH,
          "call Attach first"),

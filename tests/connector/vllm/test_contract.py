@@ -306,11 +306,13 @@ def test_bytes_that_changed_in_the_slab_are_a_miss_from_then_on(live: Any, how: 
     keys = host_keys(5)
     engine.fill(keys, seed=1)
     transfers = engine.tier._tiers.transfers
-    slots = transfers._slots
+    slab = transfers._slab
+    slots = np.frombuffer(slab.memory(), np.uint8).reshape(slab.num_slots, -1)
     if how == "zero":
         slots[:] = 0
     else:
         slots[:, 4000] ^= 1
+    del slots
     _, result = engine.load(keys)
     assert not result.success
     assert result.successful_keys is None

@@ -8,11 +8,14 @@ test-vllm` and docs/vllm.md.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from stratakv.engine.cli.main import main
 
 from ...tiers.cache_server.rig import server_process
 from .vllm_engine import (
@@ -23,6 +26,7 @@ from .vllm_engine import (
     extra_config,
     make_model,
     make_prompts,
+    package_path,
     regions_of,
 )
 
@@ -71,6 +75,19 @@ def wait_for_disk(engine: VllmEngine, blocks: int) -> None:
     while engine.do({"metrics": True}).get("stratakv:tier_blocks:ssd", 0) < blocks:
         assert time.monotonic() < deadline
         engine.generate([[7, 8, 9]])
+
+
+def test_doctor_knows_this_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", package_path(tmp_path))
+    flags = ("--cpu-bytes", "8MiB", "--region-bytes", "1MiB", "--python", str(PYTHON), "--json")
+    assert main(["doctor", "vllm", *flags]) == 0
+    told = json.loads(capsys.readouterr().out)
+    facts = {each["what"]: each["fact"] for each in told["findings"]}
+    assert facts["block hash"] == "sha256 is the same in every process"
+    assert main(["doctor", "vllm", *flags, "--prefix-caching-hash-algo", "xxhash"]) == 1
+    assert "random seed" in capsys.readouterr().out
 
 
 def test_cold_and_from_the_slab(

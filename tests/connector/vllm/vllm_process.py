@@ -141,10 +141,11 @@ class Engine:
         with transfers.lock:
             keys = transfers._slab.keys()
             for slot in transfers._slab.pin(keys, touch=False):
+                page = transfers._slab.buffer(slot)
                 if how == "zero":
-                    transfers._slots[slot] = 0
+                    page[:] = bytes(page.nbytes)
                 else:
-                    transfers._slots[slot][len(transfers._slots[slot]) // 2] ^= 1
+                    page[page.nbytes // 2] ^= 1
             transfers._slab.unpin(keys)
         return len(keys)
 

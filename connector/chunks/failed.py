@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks whose load has failed: for a while they are not found, unless they are stored anew.
+
+A host asks again at once for what it was told is there, so that a chunk that is found and never
+comes would be loaded for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+
+FORGET_SECONDS = 10.0
+MAX_FORGOTTEN = 65536
+
+
+class FailedChunks:
+    """Their keys. The owner's lock is held for every call."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[bytes, float] = OrderedDict()  # monotonic
+
+    def __contains__(self, key: bytes) -> bool:
+        until = self._until.get(key)
+        if until is None:
+            return False
+        if until > time.monotonic():
+            return True
+        del self._until[key]
+        return False
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """The load of these chunks failed."""
+        until = time.monotonic() + FORGET_SECONDS
+        for key in keys:
+            self._until[key] = until
+            self._until.move_to_end(key)
+        while len(self._until) > MAX_FORGOTTEN:
+            self._until.popitem(last=False)
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        """These chunks have come anew."""
+        for key in keys:
+            self._until.pop(key, None)

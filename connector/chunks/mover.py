@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine above the tiers needs: the thread that drives the hierarchy, the copies between
+its memory and the slab, and an end in order.
+
+    store   host's bytes ──digest, copy──► slot of the slab ──► SSD, cache servers
+    load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
+
+Which jobs there are, and when each is begun, is the subclass's: one host's scheduler must not wait
+for anything and has its tickets made in the call (`vllm/transfers.py`), another's stores wait for
+room and its answers are futures (`tiers.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from ...tiers.cpu import CpuSlab
+from ...tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
+from ...tiers.hierarchy.promotions import LoadTicket
+from ...tiers.tag import Proof, Tagger
+from .failed import FailedChunks
+
+log = logging.getLogger(__name__)
+
+# Whatever is due by the clock has its alarm in the hierarchy; should one be missed, it costs this.
+LOOK_SECONDS = 0.25
+CLOSE_SECONDS = 2.0
+
+# The bytes of one chunk where the host has them, in order.
+Parts = Sequence[memoryview]
+
+
+class Assembly(NamedTuple):
+    """Tiers put together: `wakeup` is set when the hierarchy may have something to do."""
+
+    hierarchy: Hierarchy
+    slab: CpuSlab
+    tagger: Tagger
+    wakeup: threading.Event
+
+
+class Copied(NamedTuple):
+    """What a load brought: the chunks that have not come, and those that were not what was
+    stored."""
+
+    missing: list[bytes]
+    damaged: list[bytes]
+
+
+class ChunkMover(ABC):
+    """Takes over what was assembled. `lock` guards hierarchy, `failed` and jobs: it is held for
+    work in memory only, never during a copy. Should the thread fail, everything is a miss from then
+    on."""
+
+    THREAD: ClassVar[str]
+    THEN: ClassVar[str]  # what everything is once the thread has failed
+
+    def __init__(self, assembly: Assembly, failed: FailedChunks) -> None:
+        self.lock = threading.Lock()
+        self.damaged = 0  # chunks whose bytes in the slab were not those that were stored
+        self.is_broken = False
+        self._hierarchy, self._slab, self._tagger, self._wakeup = assembly
+        self._failed = failed
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=self.THREAD, daemon=True)
+
+    def close(self, seconds: float) -> None:
+        """Fail what waits, write down what the stores lack within the time, release everything.
+        Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wakeup.set()
+        deadline = time.monotonic() + seconds
+        self._thread.join(timeout=seconds + CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("a copy has not ended within %.1f s; the tiers stay open", seconds)
+            return
+        with self.lock:
+            if not self.is_broken:
+                self._give_back()
+            self._end_jobs()
+            if not self.is_broken:
+                self._write_down(deadline - time.monotonic())
+            if not self._hierarchy.close(CLOSE_SECONDS):
+                log.error("a tier still uses memory that it should have given back")
+
+    @abstractmethod
+    def _turn(self) -> bool:
+        """Do what is due, and one copy at most. False: nothing was to do. Called by the thread,
+        without the lock."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """End the tickets of all jobs, none of which is being copied."""
+
+    @abstractmethod
+    def _end_jobs(self) -> None:
+        """End every job with what it has. Asks nothing of the hierarchy, which may have failed."""
+
+    def _wait_seconds(self) -> float:
+        """How long the thread may sleep at most."""
+        return LOOK_SECONDS
+
+    @property
+    def _is_over(self) -> bool:
+        return self._closed or self.is_broken
+
+    def _copy_in(self, ticket: StoreTicket, chunks: Iterable[Parts]) -> list[bytes]:
+        """Copy the ticket's chunks to their slots; the digest of each, as the host has it."""
+        digests = []
+        for key, slot, parts in zip(ticket.keys, ticket.slots, chunks, strict=True):
+            target, at = self._slab.buffer(slot), 0
+            hasher = self._tagger.begin(key)
+            for part in parts:
+                hasher.update(part)
+                _copy(part, target[at : at + part.nbytes])
+                at += part.nbytes
+            digests.append(hasher.digest())
+        return digests
+
+    def _end_store(self, ticket: StoreTicket, digests: Sequence[bytes]) -> None:
+        """The chunks are in their slots. Under the lock."""
+        proofs = self._hierarchy.prove(ticket.keys, digests)
+        self._hierarchy.end_store(ticket, True, proofs)
+
+    def _copy_out(
+        self, ticket: LoadTicket, proofs: Sequence[Proof | None], chunks: Iterable[Parts]
+    ) -> Copied:
+        """Copy what has come, and compare it where the host has it now. What is late has no
+        slot."""
+        copied = Copied([], [])
+        for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):
+            if slot is None or proof is None:
+                copied.missing.append(key)
+                continue
+            source, at = self._slab.buffer(slot), 0
+            hasher = self._tagger.begin(key)
+            for part in parts:
+                _copy(source[at : at + part.nbytes], part)
+                hasher.update(part)
+                at += part.nbytes
+            if hasher.digest() != proof.digest:
+                copied.damaged.append(key)
+        return copied
+
+    def _end_load(self, ticket: LoadTicket, copied: Copied) -> None:
+        """The chunks are where the host wants them. Under the lock."""
+        self._hierarchy.end_load(ticket)
+        damaged = copied.damaged
+        if damaged:
+            log.error("%d chunks were damaged in memory; they are misses", len(damaged))
+            self.damaged += len(damaged)
+            self._hierarchy.drop(damaged)
+        self._failed.add([*copied.missing, *damaged])
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._wakeup.wait(self._wait_seconds())
+                self._wakeup.clear()
+                while not self._closed and self._turn():
+                    pass
+        except Exception:
+            log.exception("StrataKV's tiers stop; everything is %s from now on", self.THEN)
+            with self.lock:
+                self.is_broken = True
+                self._end_jobs()
+
+    def _write_down(self, seconds: float) -> None:
+        if not self._hierarchy.flush(max(0.0, seconds)):
+            log.warning("not every chunk could be written down in time; those are lost")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Releases the interpreter, as an assignment of slices does not."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

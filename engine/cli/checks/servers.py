@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache servers: whether each can be reached, takes our credentials, and has room for chunks of
+another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ....tiers.errors import TierConfigError
+from ....tiers.remote.address import ServerAddress
+from ....tiers.remote.credentials import Credentials
+from ....tiers.settings.format import format_name
+from ....tiers.settings.sizes import rough_size
+from ....tiers.settings.values import ConfigError
+from ....tiers.tier_settings import TierSettings
+from ..cache_client import CacheClient, NoAnswer
+from .base import Finding, ok, problem, warning
+
+FLAG = "--remote-"
+
+
+def check_servers(tiers: TierSettings) -> Iterator[Finding]:
+    """Each of them, and whether the tenant there is one for chunks."""
+    try:
+        credentials = tiers.remote.credentials()
+    except TierConfigError as error:
+        yield problem("cache servers", str(error), "give both, or neither")
+        return
+    for address in tiers.addresses:
+        yield from _check_server(address, credentials, is_required=tiers.require)
+
+
+def _check_server(
+    address: ServerAddress, credentials: Credentials, *, is_required: bool
+) -> Iterator[Finding]:
+    from ....proto.v1 import cache_service_pb2 as messages
+
+    what = "cache server"
+    try:
+        with CacheClient(address, credentials, flag=FLAG) as client:
+            status = client.health()
+            described = client.call("describe", messages.DescribeRequest())
+    except (ConfigError, TierConfigError) as error:
+        yield problem(what, str(error), "give files that can be read")
+        return
+    except NoAnswer as error:
+        if not error.is_down:
+            yield problem(what, str(error), "mend that, or leave the server out")
+        elif is_required:
+            yield problem(what, str(error), "start it, or leave out --require-tiers")
+        else:
+            yield warning(what, str(error), "start it; until then the engine runs without it")
+        return
+    shown = (
+        f"{address} {status}, version {format_name(described.server_version)}, tenant "
+        f"{format_name(described.tenant)} with {rough_size(described.capacity_bytes)}"
+    )
+    if described.HasField("layout") and not _is_of_chunks(described.layout):
+        yield problem(
+            what, f"{shown} has blocks of {_show(described.layout)}, not chunks of another engine",
+            "give each model, and each way to split it, a tenant of its own",
+        )  # fmt: skip
+    elif status != "SERVING":
+        yield warning(what, shown, "it is about to stop; start it again")
+    else:
+        yield ok(what, shown)
+
+
+def _is_of_chunks(layout: Any) -> bool:
+    """Whether blocks are chunks, of whose inside nothing is known here."""
+    return (layout.num_layers, layout.block_size_tokens, layout.num_kv_heads) == (1, 1, 1)
+
+
+def _show(layout: Any) -> str:
+    return (
+        f"{layout.num_layers} layers, {layout.num_kv_heads} KV heads, {layout.block_size_tokens} "
+        "tokens"
+    )

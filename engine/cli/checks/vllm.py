@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM is to be given, and everything that is looked at before it is started with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....connector.chunks.settings import Settings
+from ....connector.vllm import region
+from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE, model_fingerprint
+from ....connector.vllm.settings import (
+    MODULE,
+    OPTIONS,
+    SECTION,
+    SPEC,
+    TIER,
+    VllmSettings,
+    read_settings,
+)
+from ....tiers.settings.format import format_value
+from ....tiers.settings.sizes import rough_size
+from ....tiers.settings.values import ConfigError
+from . import python as python_checks
+from .base import Check, Finding, ok, problem, warning
+from .disk import check_ssd
+from .machine import (
+    SHARED_MEMORY,
+    check_clock,
+    check_huge_pages,
+    check_memory,
+    check_shared_memory,
+)
+from .python import PythonFacts, VllmModule
+from .servers import check_servers
+
+CONNECTOR = "OffloadingConnector"
+STOCK_SPEC = "TieringOffloadingSpec"
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+ALIASES = ("NHD", "HND")  # of layouts, which vLLM resolves
+CPU_LAYOUT, CPU_BLOCK_TOKENS = "LBHNC", 32
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmCase:
+    """What would be started. `transfer` is the object for `--kv-transfer-config`; `facts` a text
+    where the Python cannot be asked."""
+
+    transfer: Mapping[str, Any]
+    python: str
+    facts: PythonFacts | str
+    environment: Mapping[str, str]
+    model: str | None = None
+    hash_algorithm: str = "sha256"
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    shared_memory: Path = field(default=SHARED_MEMORY)
+
+    @property
+    def vllm(self) -> VllmModule:
+        """What is known of vLLM."""
+        return VllmModule() if isinstance(self.facts, str) else self.facts.vllm
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What stands under `kv_connector_extra_config`."""
+        extra = self.transfer.get("kv_connector_extra_config")
+        return extra if isinstance(extra, Mapping) else {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether our spec is named, and not our tier among vLLM's own."""
+        return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
+
+    @property
+    def given(self) -> Mapping[str, Any] | None:
+        """Our settings; None where our tiers are not named."""
+        if self.is_whole:
+            given = self.extra.get(SECTION, {})
+            return given if isinstance(given, Mapping) else None
+        tiers = self.extra.get("secondary_tiers")
+        for each in tiers if isinstance(tiers, Sequence) else ():
+            if isinstance(each, Mapping) and each.get("type") == TIER:
+                return {k: v for k, v in each.items() if k not in ("type", "module_path")}
+        return None
+
+    @property
+    def settings(self) -> Settings[VllmSettings] | None:
+        """Those that hold; None where they are refused, which `check_settings` tells."""
+        try:
+            return None if self.given is None else read_settings(self.given)
+        except ConfigError:
+            return None
+
+    @property
+    def region_bytes(self) -> int | None:
+        """What vLLM's region takes."""
+        size = self.extra.get("cpu_bytes_to_use")
+        return int(size) if isinstance(size, int | float) and size > 0 else None
+
+
+def read_transfer(text: str) -> Mapping[str, Any]:
+    """What is given to `--kv-transfer-config`: JSON, or the name of a file of it. Raises
+    ConfigError."""
+    source = "--config"
+    if not text.lstrip().startswith("{"):
+        source = f"--config {text}"
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{source} cannot be read ({reason}); give a file, or the JSON object itself"
+            ) from error
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{source} is no JSON ({error}); give what stratakv config vllm prints"
+        ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source} takes a JSON object, not {format_value(given)}")
+    return given
+
+
+def check_python(case: VllmCase) -> Iterator[Finding]:
+    """The interpreter, vLLM in it, and us."""
+    yield from python_checks.check_interpreter(case.python, case.facts)
+    if not isinstance(case.facts, str):
+        yield from python_checks.check_vllm_version(case.facts.vllm, case.python)
+        yield from python_checks.check_packages(case.facts, case.python)
+
+
+def check_block_hash(case: VllmCase) -> Iterator[Finding]:
+    """Whether blocks have the same name in every process."""
+    if case.vllm.platform:
+        yield from python_checks.check_hash_roots(case.vllm, case.hash_algorithm, case.environment)
+
+
+def check_connector(case: VllmCase) -> Iterator[Finding]:
+    """What stands around our settings in what vLLM is given."""
+    what, transfer = "config", case.transfer
+    cure = "give what stratakv config vllm prints"
+    if transfer.get("kv_connector") != CONNECTOR:
+        named = format_value(transfer.get("kv_connector"))
+        yield problem(what, f"kv_connector is {named}, and our tiers lie below {CONNECTOR}", cure)
+    if transfer.get("kv_role") not in ROLES:
+        named = format_value(transfer.get("kv_role"))
+        yield problem(what, f"kv_role is {named}, which vLLM refuses", 'give "kv_both"')
+    if transfer.get("kv_load_failure_policy", "fail") != "recompute":
+        yield warning(
+            what, "kv_load_failure_policy is not recompute, so that a request fails whose load "
+            "above our tiers does", 'give "kv_load_failure_policy": "recompute"',
+        )  # fmt: skip
+    else:
+        yield ok(what, "what cannot be loaded is computed (kv_load_failure_policy)")
+    misplaced = [name for name in case.extra if name in OPTIONS]
+    if misplaced:
+        yield problem(
+            what, f"{', '.join(misplaced)} stand where vLLM does not look for them",
+            f'put our settings under "{SECTION}"',
+        )  # fmt: skip
+    if not case.is_whole and case.given is not None:
+        name = case.extra.get("spec_name")
+        if name != STOCK_SPEC:
+            yield problem(
+                what, f"spec_name is {format_value(name)}, which takes no secondary tiers",
+                f'give "spec_name": "{STOCK_SPEC}", or our spec {SPEC}',
+            )  # fmt: skip
+        elif case.vllm.is_cpu_build:
+            yield problem(
+                what, f"{STOCK_SPEC} has no worker for the CPU build",
+                f'give "spec_name": "{SPEC}", "spec_module_path": "{MODULE}"',
+            )  # fmt: skip
+    if case.extra.get("canonical_layout") and case.vllm.is_cpu_build:
+        yield problem(what, "canonical_layout needs copies made on a GPU", "leave it out")
+
+
+def check_settings(case: VllmCase) -> Iterator[Finding]:
+    """Ours."""
+    if case.given is None:
+        yield problem(
+            "settings", "our tiers are named nowhere in it", "give what stratakv config vllm prints"
+        )
+        return
+    try:
+        settings = read_settings(case.given)
+    except ConfigError as error:
+        yield problem("settings", str(error), "mend that")
+        return
+    if settings.own.faults:
+        yield warning("settings", "faults are injected on purpose", "leave out --faults")
+    if settings.ssd.path is None and not settings.own.servers:
+        yield warning(
+            "settings", "there is nothing below the slab, so a restart begins with nothing",
+            "give --ssd-path, or --servers",
+        )  # fmt: skip
+    else:
+        below = ["ssd"] * (settings.ssd.path is not None) + ["remote"] * bool(settings.own.servers)
+        yield ok("settings", f"slab {rough_size(settings.cpu.capacity_bytes)}, {', '.join(below)}")
+
+
+def check_region(case: VllmCase) -> Iterator[Finding]:
+    """Room for vLLM's region, and what engines that are gone have left of theirs."""
+    if case.region_bytes is None:
+        size = format_value(case.extra.get("cpu_bytes_to_use"))
+        yield problem(
+            "region", f"cpu_bytes_to_use is {size}", "give a number of bytes, such as 8589934592"
+        )
+    else:
+        yield from check_shared_memory(case.region_bytes, case.shared_memory)
+    left = region.left_behind(case.shared_memory)
+    if left:
+        cure = (
+            "the start will remove them"
+            if case.is_whole
+            else f"remove them; with {SPEC} the start would"
+        )
+        yield warning("regions", f"{_taken(left)} are left of engines that are gone", cure)
+    others = region.unmarked(case.shared_memory)
+    if others:
+        yield warning(
+            "regions", f"{_taken(others)} are of engines without our spec",
+            f"where no vLLM runs, remove {case.shared_memory}/{region.PREFIX}*",
+        )  # fmt: skip
+    if not (left or others):
+        yield ok("regions", "none is left behind")
+
+
+def check_sizes(case: VllmCase) -> Iterator[Finding]:
+    """Memory for slab and region."""
+    settings = case.settings
+    if settings is not None:
+        slab = settings.cpu.capacity_bytes
+        yield from check_memory(slab, case.region_bytes or 0)
+        if settings.cpu.huge_pages:
+            yield from check_huge_pages(slab)
+
+
+def check_disk(case: VllmCase) -> Iterator[Finding]:
+    """Where the SSD tier is to lie."""
+    settings = case.settings
+    if settings is not None and settings.ssd.path is not None:
+        yield from check_ssd(settings.ssd, NAMESPACE, "vLLM")
+
+
+def check_remote(case: VllmCase) -> Iterator[Finding]:
+    """Cache servers, and the clock where one has a certificate."""
+    settings = case.settings
+    if settings is not None and settings.own.servers:
+        yield from check_servers(settings.tiers())
+        if any(server.tls for server in settings.own.servers):
+            yield from check_clock()
+
+
+def check_allocator(case: VllmCase) -> Iterator[Finding]:
+    """Whether PyTorch may move memory that a connector was told of."""
+    named = [
+        name
+        for name in ALLOCATOR_VARIABLES
+        if "expandable_segments:True" in case.environment.get(name, "")
+    ]
+    if not named:
+        return
+    fact = f"{named[0]} has expandable_segments:True"
+    if ALLOCATOR_VARIABLES[0] in named:
+        yield problem(
+            "allocator", f"{fact}, which vLLM refuses beside any connector",
+            "leave it out, or start vLLM with --enable-sleep-mode",
+        )  # fmt: skip
+    else:
+        yield warning(
+            "allocator", f"{fact}: memory that a connector was told of may move", "leave it out"
+        )
+
+
+def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
+    """What is known before the start of how the KV cache will lie."""
+    dtype = case.kv_cache_dtype
+    if dtype == "auto":
+        yield ok("kv cache", f"dtype is the model's; of these: {', '.join(DTYPES)}")
+    elif dtype not in DTYPES:
+        yield problem(
+            "kv cache", f"dtype {dtype} cannot be shared between engines, as far as StrataKV knows",
+            f"use --kv-cache-dtype auto or one of {', '.join(DTYPES)}",
+        )  # fmt: skip
+    else:
+        yield ok("kv cache", f"dtype {dtype}")
+    layout = case.environment.get("VLLM_KV_CACHE_LAYOUT")
+    if layout is not None:
+        yield from _check_layout(layout, is_cpu_build=case.vllm.is_cpu_build)
+    size = case.block_size
+    if size is not None and case.vllm.is_cpu_build and size % CPU_BLOCK_TOKENS:
+        yield warning(
+            "kv cache", f"blocks of {size} tokens are nothing for the CPU build but with MLA",
+            f"give --block-size a multiple of {CPU_BLOCK_TOKENS}",
+        )  # fmt: skip
+    per_chunk = case.extra.get("blocks_per_chunk", 1)
+    if not isinstance(per_chunk, int) or isinstance(per_chunk, bool) or per_chunk < 1:
+        yield problem(
+            "kv cache", f"blocks_per_chunk is {format_value(per_chunk)}", "give a number, such as 8"
+        )
+
+
+def check_model(case: VllmCase) -> Iterator[Finding]:
+    """What the model is called here, and whether it has several cache groups."""
+    if case.model is None:
+        return
+    folder = Path(case.model)
+    if not folder.is_dir():
+        yield ok(
+            "model", f"{case.model} is taken by its name, which has to mean the same weights "
+            "everywhere (--revision keeps others apart)",
+        )  # fmt: skip
+        return
+    try:
+        print_of = model_fingerprint(case.model)
+    except ConfigError as error:
+        yield problem("model", str(error), "change its permissions")
+        return
+    yield ok("model", f"{case.model} is {print_of[:23]}")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield warning("model", f"its config.json cannot be read ({error})", "see that it is whole")
+        return
+    kinds = config.get("layer_types") if isinstance(config, dict) else None
+    if isinstance(kinds, list) and len(set(map(str, kinds))) > 1:
+        yield warning(
+            "model", f"has layers of kinds {', '.join(sorted(set(map(str, kinds))))}, and several "
+            "cache groups were not tried", "compare answers with and without our tiers",
+        )  # fmt: skip
+
+
+CHECKS: tuple[Check[VllmCase], ...] = (
+    check_python,
+    check_block_hash,
+    check_connector,
+    check_settings,
+    check_region,
+    check_sizes,
+    check_disk,
+    check_remote,
+    check_allocator,
+    check_kv_cache,
+    check_model,
+)
+
+
+def _check_layout(layout: str, *, is_cpu_build: bool) -> Iterator[Finding]:
+    what, fact = "kv cache", f"VLLM_KV_CACHE_LAYOUT is {layout}"
+    if layout in ALIASES:
+        yield warning(what, f"{fact}, a name that stands for others", "see which one the log names")
+    elif layout not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        yield problem(what, f"{fact}, which StrataKV cannot tell from others", f"use {known}")
+    elif is_cpu_build and layout != CPU_LAYOUT:
+        yield problem(what, f"{fact}, and the CPU build has {CPU_LAYOUT} alone", "leave it out")
+    else:
+        yield ok(what, fact)
+
+
+def _taken(places: Sequence[Path]) -> str:
+    sizes = [each.stat().st_size for each in places if each.exists()]
+    return f"{len(places)} files of {rough_size(sum(sizes))}"
