@@ -30,6 +30,7 @@ from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import engine_config
 from .request import pack_token_ids, unpack_token_ids
+from .sampling.loading import make_params_check
 from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
@@ -153,6 +154,7 @@ class LLM:
             raise ConfigError(
                 f"progress takes a function of one text, not {format_value(progress)}"
             )
+        self._check_params = make_params_check(self.config.logits_processors)
         self.tokenizer = Tokenizer.find(self.config.model.path)
         self._ids = itertools.count(1)
         self._closed = False
@@ -307,6 +309,7 @@ class LLM:
             )
         params = with_spelt_bad_words(params, self.tokenizer)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
+        self._check_params(params)
         name = f"llm-{next(self._ids)}"
         return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)
 

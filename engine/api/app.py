@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
+from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
@@ -65,13 +66,15 @@ def create_app(
     tokenizer: Tokenizer | None,
     settings: ApiSettings | None = None,
     default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
+    check_params: Callable[[SamplingParams], None] = lambda params: None,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
     paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
-    a client leaves out; it is what `load_default_sampling` finds. Raises ConfigError for a chat
-    template that cannot be used.
+    a client leaves out; it is what `load_default_sampling` finds. `check_params` raises ValueError
+    for parameters that a logits processor refuses. Raises ConfigError for a chat template that
+    cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
@@ -85,6 +88,7 @@ def create_app(
         default_sampling,
         TokenTexts(tokenizer),
         tuple(model_aliases),
+        check_params,
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
