@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.sampling.loading import make_params_check
 from stratakv.engine.text.tokenizer import Tokenizer
 
 from ...offload_config import offload_config
@@ -54,8 +56,10 @@ class LiveServer:
         default_sampling: Mapping[str, float | int] | None = None,
         has_tokenizer: bool = True,
         role: str = "both",
+        logits_processors: tuple[str, ...] = (),
     ) -> None:
         self._role = role
+        self._logits_processors = logits_processors
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
         self._default_sampling = default_sampling or {}
         self._model_path = model_path
@@ -95,7 +99,9 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         torch.set_num_threads(1)
-        self.core = EngineCore(_engine_config(self._model_path, self._offload, self._role))
+        config = _engine_config(self._model_path, self._offload, self._role)
+        config = replace(config, logits_processors=self._logits_processors)
+        self.core = EngineCore(config)
         self.client = InProcessClient(self.core)
         self.app = create_app(
             self.client,
@@ -104,6 +110,7 @@ class LiveServer:
             tokenizer=self._tokenizer,
             settings=self._settings,
             default_sampling=self._default_sampling,
+            check_params=make_params_check(self._logits_processors),
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling.loading import (
-    ENTRY_POINTS,
     InvalidProcessorParams,
     load_processors,
     make_params_check,
@@ -20,6 +19,7 @@ from stratakv.engine.sampling.loading import (
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.tiers.settings.values import ConfigError
 
+from ...processor_package import install, packages_in
 from .other_processors import Halve
 
 GOOD = """
@@ -47,24 +47,11 @@ value = 5
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path; what is imported from it is forgotten afterwards."""
-    monkeypatch.syspath_prepend(tmp_path)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder on the path."""
     (tmp_path / "strata_good.py").write_text(GOOD)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if name.startswith("strata_"):
-            del sys.modules[name]
-
-
-def install(folder: Path, package: str, **points: str) -> None:
-    """What pip leaves of a package with these entry points."""
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    lines = [f"{name} = {place}" for name, place in points.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
+    with packages_in(tmp_path):
+        yield tmp_path
 
 
 def test_nothing_is_installed_and_nothing_is_asked_for():
