@@ -35,7 +35,7 @@ from .processors.guarded import GuardedProcessor
 from .row_parts import row_parts
 from .row_states import NO_LOGPROBS, RowStates, SamplingRows
 from .token_mask import TokenMask
-from .truncation import truncate
+from .truncation import exp_, truncate
 
 # Penalties are last of those before the choice: repetition looks at the sign that biases leave.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (MinTokens, BadWords, LogitBias, Penalties, MinP)
@@ -299,7 +299,7 @@ class Sampler:
         is_short = truncate(
             scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
         )
-        sums = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
+        sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
         # Below the total even where the product was rounded up, so the answer is always a token
