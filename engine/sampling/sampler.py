@@ -270,7 +270,12 @@ class Sampler:
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
             index = to_device(random[part], logits.device)
-            from_best = logits[index].sub_(drawn.best[index, None])
+            first, last = int(random[part][0]), int(random[part][-1])
+            if last - first + 1 == len(random[part]):  # neighbours: one pass instead of two
+                near = slice(first, last + 1)
+                from_best = logits[near] - drawn.best[near, None]
+            else:
+                from_best = logits[index].sub_(drawn.best[index, None])
             part_rows = drawn.rows.at(random[part])
             tokens, is_short = self._draw(
                 from_best, to_device(numbers[part], logits.device), part_rows, all_candidates
