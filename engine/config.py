@@ -190,6 +190,7 @@ class EngineConfig:
     # Whether the next step is made while one is computed, where the model has its own process.
     async_scheduling: bool = True
     role: str = "both"
+    logits_processors: tuple[str, ...] = ()  # module:Class, beside those that are installed
 
     def __post_init__(self) -> None:
         one_of("--distributed-executor-backend", self.executor, EXECUTORS)

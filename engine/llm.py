@@ -30,6 +30,7 @@ from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import engine_config
 from .request import pack_token_ids, unpack_token_ids
+from .sampling.loading import make_params_check
 from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
@@ -157,6 +158,7 @@ class LLM:
         chosen = self.config.model
         self.tokenizer = Tokenizer.find(chosen.path)
         self.marks = find_marks(self.tokenizer, chosen.reasoning_start, chosen.reasoning_end)
+        self._check_params = make_params_check(self.config.logits_processors)
         self._ids = itertools.count(1)
         self._closed = False
         self._loop = EventLoopThread("llm")
@@ -311,6 +313,7 @@ class LLM:
         params = with_spelt_bad_words(params, self.tokenizer)
         params = with_reasoning_marks(params, self.marks)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
+        self._check_params(params)
         name = f"llm-{next(self._ids)}"
         return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)
 

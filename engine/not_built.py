@@ -78,7 +78,7 @@ _BY_REASON: Mapping[str, str] = {
         max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
         async_scheduling scheduler_cls stream_interval preemption_mode scheduler_delay_factor
         disable_hybrid_kv_cache_manager disable_cascade_attn disable_sliding_window
-        logits_processors logprobs_mode enable_prompt_embeds
+        logprobs_mode enable_prompt_embeds
     """,
     _MEMORY: """
         cpu_offload_gb cpu_offload_params enable_sleep_mode kv_events_config

@@ -8,6 +8,7 @@ One table serves `stratakv serve --block-size 32` and `LLM(block_size=32)`. The 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,41 @@ def _mark(called: str, value: Any) -> str:
             f"{called} takes a text of up to {_MAX_MARK_CHARACTERS} characters, not {len(lines)}"
         )
     return text
+
+
+def _read_processors(called: str, value: Any) -> tuple[str, ...]:
+    """`module:Class`, several with commas between, as a list of them, or of classes."""
+    items = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    names: list[str] = []
+    for item in items:
+        if isinstance(item, type):
+            names.append(_importable(called, item))
+        elif not isinstance(item, str):
+            raise ConfigError(f"{called} takes module:Class or classes, not {format_value(item)}")
+        elif item.strip():
+            names.extend(readers.texts(called, item))
+    for name in names:
+        module, _, path = name.partition(":")
+        parts = [*module.split("."), *path.split(".")]
+        if not all(part.isidentifier() for part in parts):
+            raise ConfigError(
+                f"{called} takes module:Class, such as mypackage.processors:NoRepeat, not "
+                f"{format_value(name)}"
+            )
+    return tuple(names)
+
+
+def _importable(called: str, kind: type) -> str:
+    """The name by which another process finds this class."""
+    found: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not kind:
+        raise ConfigError(
+            f"{called} holds {kind.__module__}.{kind.__qualname__}, which cannot be found by that "
+            "name; define the class at the top of a module"
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 OPTIONS: Mapping[str, Option] = {
@@ -173,6 +209,11 @@ OPTIONS: Mapping[str, Option] = {
         "engine", "async_scheduling", readers.switch,
         "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
         "computed",
+    ),
+    "logits_processors": Option(
+        "engine", "logits_processors", _read_processors,
+        "logits processors of other packages beside the installed ones: module:Class, with commas "
+        "between", "NAMES",
     ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,

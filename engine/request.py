@@ -69,6 +69,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ERROR = enum.auto()
     FINISHED_NOT_FINITE = enum.auto()  # the model's logits for it were not finite numbers
     FINISHED_REPETITION = enum.auto()  # it had begun to repeat itself
+    FINISHED_PROCESSOR_FAILED = enum.auto()  # a logits processor raised for it
 
     @property
     def is_finished(self) -> bool:
@@ -87,6 +88,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ERROR: "error",
     RequestStatus.FINISHED_NOT_FINITE: "error",
     RequestStatus.FINISHED_REPETITION: "repetition",
+    RequestStatus.FINISHED_PROCESSOR_FAILED: "error",
 }
 
 

@@ -7,6 +7,7 @@ whoever knows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -31,6 +32,8 @@ MAX_REASONING_MARK_TOKENS = 64
 # A pattern as long as this costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
+MAX_EXTRA_ARGS_BYTES = 16 * 1024  # as JSON
+MAX_EXTRA_ARGS_DEPTH = 8
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,8 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `bad_words_token_ids`, which whoever has the tokenizer fills in. `thinking_token_budget` is the
     most tokens of a thought, which stands between the marks that `reasoning_start_token_ids` and
     `reasoning_end_token_ids` are; whoever knows the model's marks fills them in, and without them
-    it does nothing. Raises ValueError, naming the field, for another type and for anything out of
-    bounds.
+    it does nothing. `extra_args` are copied. Raises ValueError, naming the field, for another type
+    and for anything out of bounds.
     """
 
     max_tokens: int = 16
@@ -95,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     reasoning_start_token_ids: tuple[int, ...] = ()
     reasoning_end_token_ids: tuple[int, ...] = ()
+    extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -104,6 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_stops()
         self._check_biases()
         self._check_thinking()
+        if self.extra_args is not None:
+            msgspec.structs.force_setattr(self, "extra_args", _plain_args(self.extra_args))
 
     @property
     def is_greedy(self) -> bool:
@@ -266,6 +272,41 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
+
+
+def _plain_args(given: Any) -> dict[str, Any]:
+    """A copy of `extra_args`, of values that JSON and the way to the core have."""
+    name = "extra_args"
+    _check(isinstance(given, Mapping), name, "a map of texts to plain values", given)
+    plain: dict[str, Any] = _plain_value(given, MAX_EXTRA_ARGS_DEPTH)
+    size = len(msgspec.json.encode(plain))
+    rule = f"at most {MAX_EXTRA_ARGS_BYTES} bytes as JSON"
+    _check(size <= MAX_EXTRA_ARGS_BYTES, name, rule, size)
+    return plain
+
+
+def _plain_value(value: Any, depth: int) -> Any:
+    name = "extra_args"
+    if isinstance(value, Mapping | list | tuple):
+        _check(depth > 0, name, f"nested at most {MAX_EXTRA_ARGS_DEPTH} deep", value, "{} in it")
+        _check(len(value) <= MAX_EXTRA_ARGS_BYTES, name, "short", len(value), "{} entries")
+    if isinstance(value, Mapping):
+        for key in value:
+            good = isinstance(key, str) and _is_unicode(key)
+            _check(good, name, "a map with texts for keys", key, "the key {}")
+        return {str(key): _plain_value(each, depth - 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(each, depth - 1) for each in value]
+    plain = _plain(value)
+    if isinstance(plain, str):
+        _check(_is_unicode(plain), name, "valid Unicode", plain, "{} in it")
+    elif _is_number(plain):
+        good = -(2**63) <= plain < 2**64 if _is_whole(plain) else math.isfinite(plain)
+        _check(good, name, "finite numbers, integers of 64 bits", plain, "{} in it")
+    else:
+        good = plain is None or isinstance(plain, bool)
+        _check(good, name, "plain values of JSON", value, "{} in it")
+    return plain
 
 
 def _is_whole(value: object) -> bool:

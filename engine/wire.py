@@ -24,6 +24,7 @@ STOPPED = "stop"
 # The model's logits for a request were not finite; blocks are counted under it, too, that are
 # forgotten because of that.
 NOT_FINITE = "not_finite"
+PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised for the request
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 

@@ -35,7 +35,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
-    "sampling": "batch logprobs reasoning",
+    "sampling": "batch logprobs reasoning sampling_params",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
@@ -48,10 +48,12 @@ ENGINE_ROOMS: dict[str, str] = {
     "text": "client handover logprobs models reasoning request sampling_params wire",
     "api": "client embeds handover logprobs request sampling_params settings text wire",
     "router": "api logs",
-    "llm": "client core embeds logprobs logs models options request sampling_params text wire",
+    "llm": (
+        "client core embeds logprobs logs models options request sampling sampling_params text wire"
+    ),
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "
-        "router sampling_params settings text wire"
+        "router sampling sampling_params settings text wire"
     ),
 }
 

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
+from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
@@ -67,14 +68,15 @@ def create_app(
     settings: ApiSettings | None = None,
     default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
     marks: ReasoningMarks | None = None,
+    check_params: Callable[[SamplingParams], None] = lambda params: None,
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
     `app.state.in_flight` counts the requests being answered, and can end them. `model_aliases` are
     paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
     a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
-    model's thoughts, chats get these apart. Raises ConfigError for a chat
-    template that cannot be used.
+    model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
+    logits processor refuses. Raises ConfigError for a chat template that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
@@ -89,6 +91,7 @@ def create_app(
         TokenTexts(tokenizer),
         tuple(model_aliases),
         marks,
+        check_params,
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..client.base import EngineClient
+from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import PromptTooLong, Tokenizer
 from .errors import ApiError
@@ -85,6 +86,8 @@ class Front:
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths; clients may ask for the model by them
     marks: ReasoningMarks | None = None  # of the model's thoughts; None: none are known
+    # Raises ValueError for parameters that a logits processor refuses.
+    check_params: Callable[[SamplingParams], None] = lambda params: None
     in_flight: InFlight = field(default_factory=InFlight)
     _long_texts: asyncio.Semaphore = field(
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)

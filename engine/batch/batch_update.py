@@ -28,6 +28,7 @@ class AddedRow(NamedTuple):
     params: SamplingParams
     prompt_token_ids: TokenArray
     output_token_ids: list[int]
+    has_prompt_tokens: bool = True  # False: the prompt is of embeddings, its token ids mean nothing
 
 
 class MovedRow(NamedTuple):

@@ -7,6 +7,7 @@ The text alone goes to standard output; figures go to standard error.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.option import flag_of
 from ...tiers.settings.values import ConfigError
 from ..logs import set_up
+from ..sampling.loading import InvalidProcessorParams
 from ..sampling_params import SamplingParams
 from .args import add_engine_arguments, add_log_level, engine_options_of, log_level
 
@@ -54,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bad-word", metavar="TEXT", action="append", default=[], help="never write this; repeat"
     )
+    parser.add_argument(
+        "--extra-args", metavar="JSON", help="an object for logits processors of other packages"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     add_log_level(parser, "warning")
     add_engine_arguments(parser)
@@ -79,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
             raise _flag_error(error) from error
         try:
             request = llm.stream(prompt, params)
+        except InvalidProcessorParams as error:
+            raise ConfigError(f"--extra-args cannot be used: {error}") from error
         except ValueError as error:
             raise ConfigError(f"--prompt cannot be used: {error}") from error
         num_tokens, last = 0, None
@@ -133,9 +140,19 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
             stop=tuple(args.stop),
             bad_words=tuple(args.bad_word),
             ignore_eos=args.ignore_eos,
+            extra_args=_extra_args(args.extra_args),
         )
     except ValueError as error:
         raise _flag_error(error) from error
+
+
+def _extra_args(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--extra-args takes an object in JSON, not {format_value(text)} ({error})"
+        ) from None
 
 
 def _flag_error(error: ValueError) -> ConfigError:

@@ -27,6 +27,7 @@ from ..client.base import EngineDead
 from ..config import EngineConfig
 from ..offload_config import PEER, REMOTE, OffloadConfig
 from ..options import model_aliases
+from ..sampling.loading import ParamsCheck, make_params_check
 from ..settings.resolve import Settings
 from ..settings.server import ServerConfig, server_config
 from .args import add_engine_arguments, add_server_arguments, engine_config_of, settings_of
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         logger.info("%s", note)
     aliases = model_aliases(settings.model, settings.engine_options)
     with sock:
-        return asyncio.run(_serve(config, server, sock, tls, aliases))
+        check_params = make_params_check(config.logits_processors)
+        return asyncio.run(_serve(config, server, sock, tls, aliases, check_params))
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
@@ -144,6 +146,7 @@ async def _serve(
     sock: socket.socket,
     tls: ssl.SSLContext | None,
     model_aliases: Sequence[str],
+    check_params: ParamsCheck,
 ) -> int:
     from ..client.process import ProcessClient
     from ..models.checkpoint.generation_config import load_default_sampling
@@ -177,6 +180,7 @@ async def _serve(
             settings=api_settings(server),
             default_sampling=default_sampling,
             marks=marks,
+            check_params=check_params,
         )
         return await _serve_app(app, client, config, server, sock, tls, told)
     finally:

@@ -33,6 +33,7 @@ from ...connector.base import (
 from ..config import EngineConfig
 from ..models.dtypes import dtype_name
 from ..models.spec import ModelSpec
+from ..sampling.loading import load_processors
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ..worker.model_runner import BegunStep, ModelRunner
@@ -124,7 +125,9 @@ def load_runner(
     connector: KVConnectorWorker | None,
     progress: Callable[[str], None],
 ) -> ModelRunner:
-    """The model runner that an engine's settings ask for; see `ModelRunner`."""
+    """The model runner that an engine's settings ask for; see `ModelRunner`. Raises ConfigError for
+    a logits processor that cannot be loaded."""
+    processors = load_processors(config.logits_processors)
     return ModelRunner(
         spec,
         config.model.path,
@@ -138,6 +141,7 @@ def load_runner(
         is_length_asked=config.model.max_model_len is not None,
         connector=connector,
         placement=placement,
+        processors=processors,
         progress=progress,
     )
 

@@ -154,6 +154,15 @@ class RowStates(RowFollower, Generic[State]):
         states = map(self._states.__getitem__, rows[indices].tolist())
         return list(zip(indices.tolist(), states, strict=True))
 
+    def put(self, row: int, state: State) -> None:
+        """Give a row another state, or its first."""
+        self._states[row] = state
+        self._has_state[row] = True
+
+    def items(self) -> list[tuple[int, State]]:
+        """Every row that has a state, with it."""
+        return list(self._states.items())
+
     def discard(self, row: int) -> None:
         """Forget what a row needs no more."""
         self._drop(row)
@@ -161,7 +170,7 @@ class RowStates(RowFollower, Generic[State]):
     def _add(self, added: AddedRow) -> None:
         state = self._state_of(added)
         if state is not None:
-            self._put(added.row, state)
+            self.put(added.row, state)
 
     def _drop(self, row: int) -> None:
         self._states.pop(row, None)
@@ -172,8 +181,4 @@ class RowStates(RowFollower, Generic[State]):
         self._drop(source)
         self._drop(target)
         if state is not None:
-            self._put(target, state)
-
-    def _put(self, row: int, state: State) -> None:
-        self._states[row] = state
-        self._has_state[row] = True
+            self.put(target, state)

@@ -14,7 +14,7 @@ The logits stay on the device that computed them; parameters go there and one an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,17 +23,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...tiers.settings.values import ConfigError
 from ..batch.batch_update import BatchUpdate, IntArray
 from ..logprobs import PositionLogprobs
 from .copies import HostCopies, begin_to_host, to_device
+from .loading import LoadedProcessor
 from .logprobs import position_entries, position_tensors, raw_logprobs
 from .processors.base import Drafts, LogitsProcessor, ProcessorContext
 from .processors.builtin import BadWords, LogitBias, MinP, MinTokens, Penalties
+from .processors.guarded import GuardedProcessor
 from .processors.thinking import ThinkingBudget
 from .row_parts import row_parts
-from .row_states import NO_LOGPROBS, SamplingRows
+from .row_states import NO_LOGPROBS, RowStates, SamplingRows
 from .token_mask import TokenMask
-from .truncation import truncate
+from .truncation import exp_, truncate
 
 # Penalties come behind biases: repetition looks at the sign that these leave.
 BUILT_IN: tuple[type[LogitsProcessor], ...] = (
@@ -63,18 +66,47 @@ class ProcessorSet:
     the temperature. All are kept up to date; only active ones are applied.
     """
 
-    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
-        self._all = tuple(processors)
+    def __init__(
+        self,
+        processors: Iterable[LogitsProcessor],
+        context: ProcessorContext | None = None,
+        loaded: Iterable[LoadedProcessor] = (),
+    ) -> None:
+        """`loaded` are of other packages and come last, in `context`; raises ConfigError for one
+        that cannot be made."""
+        others: list[GuardedProcessor] = []
+        if context is not None:
+            self._failed = RowStates[str](context.max_rows, lambda added: None)
+            others = [_guard(*one, context, self._failed.put) for one in loaded]
+        self._others = tuple(others)
+        self._all = (*processors, *others)
         self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
         # The last word, whatever the order: nothing may weaken an end mark that is forced.
         self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
         self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
 
     @classmethod
-    def built_in(cls, context: ProcessorContext) -> ProcessorSet:
-        return cls(processor(context) for processor in BUILT_IN)
+    def built_in(
+        cls, context: ProcessorContext, loaded: Iterable[LoadedProcessor] = ()
+    ) -> ProcessorSet:
+        return cls((processor(context) for processor in BUILT_IN), context, loaded)
+
+    def failures(self, rows: IntArray) -> dict[int, str]:
+        """What is told of those of `rows` that processors of other packages have failed for, by
+        index, until other requests take these rows."""
+        return dict(self._failed.of(rows)) if self._others else {}
+
+    def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether the requests in these rows may be given draft tokens: all processors that apply
+        to them follow those."""
+        may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
+        for processor in self._others:
+            may[processor.refuses_drafts(rows)] = False
+        return may
 
     def update_state(self, update: BatchUpdate) -> None:
+        if self._others:
+            self._failed.update(update)
         for processor in self._all:
             processor.update_state(update)
 
@@ -85,6 +117,21 @@ class ProcessorSet:
     def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         """Apply the processors that matter to random draws only. May overwrite `logits`."""
         return _apply(self._after_temperature, logits, rows)
+
+
+def _guard(
+    name: str,
+    kind: type[LogitsProcessor],
+    context: ProcessorContext,
+    note_failure: Callable[[int, str], None],
+) -> GuardedProcessor:
+    try:
+        return GuardedProcessor(name, kind, context, note_failure)
+    except Exception as error:  # code of others, at start
+        raise ConfigError(
+            f"the logits processor {name} cannot be made: {type(error).__name__}: {error}; its "
+            "constructor takes a ProcessorContext"
+        ) from error
 
 
 def _apply(processors: Sequence[LogitsProcessor], logits: Tensor, rows: LogitsRows) -> Tensor:
@@ -108,6 +155,8 @@ class Sampled:
     token_ids: list[int]
     is_finite: list[bool]
     has_choice: list[bool]
+    # What is told of those whose logits processor raised, by index; their tokens mean nothing.
+    failures: dict[int, str]
     logprobs: list[PositionLogprobs | None] | None = None  # None: not asked for
 
 
@@ -119,13 +168,15 @@ class Sampler:
         max_rows: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
+        processors: Sequence[LoadedProcessor] = (),
         *,
         seed: int | None = None,
     ) -> None:
-        """`seed` fixes the draws of requests that bring no seed of their own; for tests."""
+        """`processors` are of other packages; raises ConfigError for one that cannot be made.
+        `seed` fixes the draws of requests that bring no seed of their own; for tests."""
         self._rows = SamplingRows(max_rows, vocab_size)
         self._processors = ProcessorSet.built_in(
-            ProcessorContext(max_rows, vocab_size, eos_token_ids)
+            ProcessorContext(max_rows, vocab_size, eos_token_ids), processors
         )
         self._generator = torch.Generator()
         if seed is None:
@@ -136,6 +187,14 @@ class Sampler:
     def update(self, update: BatchUpdate) -> None:
         self._rows.update(update)
         self._processors.update_state(update)
+
+    def failures(self, rows: IntArray) -> dict[int, str]:
+        """As `ProcessorSet.failures`: requests that must end."""
+        return self._processors.failures(rows)
+
+    def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """As `ProcessorSet.take_drafts`; drafts of others are refused."""
+        return self._processors.take_drafts(rows)
 
     def sample(
         self,
@@ -170,6 +229,11 @@ class Sampler:
         if offsets is not None:
             belongs = LogitsRows(rows, offsets, () if drafts is None else drafts)
             _check_drafts(belongs)
+            if not (self.take_drafts(rows) | (offsets == 0)).all():
+                raise ValueError(
+                    "a request is given draft tokens, and a logits processor that applies to it "
+                    "does not follow them; see `take_drafts`"
+                )
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         # A sum is finite only where every term is; one pass, and no temporary of the same size.
@@ -211,7 +275,12 @@ class Sampler:
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
             index = to_device(random[part], logits.device)
-            from_best = logits[index].sub_(drawn.best[index, None])
+            first, last = int(random[part][0]), int(random[part][-1])
+            if last - first + 1 == len(random[part]):  # neighbours: one pass instead of two
+                near = slice(first, last + 1)
+                from_best = logits[near] - drawn.best[near, None]
+            else:
+                from_best = logits[index].sub_(drawn.best[index, None])
             part_rows = drawn.rows.at(random[part])
             tokens, is_short = self._draw(
                 from_best, to_device(numbers[part], logits.device), part_rows, all_candidates
@@ -240,7 +309,7 @@ class Sampler:
         is_short = truncate(
             scaled, self._rows.top_k[rows], self._rows.top_p[rows], all_candidates=all_candidates
         )
-        sums = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
+        sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
         # Below the total even where the product was rounded up, so the answer is always a token
@@ -308,6 +377,7 @@ class Choice:
         self._sampler, self._known, self._raw = sampler, known, raw
         self._random, self._numbers, self._num_short = random, numbers, len(short)
         self._drawn: Drawn | None = drawn
+        self._failures = sampler.failures(drawn.rows.rows)
         self.tokens = drawn.chosen  # int64 [rows], on the device
         self._copies = self._begin_copies(short)
         self._sampled: Sampled | None = None
@@ -332,6 +402,7 @@ class Choice:
             if self._drawn is not None and is_short.any():
                 again = np.flatnonzero(is_short)
                 self._sampler.draw_again(self._drawn, self._random[again], self._numbers[again])
+                self._failures = self._sampler.failures(self._drawn.rows.rows)
                 self._num_short = 0
                 self._copies = self._begin_copies([])
                 self._sampled, _ = self._fetch()
@@ -353,7 +424,7 @@ class Choice:
         is_short, found = others[: self._num_short], others[self._num_short :]
         entries = None if self._raw is None else self._raw.entries(len(ids), found)
         return (
-            Sampled(ids.tolist(), is_finite.tolist(), has_choice.tolist(), entries),
+            Sampled(ids.tolist(), is_finite.tolist(), has_choice.tolist(), self._failures, entries),
             torch.cat(is_short).numpy() if is_short else _NONE_SHORT,
         )
 

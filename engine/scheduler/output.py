@@ -16,7 +16,7 @@ from ..embeds import EmbedArray
 from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..request import Progress, Request, RequestStatus, TokenArray
 from ..sampling_params import SamplingParams
-from ..wire import NOT_FINITE, TokenOutput
+from ..wire import NOT_FINITE, PROCESSOR_FAILED, TokenOutput
 from .places import Places
 from .stop import check_stop, stop_reason
 
@@ -108,6 +108,8 @@ class OutputWriter:
         output = TokenOutput(request.request_id, [], error=error)
         if status is RequestStatus.FINISHED_NOT_FINITE:
             output.error_code = NOT_FINITE
+        elif status is RequestStatus.FINISHED_PROCESSOR_FAILED:
+            output.error_code = PROCESSOR_FAILED
         self._close(output, request, status, now)
         return output
 
@@ -141,8 +143,13 @@ def fault_of(
     step; None in the middle of its prompt."""
     if request.request_id in runner_output.nan_request_ids:
         return "the model's logits for this request were not finite numbers"
+    if request.request_id in runner_output.processor_errors:
+        return runner_output.processor_errors[request.request_id]
     if request.request_id in runner_output.banned_request_ids:
-        return "the biases and bad words of this request ban every token; allow at least one"
+        return (
+            "the biases, bad words and logits processors of this request ban every token; allow at "
+            "least one"
+        )
     if num_computed_tokens >= request.num_tokens:
         return "the worker returned no token for this request"
     return None
@@ -206,6 +213,8 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
     nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
     banned_request_ids: set[str] = field(default_factory=set)  # by its own wishes: every token
+    # Requests that a logits processor of another package raised for → what is told of it.
+    processor_errors: dict[str, str] = field(default_factory=dict)
     connector_output: ConnectorWorkerOutput | None = None
     # For requests that asked: one entry for each sampled token; the prompt's come with the first.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)

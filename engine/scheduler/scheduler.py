@@ -320,6 +320,8 @@ class Scheduler:
                     self._places.drop_blocks(request, NOT_FINITE)
                     self._places.counts["requests_not_finite"] += 1
                     ended = RequestStatus.FINISHED_NOT_FINITE
+                elif request_id in runner_output.processor_errors:
+                    ended = RequestStatus.FINISHED_PROCESSOR_FAILED
                 outputs.append(self._writer.end(request, ended, now, error))
                 num_ended += 1
         # One token for each of the others, but for those of whom several came.

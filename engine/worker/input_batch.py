@@ -31,6 +31,7 @@ class WorkerRequest:
     prompt_token_ids: TokenArray
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
+    has_prompt_tokens: bool = True  # False: embeddings stand for them
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +106,13 @@ class InputBatch:
         self.expected_index[row] = _KNOWN
         self.tables.add_row(block_ids, row)
         self._builder.add(
-            AddedRow(row, request.params, request.prompt_token_ids, request.output_token_ids)
+            AddedRow(
+                row,
+                request.params,
+                request.prompt_token_ids,
+                request.output_token_ids,
+                request.has_prompt_tokens,
+            )
         )
         return row
 

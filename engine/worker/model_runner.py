@@ -15,7 +15,7 @@ seeds, masks) reads all of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from ..models.decoder import Decoder
 from ..models.dtypes import compute_dtype, kv_dtype_name
 from ..models.layers import Elementwise
 from ..models.spec import ModelSpec
+from ..sampling.loading import LoadedProcessor
 from ..sampling.sampler import Choice, Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
@@ -91,6 +92,7 @@ class StepBatch:
                 new.prompt_token_ids,
                 new.sampling_params,
                 list(new.output_token_ids),
+                new.prompt_embeds is None,
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)
@@ -166,18 +168,21 @@ class ModelRunner:
         connector: KVConnectorWorker | None = None,
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
+        processors: Sequence[LoadedProcessor] = (),
         progress: Callable[[str], None] = logger.info,
     ) -> None:
         """Load the model under `path` and allocate everything a step needs. Without `num_blocks`
         the pool takes what a GPU's memory has left, and where that holds less than a request of
         `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. Blocks are
         counted over all layers here; with several cache groups the pool has a page in each instead.
-        `runtime` is that of the placement's device.
+        `runtime` is that of the placement's device, `processors` are those of other packages.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
-        of the length asked for, or the layers cannot be split into so many groups.
+        of the length asked for, the layers cannot be split into so many groups, or a processor
+        cannot be made.
         """
         device = placement.device
+        self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids, processors)
         runtime = runtime or open_runtime(placement)
         compute = compute_dtype(dtype, device.type, spec.stored_dtype)
         layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
@@ -222,7 +227,6 @@ class ModelRunner:
             progress=progress,
             groups=groups,
         )
-        self._sampler = Sampler(max_num_seqs, spec.vocab_size, spec.eos_token_ids)
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
         self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
@@ -348,6 +352,8 @@ class ModelRunner:
         batch.num_computed[rows] += counts
         if len(last) < len(rows):
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
+            # Told now, so that the rest of a prompt need not be computed.
+            self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.logits, step.rows = self.model.logits(hidden[: len(last)]), rows[ready]
         if prompts.is_active:
@@ -412,10 +418,12 @@ class ModelRunner:
     def _take_sampled(self, step: SampledStep, result: ModelRunnerOutput) -> None:
         sampled = step.choice.wait()
         requests, lost = step.expected.requests, []
-        if not (all(sampled.is_finite) and all(sampled.has_choice)):
+        if sampled.failures or not (all(sampled.is_finite) and all(sampled.has_choice)):
             for index, request in enumerate(requests):
                 if not sampled.is_finite[index]:
                     result.nan_request_ids.add(request.request_id)
+                elif index in sampled.failures:
+                    result.processor_errors[request.request_id] = sampled.failures[index]
                 elif not sampled.has_choice[index]:
                     result.banned_request_ids.add(request.request_id)
                 else:
@@ -432,6 +440,14 @@ class ModelRunner:
         for index in lost:
             result.sampled_token_ids[ids[index]] = []
             result.logprobs.pop(ids[index], None)
+
+    def _note_failures(
+        self, failures: dict[int, str], rows: IntArray, result: ModelRunnerOutput
+    ) -> None:
+        for index, error in failures.items():
+            request = self.batch.requests[rows[index]]
+            if request is not None:
+                result.processor_errors[request.request_id] = error
 
     def _check_follows(self, output: SchedulerOutput) -> None:
         if output.last_failed_id < self._last_failed_id:

@@ -43,6 +43,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: str | list[str] | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name for:
+    extra_args: dict[str, Any] | None = None  # for logits processors of other packages
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sized
+from typing import Any
 
 import msgspec
 
@@ -79,6 +80,7 @@ def sampling_params(
             prompt_logprobs=prompt_logprobs,
             repetition_detection=request.repetition_detection,
             thinking_token_budget=request.thinking_token_budget,
+            extra_args=_extra_args(request),
         )
         params = with_spelt_bad_words(params, front.tokenizer)
         params = with_reasoning_marks(params, front.marks)
@@ -89,6 +91,11 @@ def sampling_params(
         front.check_vocabulary(ids, "bad_words")
     for ids in (params.reasoning_start_token_ids, params.reasoning_end_token_ids):
         front.check_vocabulary(ids, "thinking_token_budget")
+    try:
+        front.check_params(params)
+    except ValueError as error:
+        name = "vllm_xargs" if request.vllm_xargs is not None else "extra_args"
+        raise ApiError(str(error), param=name, code="invalid_value") from None
     return params
 
 
@@ -186,6 +193,14 @@ def _check_counts(request: SamplingFields) -> None:
         if isinstance(given, Sized) and not isinstance(given, str) and len(given) > most:
             message = f"`{name}` holds {len(given)} {what} and at most {most} are taken; send fewer"
             raise ApiError(message, param=name, code="invalid_value")
+
+
+def _extra_args(request: SamplingFields) -> dict[str, Any] | None:
+    ours, others = request.extra_args, request.vllm_xargs
+    if ours is not None and others is not None:
+        message = "`vllm_xargs` and `extra_args` are two names of one field; send one of them"
+        raise ApiError(message, param="extra_args", code="invalid_value")
+    return others if ours is None else ours
 
 
 def _texts(given: str | list[str] | None) -> tuple[str, ...]:

@@ -21,15 +21,16 @@ stay, and what is added later has a default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...batch.batch_update import AddedRow, BatchUpdate, IntArray
+from ...sampling_params import SamplingParams
 from ..copies import to_device
 from ..row_states import RowStates
 
@@ -53,6 +54,17 @@ class ProcessorContext:
     eos_token_ids: tuple[int, ...] = ()
 
 
+class RowsFailed(Exception):
+    """Raised by an `apply` that could not treat some rows and has treated all others: `errors` by
+    row of the batch, and `logits` as `apply` would have returned them. Only the requests in these
+    rows fail. Any other exception fails those for which `apply` raises when it is tried one by
+    one."""
+
+    def __init__(self, errors: Mapping[int, Exception], logits: Tensor) -> None:
+        super().__init__("; ".join(f"row {row}: {error}" for row, error in errors.items()))
+        self.errors, self.logits = errors, logits
+
+
 class LogitsProcessor(ABC):
     """One kind of change.
 
@@ -68,8 +80,29 @@ class LogitsProcessor(ABC):
     not change what it is given but `logits`, nor keep it after `apply`.
     """
 
+    # Whether `apply` takes draft tokens into account. A request that a processor without that
+    # applies to is never given any; other requests of the batch are.
+    follows_drafts: ClassVar[bool] = True
+
     def __init__(self, context: ProcessorContext) -> None:
         self.context = context
+
+    @classmethod  # noqa: B027 - most have nothing to refuse
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Raise ValueError, in a sentence for the client, for parameters that this processor cannot
+        follow. Called once for every request where it arrives, which may be another process than
+        the one with the sampler."""
+
+    @classmethod
+    def applies_to(cls, params: SamplingParams) -> bool:
+        """Whether it may ever change the logits of a request with these parameters. `apply` is
+        given no other rows, and requests that it does not apply to survive whatever goes wrong in
+        it."""
+        return True
+
+    def concerns(self, rows: IntArray) -> IntArray:
+        """The indices, ascending, of those of `rows` that `apply` may change now."""
+        return np.arange(len(rows))
 
     @property
     @abstractmethod
@@ -128,6 +161,9 @@ class StatefulProcessor(LogitsProcessor, Generic[State]):
 
     def update_state(self, update: BatchUpdate) -> None:
         self._states.update(update)
+
+    def concerns(self, rows: IntArray) -> IntArray:
+        return np.array([index for index, _ in self._states.of(rows)], np.int64)
 
     @abstractmethod
     def _state_of(self, added: AddedRow) -> State | None:

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from stratakv.engine.client.in_process import InProcessClient
 from stratakv.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.offload_config import OffloadConfig
+from stratakv.engine.sampling.loading import make_params_check
 from stratakv.engine.text.reasoning import find_marks
 from stratakv.engine.text.tokenizer import Tokenizer
 
@@ -56,8 +58,10 @@ class LiveServer:
         has_tokenizer: bool = True,
         role: str = "both",
         marks: tuple[str, str] = ("", ""),
+        logits_processors: tuple[str, ...] = (),
     ) -> None:
         self._role = role
+        self._logits_processors = logits_processors
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
         self._marks = find_marks(self._tokenizer, *marks)
         self._default_sampling = default_sampling or {}
@@ -98,7 +102,9 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         torch.set_num_threads(1)
-        self.core = EngineCore(_engine_config(self._model_path, self._offload, self._role))
+        config = _engine_config(self._model_path, self._offload, self._role)
+        config = replace(config, logits_processors=self._logits_processors)
+        self.core = EngineCore(config)
         self.client = InProcessClient(self.core)
         self.app = create_app(
             self.client,
@@ -108,6 +114,7 @@ class LiveServer:
             settings=self._settings,
             default_sampling=self._default_sampling,
             marks=self._marks,
+            check_params=make_params_check(self._logits_processors),
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)

@@ -121,3 +121,43 @@ def test_maps_and_lists_of_lists_become_tuples() -> None:
     assert params.logit_bias == ((3, 1.5), (4, -2))
     assert params.bad_words_token_ids == ((1, 2), (3,))
     assert hash(params) == hash(SamplingParams(**given))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (5, "a map of texts to plain values, got 5"),
+        ("a=1", "a map of texts to plain values, got 'a=1'"),
+        ({1: 2}, "a map with texts for keys, got the key 1"),
+        ({"a": {2: 3}}, "a map with texts for keys, got the key 2"),
+        ({"a": b"bytes"}, "plain values of JSON, got b'bytes' in it"),
+        ({"a": [object]}, "plain values of JSON, got <class 'object'> in it"),
+        ({"a": {1, 2}}, "plain values of JSON, got {1, 2} in it"),
+        ({"a": float("nan")}, "finite numbers, integers of 64 bits, got nan in it"),
+        ({"a": 2**64}, "finite numbers, integers of 64 bits"),
+        ({"a": "\ud800"}, "valid Unicode"),
+        ({"a" * 20_000: 1}, "at most 16384 bytes as JSON, got 20006"),
+        ({"a": ["x" * 1000] * 17}, "at most 16384 bytes as JSON"),
+    ],
+)
+def test_extra_args_are_plain_and_small(value, words):
+    with pytest.raises(ValueError, match=r"^extra_args must be ") as raised:
+        SamplingParams(extra_args=value)
+    assert words in str(raised.value)
+
+
+def test_extra_args_that_hold_themselves_are_refused():
+    args: dict[str, Any] = {}
+    args["again"] = args
+    with pytest.raises(ValueError, match="extra_args must be nested at most 8 deep"):
+        SamplingParams(extra_args=args)
+
+
+def test_extra_args_are_copied_and_travel():
+    given = {"words": ("a", np.float32(0.5)), "deep": {"list": [1, None, True, -(2**63)]}}
+    params = SamplingParams(extra_args=given)
+    plain = {"words": ["a", 0.5], "deep": {"list": [1, None, True, -(2**63)]}}
+    given["deep"]["list"].append("later")  # type: ignore[index]
+    assert params.extra_args == plain
+    data = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(data, type=SamplingParams) == params

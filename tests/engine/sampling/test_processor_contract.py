@@ -158,10 +158,15 @@ def test_the_contract_notices(broken, rng):
         check_processor(broken, WISHES[broken.__base__], rng)
 
 
-def test_the_example_of_the_page_keeps_the_promise(rng, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("index", "name", "args"),
+    [(0, "NoRepeat", {"no_repeat": True}), (1, "Countdown", {"countdown": 2})],
+)
+def test_the_examples_of_the_page_keep_the_promise(index, name, args, rng, tmp_path, monkeypatch):
     page = Path(__file__).resolve().parents[3] / "docs" / "logits-processors.md"
-    [code] = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "example_of_the_page.py").write_text(code)
+    code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(code) == 2
+    (tmp_path / f"example_{index}.py").write_text(code[index])
     monkeypatch.syspath_prepend(tmp_path)
-    example = importlib.import_module("example_of_the_page")
-    check_processor(example.NoRepeat, [{"seed": 7}], rng)
+    example = importlib.import_module(f"example_{index}")
+    check_processor(getattr(example, name), [{"extra_args": args}], rng)

@@ -91,6 +91,11 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "distributed_executor_backend": (("mp", "mp"), ("uni", "uni"), ("mp", "mp")),
     "role": (("both", "both"), ("prefill", "prefill"), ("decode", "decode")),
     "async_scheduling": (("0", False), ("1", True), ("off", False)),
+    "logits_processors": (
+        ("a:B", ("a:B",)),
+        ("a:B,c.d:E", ("a:B", "c.d:E")),
+        ("c:D.E", ("c:D.E",)),
+    ),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),
     "port": (("1", 1), ("2", 2), ("0", 0)),

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the logits processors of other packages: all that are installed, by entry point, and those
+that are asked for by name.
+
+    [project.entry-points."stratakv.logits_processors"]
+    no_repeat = "mypackage.processors:NoRepeat"
+
+Names travel between processes, and classes are loaded where they are needed: with the sampler, and
+in the front, which has them check the parameters of requests. Without any processor nothing heavy
+is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...tiers.settings.values import ConfigError
+from ..sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .processors.base import LogitsProcessor
+
+ENTRY_POINTS = "stratakv.logits_processors"
+
+ParamsCheck = Callable[[SamplingParams], None]
+
+
+class LoadedProcessor(NamedTuple):
+    """A class under the name by which it is known to the operator and in errors."""
+
+    name: str
+    kind: type[LogitsProcessor]
+
+
+class InvalidProcessorParams(ValueError):
+    """A processor refuses a request's parameters."""
+
+
+def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
+    """The classes of all installed entry points by name, then those of `names`, `module:Class`, in
+    their order; each class once. Raises ConfigError, which names it, for one that cannot be
+    imported, touches a CUDA device while it is, or is no complete LogitsProcessor."""
+    found: dict[type, LoadedProcessor] = {}
+    for name, place in (*_installed().items(), *((name, name) for name in names)):
+        kind = _load(name, place)
+        found.setdefault(kind, LoadedProcessor(name, kind))
+    return list(found.values())
+
+
+def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
+    """A check for each request where it arrives: raises InvalidProcessorParams, naming the
+    processor, for what one of them refuses, and for `extra_args` that none would read. Raises as
+    `load_processors` does."""
+    loaded = load_processors(names)
+
+    def check(params: SamplingParams) -> None:
+        if params.extra_args and not loaded:
+            raise InvalidProcessorParams(
+                "extra_args are for logits processors of other packages, and none is loaded here; "
+                "start the engine with --logits-processors MODULE:CLASS, or leave them out"
+            )
+        for name, kind in loaded:
+            try:
+                kind.validate_params(params)
+                kind.applies_to(params)
+            except ValueError as error:
+                raise InvalidProcessorParams(f"logits processor {name}: {error}") from error
+            except Exception as error:  # code of others: whatever it is, it refuses
+                text = f"{type(error).__name__}: {error}"
+                raise InvalidProcessorParams(f"logits processor {name}: {text}") from error
+
+    return check
+
+
+def _installed() -> dict[str, str]:
+    """Places of the entry points by name, in the order of the names."""
+    found: dict[str, str] = {}
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        place = f"{point.module}:{point.attr}"
+        if found.setdefault(point.name, place) != place:
+            raise ConfigError(
+                f"several packages bring the logits processor {point.name}: {found[point.name]} "
+                f"and {place}; remove all but one"
+            )
+    return found
+
+
+def _load(name: str, place: str) -> type[LogitsProcessor]:
+    from .processors.base import LogitsProcessor
+
+    module_name, _, path = place.partition(":")
+    shown = name if name == place else f"{name} ({place})"
+    if not (module_name and path):
+        raise ConfigError(f"the logits processor {shown} names no class; say module:Class")
+    with _without_devices(shown):
+        found: Any = _import(shown, module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(
+                f"the logits processor {shown} cannot be loaded: {module_name} has no {path}"
+                + _about_main(module_name)
+            )
+        found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
+        what = f"of {_bases(found)}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"the logits processor {shown} is {what}; expected a subclass of LogitsProcessor in "
+            "stratakv.engine.sampling.processors.base"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"the logits processor {shown} does not define {missing}")
+    return found
+
+
+def _import(shown: str, module_name: str) -> object:
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # code of others, at start: whatever it is
+        cure = ""
+        if isinstance(error, ModuleNotFoundError):
+            cure = "; install its package, or put its folder on PYTHONPATH"
+        raise ConfigError(
+            f"the logits processor {shown} cannot be loaded: importing {module_name} raised "
+            f"{type(error).__name__}: {error}{cure}{_about_main(module_name)}"
+        ) from error
+
+
+def _about_main(module_name: str) -> str:
+    if module_name != "__main__":
+        return ""
+    return ", the script of another process; move the class to a module of its own"
+
+
+def _bases(kind: type) -> str:
+    return f"the type {', '.join(base.__name__ for base in kind.__bases__)}"
+
+
+@contextmanager
+def _without_devices(shown: str) -> Iterator[None]:
+    """No CUDA device can be used meanwhile: one that is opened by an import holds memory in every
+    process, on a device that nobody chose. Raises ConfigError where it was tried."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():  # the model is loaded: the front has looked
+        yield
+        return
+    tried = False
+
+    def refuse() -> None:
+        nonlocal tried
+        tried = True
+        raise RuntimeError("no CUDA device may be used while a logits processor is imported")
+
+    begin = cuda._lazy_init  # what everything that opens a device goes through
+    cuda._lazy_init = refuse
+    try:
+        yield
+    except ConfigError:
+        if not tried:
+            raise
+    finally:
+        cuda._lazy_init = begin
+    if tried or cuda.is_initialized():
+        raise ConfigError(
+            f"the logits processor {shown} uses a CUDA device while it is imported; do that in its "
+            "constructor, or in the first `apply`, on the device of the logits"
+        )
