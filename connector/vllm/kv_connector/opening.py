@@ -81,6 +81,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         namespace=identity.namespace(),
         wrap_store=None if drill is None else drill.wrap,
         prefill=prefill,
+        block_tokens=block_tokens,
     )
     events = None
     if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
@@ -146,12 +147,5 @@ def identity_of(
 
 
 def _block_tokens(kv_cache_config: Any) -> int:
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    tokens: int = spec.block_size
-    hashed = kv_cache_config.hash_block_size
-    if hashed not in (None, tokens):
-        raise ConfigError(
-            f"vLLM names every {hashed} tokens and stores {tokens} in a block; StrataConnector "
-            "needs one name for each block"
-        )
+    tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
     return tokens

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from ....tiers.base import Answer
 from ....tiers.block import key_suffix
+from ....tiers.settings.values import ConfigError
 from ...base import NOTHING_FINISHED, NOTHING_TO_MOVE, Elsewhere, EvictedBlock, MatchKind
 from ...build import BuiltSide
 from ...rates import PrefillRate
@@ -139,6 +140,7 @@ class SchedulerRole:
         self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
         self._load_jobs: dict[int, str] = {}
         self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
+        self._void: set[NamedBlock] = set()  # with a name, and never computed
         self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
         self._hand_overs: list[tuple[str, list[bytes]]] = []
         self._steps: dict[int, _Step] = {}
@@ -158,7 +160,13 @@ class SchedulerRole:
     # What vLLM's scheduler calls
 
     def bind_pool(self, pool: Any) -> None:
-        """vLLM's block pool exists from now on."""
+        """vLLM's block pool exists from now on. Raises ConfigError where it names blocks in a way
+        that is not known; nothing has run yet."""
+        if pool.hash_block_size != self._block_tokens:
+            raise ConfigError(
+                f"vLLM names every {pool.hash_block_size} tokens and stores {self._block_tokens} "
+                "in a block; StrataConnector needs one name for each block"
+            )
         if self._watch is None:
             self._watch = PoolWatch(pool, self._note_named, self._drop_names)
 
@@ -249,7 +257,8 @@ class SchedulerRole:
             self._watch.close()
         with self._lock:
             try:
-                self._side.shutdown(self._shutdown_seconds)
+                # After a mistake nobody says how the copies ended.
+                self._side.shutdown(0.0 if self.is_broken else self._shutdown_seconds)
             except Exception:
                 log.exception("the tiers could not be closed in order")
 
@@ -333,11 +342,14 @@ class SchedulerRole:
         # put off in the same breath nothing is computed.
         preempted = output.preempted_req_ids or ()
         if preempted:
-            void = {
-                block for each in namings if each.request_id in preempted for block in each.blocks
-            }
-            evicted = [block for block in evicted if block not in void]
+            for each in namings:
+                if each.request_id in preempted:
+                    self._void.update(each.blocks)
             namings = [each for each in namings if each.request_id not in preempted]
+        if self._void:
+            void = self._void.intersection(evicted)
+            evicted = [block for block in evicted if block not in void]
+            self._void -= void
         for block in evicted:
             self._near.pop(block.block_id, None)
         most = self._side.num_wanted_ahead()
@@ -351,7 +363,7 @@ class SchedulerRole:
             cold.reverse()
             self._coming.extend(block for each in namings for block in each.blocks)
         elif most:
-            new = {block for each in namings for block in each.blocks}
+            new = {block for each in namings for block in each.blocks} | self._void
             for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
                 if len(cold) < most and block not in new and self._is_new_near(block):
                     cold.append(block)
@@ -460,6 +472,7 @@ class SchedulerRole:
     def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
         gone = set(blocks)
         self._coming = deque(block for block in self._coming if block not in gone)
+        self._void -= gone
         for block in blocks:
             self._near.pop(block.block_id, None)
         named = [self._as_evicted(block) for block in blocks]
