@@ -84,9 +84,7 @@ def record(source: Callable[[str], str], version: str, origin: str) -> dict[str,
     }
 
 
-def _classes(
-    source: Callable[[str], str], wanted: Mapping[str, tuple[str, ...]]
-) -> dict[str, Any]:
+def _classes(source: Callable[[str], str], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path, names in wanted.items():
         try:
@@ -95,11 +93,7 @@ def _classes(
             if path not in NEW:
                 raise
             continue
-        found = {
-            node.name: node
-            for node in ast.parse(text).body
-            if isinstance(node, ast.ClassDef)
-        }
+        found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
         for name in names:
             made[name] = {"module": path[:-3].replace("/", "."), **_class(found[name])}
             methods = made[name]["methods"]

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import hashlib
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -174,7 +175,7 @@ class Pool:
 
     def _link(self) -> None:
         chain = [self.free_block_queue.fake_free_list_head, *self._free, self._tail]
-        for block, following in zip(chain, chain[1:], strict=False):
+        for block, following in itertools.pairwise(chain):
             block.next_free_block = following
 
 
@@ -461,9 +462,7 @@ class Vllm:
     def _end(self, request: Request, *, is_delayed: bool) -> None:
         request.is_finished = True
         ids = [block.block_id for block in request.blocks]
-        keeps, request.answer_params = (
-            self.connector.request_finished_all_groups(request, (ids,))
-        )  # type: ignore[attr-defined]
+        keeps, request.answer_params = self.connector.request_finished_all_groups(request, (ids,))  # type: ignore[attr-defined]
         self._finished_ids.add(request.request_id)
         if not (keeps or is_delayed):
             self._free(request)
@@ -532,9 +531,7 @@ def vllm_config(settings: dict[str, Any], *, events: bool = False, world_size: i
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),
-        cache_config=named(
-            cache_dtype="auto", kv_cache_layout="LBHNC", enable_prefix_caching=True
-        ),
+        cache_config=named(cache_dtype="auto", kv_cache_layout="LBHNC", enable_prefix_caching=True),
         model_config=named(model="some/model", dtype="torch.float32"),
         kv_events_config=named(enable_kv_cache_events=True) if events else None,
     )
@@ -548,3 +545,10 @@ def host(request: pytest.FixtureRequest) -> Iterator[ConnectorHost]:
         yield made
 
 
+@pytest.fixture
+def newest() -> Iterator[ConnectorHost]:
+    """The newest one. Of what is run here, the versions differ in nothing but classes and fields,
+    which are compared with all of them."""
+    made = ConnectorHost(VERSIONS[-1])
+    with made.installed():
+        yield made

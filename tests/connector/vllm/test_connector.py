@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector below a host that is made of vLLM's recorded signatures: what a request meets from
-its beginning to its end, and what goes wrong on the way."""
+"""StrataConnector in a host that is made of vLLM's recorded signatures: what a request meets, and
+what goes wrong on the way."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ import pytest
 from stratakv.tiers.settings.values import ConfigError
 
 from .fake_host import signature_of
-from .fake_scheduler import BASE, BLOCK, ConnectorHost, Vllm, host, kv_cache_config, vllm_config
+from .fake_scheduler import (
+    BASE,
+    BLOCK,
+    ConnectorHost,
+    Vllm,
+    host,
+    kv_cache_config,
+    newest,
+    vllm_config,
+)
 
-__all__ = ["host"]
+__all__ = ["host", "newest"]
 
 WAIT_SECONDS = 20.0
 SLAB = {"cpu_bytes": "4MiB", "load": "always"}
@@ -74,9 +83,9 @@ def test_methods_are_those_of_the_base_class(host: ConnectorHost) -> None:
         if name == "__init__":
             assert [each.name for each in given] == list(recorded)
             continue
-        assert [(p.name, p.kind) for p in given] == [
-            (p.name, p.kind) for p in recorded.values()
-        ], name
+        assert [(p.name, p.kind) for p in given] == [(p.name, p.kind) for p in recorded.values()], (
+            name
+        )
     assert overridden > 20
     known = {*methods, "get_external_cache_hit_sources"}  # vLLM asks since 0.32
     public = {name for name in vars(StrataConnector) if not name.startswith("_")}
@@ -111,8 +120,8 @@ def test_what_is_read_of_the_host_is_there(host: ConnectorHost) -> None:
 # One request after another
 
 
-def test_cold_then_evicted_then_loaded(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_cold_then_evicted_then_loaded(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     first = vllm.run("first", prompt(1))
     assert first.num_external == 0
     assert stats_of(vllm)["stored_blocks"] == 0  # nothing has been evicted
@@ -125,8 +134,8 @@ def test_cold_then_evicted_then_loaded(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_what_was_generated_is_stored_too(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_what_was_generated_is_stored_too(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     first = vllm.run("first", prompt(1), max_tokens=12)
     push_out(vllm)
     again = vllm.run("again", first.all_token_ids)
@@ -134,8 +143,8 @@ def test_what_was_generated_is_stored_too(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_the_front_comes_from_vllm_and_the_rest_from_the_slab(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_the_front_comes_from_vllm_and_the_rest_from_the_slab(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     vllm.run("other", prompt(2, 29))
     again = vllm.run("again", prompt(1))
@@ -143,8 +152,8 @@ def test_the_front_comes_from_vllm_and_the_rest_from_the_slab(host: ConnectorHos
     vllm.stop()
 
 
-def test_a_preempted_request_loads_what_it_had(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_a_preempted_request_loads_what_it_had(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.add("low", prompt(1), max_tokens=20)
     for _ in range(6):
         vllm.step()
@@ -154,15 +163,15 @@ def test_a_preempted_request_loads_what_it_had(host: ConnectorHost) -> None:
     vllm.waiting.reverse()
     vllm.run_all()
     assert low.num_external >= 4 * BLOCK
-    alone = Vllm(host, SLAB)
+    alone = Vllm(newest, SLAB)
     assert alone.run("low", prompt(1), max_tokens=20).all_token_ids == low.all_token_ids
     vllm.stop()
     alone.stop()
 
 
-def test_many_requests_at_once_and_few_blocks(host: ConnectorHost) -> None:
+def test_many_requests_at_once_and_few_blocks(newest: ConnectorHost) -> None:
     """They load, compute and evict beside each other, and every token is compared."""
-    vllm = Vllm(host, SLAB, num_blocks=14)
+    vllm = Vllm(newest, SLAB, num_blocks=14)
     requests = [
         vllm.add(f"r{i}", prompt(i % 5, 9 + 4 * (i % 3)), max_tokens=1 + i % 7) for i in range(24)
     ]
@@ -172,10 +181,10 @@ def test_many_requests_at_once_and_few_blocks(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_blocks_named_but_never_computed_are_not_stored(host: ConnectorHost) -> None:
+def test_blocks_named_but_never_computed_are_not_stored(newest: ConnectorHost) -> None:
     """vLLM names a block when it schedules the step that is to compute it. Put off in the same
     breath, the request has computed nothing, and its block goes to the next one."""
-    vllm = Vllm(host, SLAB)
+    vllm = Vllm(newest, SLAB)
     request = vllm.add("late", prompt(1))
     blocks = vllm.pool.get_new_blocks(6)
     request.blocks = blocks
@@ -198,8 +207,8 @@ def test_blocks_named_but_never_computed_are_not_stored(host: ConnectorHost) -> 
 # What goes wrong
 
 
-def test_aborted_while_it_loads(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_aborted_while_it_loads(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     request = vllm.add("gone", prompt(1))
@@ -213,8 +222,8 @@ def test_aborted_while_it_loads(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_damaged_bytes_are_computed(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_damaged_bytes_are_computed(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     slab = vllm.connector._scheduler._slab
@@ -232,8 +241,8 @@ def test_damaged_bytes_are_computed(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_a_copy_that_fails_is_computed(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_a_copy_that_fails_is_computed(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     device = vllm.worker._worker._worker._device
@@ -245,14 +254,14 @@ def test_a_copy_that_fails_is_computed(host: ConnectorHost) -> None:
 
 
 @pytest.mark.parametrize("fault", ["ssd:load:error=1", "ssd:load:hang=1", "ssd:load:partial=1"])
-def test_a_broken_disk_fails_no_request(host: ConnectorHost, tmp_path: Path, fault: str) -> None:
+def test_a_broken_disk_fails_no_request(newest: ConnectorHost, tmp_path: Path, fault: str) -> None:
     settings = with_ssd(tmp_path, cpu_bytes=SMALL, read_seconds=0.2, shutdown_seconds=0.5)
-    vllm = Vllm(host, settings)
+    vllm = Vllm(newest, settings)
     vllm.run("first", prompt(1))
     push_out(vllm, range(100, 106))
     wait_for(lambda: stats_of(vllm)["tiers"]["ssd"]["blocks"] >= 20)
     vllm.stop()
-    broken = Vllm(host, settings | {"faults": fault})
+    broken = Vllm(newest, settings | {"faults": fault})
     again = broken.run("again", prompt(1))
     assert again.num_external in (0, 20)
     assert stats_of(broken)["tokens_loaded"].get("ssd", 0) < 20
@@ -261,8 +270,8 @@ def test_a_broken_disk_fails_no_request(host: ConnectorHost, tmp_path: Path, fau
 
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
-def test_a_mistake_of_ours_ends_nothing(host: ConnectorHost, side: str) -> None:
-    vllm = Vllm(host, SLAB)
+def test_a_mistake_of_ours_ends_nothing(newest: ConnectorHost, side: str) -> None:
+    vllm = Vllm(newest, SLAB)
     first = vllm.run("first", prompt(1))
     push_out(vllm)
     role = vllm.connector._scheduler
@@ -278,11 +287,11 @@ def test_a_mistake_of_ours_ends_nothing(host: ConnectorHost, side: str) -> None:
     vllm.stop()
 
 
-def test_a_worker_that_cannot_reach_the_slab(host: ConnectorHost) -> None:
+def test_a_worker_that_cannot_reach_the_slab(newest: ConnectorHost) -> None:
     with mock.patch(
         "stratakv.connector.vllm.kv_connector.steps.SlabPlace.open", side_effect=OSError("gone")
     ):
-        vllm = Vllm(host, SLAB)
+        vllm = Vllm(newest, SLAB)
         vllm.run("first", prompt(1))
         push_out(vllm)
         assert vllm.run("again", prompt(1)).num_external == 0
@@ -295,33 +304,32 @@ def test_a_worker_that_cannot_reach_the_slab(host: ConnectorHost) -> None:
 
 @pytest.mark.parametrize("write_through", [True, False])
 def test_from_the_disk_after_a_restart(
-    host: ConnectorHost, tmp_path: Path, write_through: bool
+    newest: ConnectorHost, tmp_path: Path, write_through: bool
 ) -> None:
     settings = with_ssd(tmp_path, write_through=write_through)
-    vllm = Vllm(host, settings)
+    vllm = Vllm(newest, settings)
     first = vllm.run("first", prompt(1))
     if write_through:  # computed blocks are written at once, evicted or not
         wait_for(lambda: stats_of(vllm)["tiers"]["ssd"]["blocks"] >= 5)
     else:
         push_out(vllm)
     vllm.stop()
-    again = Vllm(host, settings)
+    again = Vllm(newest, settings)
     request = again.run("again", prompt(1))
     assert request.num_external == 20
     assert request.all_token_ids == first.all_token_ids
-    if host.version >= "0.32":
-        [hits] = again.hits
-        assert {source.name for source in hits} == {"DISK"}
+    [hits] = again.hits
+    assert {source.name for source in hits} == {"DISK"}
     again.stop()
 
 
 # What vLLM is told
 
 
-def test_statistics_and_metrics(host: ConnectorHost) -> None:
+def test_statistics_and_metrics(newest: ConnectorHost) -> None:
     from stratakv.connector.vllm import StrataConnector
 
-    vllm = Vllm(host, SLAB)
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     vllm.run("again", prompt(1))
@@ -351,12 +359,12 @@ def test_statistics_and_metrics(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_kv_events(host: ConnectorHost) -> None:
+def test_kv_events(newest: ConnectorHost) -> None:
     vllm = Vllm.__new__(Vllm)
     with mock.patch(
         f"{Vllm.__module__}.vllm_config", lambda settings: vllm_config(settings, events=True)
     ):
-        vllm.__init__(host, {**SLAB, "cpu_bytes": SMALL})  # type: ignore[misc] # of one made without
+        vllm.__init__(newest, {**SLAB, "cpu_bytes": SMALL})  # type: ignore[misc] # of one made without
     vllm.run("first", prompt(1))
     push_out(vllm)
     events = [*vllm.connector.take_events()]
@@ -382,8 +390,8 @@ def test_kv_events(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_vllm_forgets_and_we_forget(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_vllm_forgets_and_we_forget(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     assert vllm.pool.reset_prefix_cache()
@@ -394,8 +402,8 @@ def test_vllm_forgets_and_we_forget(host: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_blocks_that_may_be_wrong_are_forgotten(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_blocks_that_may_be_wrong_are_forgotten(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     vllm.run("first", prompt(1))
     push_out(vllm)
     vllm.run("again", prompt(1))
@@ -410,35 +418,35 @@ def test_blocks_that_may_be_wrong_are_forgotten(host: ConnectorHost) -> None:
 # What cannot work
 
 
-def open_one(host: ConnectorHost, cache_config: Any = None, **changes: Any) -> None:
+def open_one(newest: ConnectorHost, cache_config: Any = None, **changes: Any) -> None:
     from stratakv.connector.vllm import StrataConnector
 
     config = vllm_config(changes.pop("settings", SLAB), **changes)
-    role = host.classes["KVConnectorRole"].SCHEDULER
+    role = newest.classes["KVConnectorRole"].SCHEDULER
     StrataConnector(config, role, cache_config or kv_cache_config(8)).shutdown()
 
 
-def test_what_is_refused(host: ConnectorHost) -> None:
+def test_what_is_refused(newest: ConnectorHost) -> None:
     groups = kv_cache_config(8).kv_cache_groups * 2
     with pytest.raises(ConfigError, match="one cache group, and vLLM has 2"):
-        open_one(host, kv_cache_config(8, kv_cache_groups=groups))
+        open_one(newest, kv_cache_config(8, kv_cache_groups=groups))
     with pytest.raises(ConfigError, match="engines of one rank, and this one has 2"):
-        open_one(host, world_size=2)
-    vllm = Vllm(host, SLAB)
+        open_one(newest, world_size=2)
+    vllm = Vllm(newest, SLAB)
     vllm.pool.hash_block_size = 2
     with pytest.raises(ConfigError, match="names every 2 tokens"):
         vllm.connector.bind_gpu_block_pool(vllm.pool)
     vllm.stop()
     with pytest.raises(ConfigError, match="did you mean cpu_bytes"):
-        open_one(host, settings={"cpu_byte": "1GiB"})
+        open_one(newest, settings={"cpu_byte": "1GiB"})
     tensors = kv_cache_config(8).kv_cache_tensors
     tensors[0].block_stride = 16
     with pytest.raises(ConfigError, match="not in one piece"):
-        open_one(host, kv_cache_config(8, kv_cache_tensors=tensors))
+        open_one(newest, kv_cache_config(8, kv_cache_tensors=tensors))
 
 
-def test_tensors_that_lie_elsewhere_are_refused(host: ConnectorHost) -> None:
-    vllm = Vllm(host, SLAB)
+def test_tensors_that_lie_elsewhere_are_refused(newest: ConnectorHost) -> None:
+    vllm = Vllm(newest, SLAB)
     views = vllm._buffer.view(3, 12, 1, BLOCK, -1)
     with pytest.raises(ConfigError, match="begins at byte"):
         vllm.worker.register_kv_caches({f"layer{i}": views[2 - i] for i in range(3)})
