@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,14 +36,13 @@ from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents
 from .pool_watch import NamedBlock, PoolWatch
+from .requests import HostRequest, StepTimes, asks_for, params_for_decode
 from .steps import RequestLoad, SlabPlace, StepPlan, StepReport
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# vLLM's key of a block of its first cache group, behind the hash.
-_FIRST_GROUP = bytes(4)
 _SUFFIX = key_suffix()
 _POOL_KEY_BYTES = 34  # digest and group, as our own pool names blocks
 # How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
@@ -52,37 +50,8 @@ NEAR_BLOCKS = 256
 # Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
-MAX_STEPS = 16  # in flight, whose times are measured
 STOPPED = "StrataKV's tiers for vLLM stop; everything is computed from now on"
 NOTHING: tuple[int | None, bool] = (0, False)
-
-
-class HostRequest:
-    """One of vLLM's requests as a RequestView: it names blocks as the tiers do."""
-
-    tail_hash = None
-
-    def __init__(self, request: Any, keys: ChunkKeys) -> None:
-        self._request = request
-        self._keys = keys
-        self._digests: list[bytes] = []
-
-    @property
-    def request_id(self) -> str:
-        name: str = self._request.request_id
-        return name
-
-    @property
-    def num_tokens(self) -> int:
-        count: int = self._request.num_tokens
-        return count
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        hashes, known = self._request.block_hashes, self._digests
-        for index in range(len(known), len(hashes)):
-            known.append(self._keys.of(hashes[index] + _FIRST_GROUP)[:32])
-        return known
 
 
 @dataclass(slots=True)
@@ -93,15 +62,6 @@ class _Load:
     block_ids: list[int]
     num_near_blocks: int = 0  # that were in the slab when it began
     job_id: int | None = None  # the worker has been told
-
-
-@dataclass(slots=True)
-class _Step:
-    """One that has been scheduled, to learn what computing takes."""
-
-    began: float
-    num_tokens: int
-    num_context_tokens: int
 
 
 class SchedulerRole:
@@ -122,7 +82,6 @@ class SchedulerRole:
         self._keys = keys
         self._block_tokens = block_tokens
         self._stores_all = stores_all or built.side.wants_all
-        self._prefill = prefill
         self._shutdown_seconds = shutdown_seconds
         self._events = events
         self._place = SlabPlace(
@@ -143,9 +102,8 @@ class SchedulerRole:
         self._void: set[NamedBlock] = set()  # with a name, and never computed
         self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
         self._hand_overs: list[tuple[str, list[bytes]]] = []
-        self._steps: dict[int, _Step] = {}
+        self._times = StepTimes(prefill)
         self._number = 0
-        self._last_report = 0.0
         self.damaged_blocks = 0
         self.is_broken = False
         self._closed = False
@@ -266,7 +224,7 @@ class SchedulerRole:
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
-        if _parameter(request, "do_remote_prefill"):
+        if asks_for(request, "do_remote_prefill"):
             self._side.await_prefill(view.request_id, Elsewhere.TOLD)
         self._side.request_queued(view)
 
@@ -274,6 +232,8 @@ class SchedulerRole:
         request_id = request.request_id
         if request_id in self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return NOTHING
+        if request_id in self._side.awaiting_prefill:
+            return None, False
         match = self._side.get_matched_tokens(self._view(request), num_computed_tokens)
         if match.kind is MatchKind.RETRY:
             return None, False
@@ -297,7 +257,7 @@ class SchedulerRole:
         self._side.begin_load(view, [load.block_ids], num_tokens, overlapped=False)
 
     def _build(self, output: Any, plan: StepPlan) -> None:
-        self._note_step(output, plan.number)
+        self._times.scheduled(output, plan.number)
         evicted, cold = self._outgoing(output)
         host_keys = {block.block_id: block.host_key for block in (*evicted, *cold)}
         moves = self._side.build_meta(
@@ -376,12 +336,7 @@ class SchedulerRole:
         return True
 
     def _take(self, report: StepReport) -> None:
-        now = time.monotonic()
-        step = self._steps.pop(report.number, None)
-        if step is not None:
-            seconds = now - max(step.began, self._last_report)
-            self._prefill.note(step.num_tokens, step.num_context_tokens, seconds)
-        self._last_report = now
+        self._times.ended(report.number)
         for job_id, positions in report.damaged.items():
             self._drop_damaged(job_id, positions)
         output = report.output
@@ -414,7 +369,7 @@ class SchedulerRole:
         view = self._requests.pop(request.request_id, None)
         self._offers.pop(request.request_id, None)
         self._side.request_finished(request.request_id)
-        if view is None or not _parameter(request, "do_remote_decode"):
+        if view is None or not asks_for(request, "do_remote_decode"):
             return None
         if self._side.wants_all:
             num_blocks = min(
@@ -422,16 +377,7 @@ class SchedulerRole:
             )
             keys = [(digest + _SUFFIX)[:_POOL_KEY_BYTES] for digest in view.block_hashes]
             self._hand_overs.append((request.request_id, keys[:num_blocks]))
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [],
-            "remote_engine_id": "stratakv",
-            "remote_request_id": request.request_id,
-            "remote_host": "",
-            "remote_port": 0,
-            "remote_num_tokens": request.num_computed_tokens,
-        }
+        return params_for_decode(request)
 
     def _reset(self) -> bool:
         self._coming.clear()
@@ -443,22 +389,6 @@ class SchedulerRole:
         stats = self._side.stats()
         down = self._side.estimates.tiers_down() if self._side.estimates is not None else []
         return {**stats, "down": down, "damaged_blocks": self.damaged_blocks}
-
-    def _note_step(self, output: Any, number: int) -> None:
-        """Keep what a step computes of prompts, where it does little else."""
-        counts = output.num_scheduled_tokens
-        total = output.total_num_scheduled_tokens
-        if 2 * len(counts) >= total:
-            return
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        context = sum(
-            (2 * starts.get(name, 0) + count - 1) * count // 2 for name, count in counts.items()
-        )
-        self._steps[number] = _Step(time.monotonic(), total, context)
-        while len(self._steps) > MAX_STEPS:
-            del self._steps[next(iter(self._steps))]
 
     # Of the pool, on vLLM's thread and outside the lock
 
@@ -514,9 +444,3 @@ class SchedulerRole:
                 except Exception:
                     log.exception(STOPPED)
                     self.is_broken = True
-
-
-def _parameter(request: Any, name: str) -> bool:
-    """A switch in what a router sends along with a request."""
-    given = getattr(request, "kv_transfer_params", None)
-    return isinstance(given, dict) and given.get(name) is True

@@ -16,15 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from ..metrics import COUNTERS, DAMAGED, GAUGES, PREFIX, TELL_SECONDS
+from ..metrics import CONNECTOR_COUNTERS, COUNTERS, DAMAGED, GAUGES, PREFIX, TELL_SECONDS
 
 COUNTED, GAUGED = "counters", "gauges"
-# Name -> what its one label is called, and its meaning.
-MORE_COUNTERS = {
-    "loaded_tokens": ("tier", "prompt tokens that came from a tier"),
-    "load_failures": ("reason", "loads of which something, or everything, did not come"),
-    DAMAGED: ("tier", "blocks whose bytes changed in memory, found when they were loaded"),
-}
 SLAB = "cpu"
 
 Values = dict[str, dict[str, float]]  # name -> label -> value
@@ -128,7 +122,7 @@ class StrataPromMetrics(KVConnectorPromMetrics):
             )
             for name, text in GAUGES.items()
         }
-        labelled = {name: ("tier", text) for name, text in COUNTERS.items()} | MORE_COUNTERS
+        labelled = {name: ("tier", text) for name, text in COUNTERS.items()} | CONNECTOR_COUNTERS
         self._counters = {
             name: self._counter_cls(
                 name=PREFIX + name, documentation=text, labelnames=[*labelnames, label]

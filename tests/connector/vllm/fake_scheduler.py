@@ -198,6 +198,7 @@ class Request:
         self.is_loading = False
         self.is_finished = False
         self.num_external = 0  # tokens that came from outside, in all
+        self.answer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -462,7 +463,7 @@ class Vllm:
     def _end(self, request: Request, *, is_delayed: bool) -> None:
         request.is_finished = True
         ids = [block.block_id for block in request.blocks]
-        keeps, request.answer_params = self.connector.request_finished_all_groups(request, (ids,))  # type: ignore[attr-defined]
+        keeps, request.answer_params = self.connector.request_finished_all_groups(request, (ids,))
         self._finished_ids.add(request.request_id)
         if not (keeps or is_delayed):
             self._free(request)

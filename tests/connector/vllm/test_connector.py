@@ -5,6 +5,7 @@ what goes wrong on the way."""
 from __future__ import annotations
 
 import inspect
+import json
 import random
 import time
 from pathlib import Path
@@ -13,8 +14,10 @@ from unittest import mock
 
 import pytest
 
+from stratakv.engine.cli.main import main
 from stratakv.tiers.settings.values import ConfigError
 
+from ...tiers.cache_server.rig import server_process
 from .fake_host import signature_of
 from .fake_scheduler import (
     BASE,
@@ -323,6 +326,25 @@ def test_from_the_disk_after_a_restart(
     again.stop()
 
 
+def test_prefill_here_and_decode_there(newest: ConnectorHost) -> None:
+    with server_process("--cpu-bytes", "16MiB") as server:
+        settings = {**SLAB, "servers": [f"grpc://127.0.0.1:{server.port}"]}
+        prefill, decode = Vllm(newest, settings), Vllm(newest, settings)
+        for each in (prefill, decode):
+            wait_for(lambda each=each: not stats_of(each)["down"])
+        first = prefill.run("first", prompt(1), do_remote_decode=True)
+        params = first.answer_params
+        assert params is not None and params["do_remote_prefill"] is True
+        # It may come before its blocks are at the server, and then waits for them.
+        request = decode.run("second", prompt(1), max_tokens=3, **params)
+        assert request.num_external == 20
+        assert request.all_token_ids[:22] == first.all_token_ids
+        unknown = decode.run("never computed", prompt(2), do_remote_prefill=True)
+        assert unknown.num_external == 0  # it waits within bounds
+        prefill.stop()
+        decode.stop()
+
+
 # What vLLM is told
 
 
@@ -416,6 +438,17 @@ def test_blocks_that_may_be_wrong_are_forgotten(newest: ConnectorHost) -> None:
 
 
 # What cannot work
+
+
+def test_what_to_paste(capsys: pytest.CaptureFixture[str], newest: ConnectorHost) -> None:
+    assert main(["config", "vllm", "--connector", "--cpu-bytes", "4MiB", "--load", "always"]) == 0
+    pasted = json.loads(capsys.readouterr().out)
+    assert pasted["kv_connector"] == "StrataConnector"
+    assert pasted["kv_connector_module_path"] == "stratakv.connector.vllm"
+    assert pasted["kv_connector_extra_config"] == {"stratakv": SLAB}
+    open_one(newest, settings=pasted["kv_connector_extra_config"]["stratakv"])
+    assert main(["config", "vllm", "--connector", "--region-bytes", "1GiB"]) == 2
+    assert "has no region" in capsys.readouterr().err
 
 
 def open_one(newest: ConnectorHost, cache_config: Any = None, **changes: Any) -> None:
