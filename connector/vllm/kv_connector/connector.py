@@ -104,6 +104,11 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: vLLM's memory would go away below copies. vLLM asks since 0.33."""
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """The CPU build has one layout only."""
         return None if versions.is_cpu_build() else GPU_LAYOUT

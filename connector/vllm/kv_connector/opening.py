@@ -69,7 +69,6 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     }
     offload = OffloadSettings(
         **shared,
-        device="cpu" if versions.is_cpu_build() else "cuda",
         load=Choice(settings.own.load),
         read_seconds=settings.own.read_seconds,
         watermark=1.0 if settings.own.write_through else WATERMARK,
@@ -103,6 +102,8 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         stores_all=tiers.ssd is not None and settings.own.write_through,
         prefill=prefill,
         shutdown_seconds=settings.own.shutdown_seconds,
+        # vLLM keeps freed blocks from running steps only where it knows that they may be loaded to.
+        loads=vllm_config.kv_transfer_config.is_kv_consumer,
         events=events,
     )
 

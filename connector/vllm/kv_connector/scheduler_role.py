@@ -65,7 +65,8 @@ class _Load:
 
 
 class SchedulerRole:
-    """Takes `built` over. `stores_all`: blocks go out as soon as they are computed."""
+    """Takes `built` over. `stores_all`: blocks go out as soon as they are computed; without `loads`
+    nothing comes in."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class SchedulerRole:
         stores_all: bool,
         prefill: PrefillRate,
         shutdown_seconds: float,
+        loads: bool = True,
         events: TierEvents | None = None,
     ) -> None:
         self._side, self._slab = built.side, built.slab
@@ -83,13 +85,13 @@ class SchedulerRole:
         self._block_tokens = block_tokens
         self._stores_all = stores_all or built.side.wants_all
         self._shutdown_seconds = shutdown_seconds
+        self._may_load = loads
         self._events = events
         self._place = SlabPlace(
             built.description.layout,
             built.description.num_slots,
             os.getpid(),
             built.description.slab_fd,
-            built.description.device,
         )
         self._watch: PoolWatch | None = None
         self._requests: dict[str, HostRequest] = {}
@@ -230,7 +232,9 @@ class SchedulerRole:
 
     def _matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         request_id = request.request_id
-        if request_id in self._loads or getattr(request, "skip_reading_prefix_cache", False):
+        if not self._may_load or request_id in self._loads:
+            return NOTHING
+        if getattr(request, "skip_reading_prefix_cache", False):
             return NOTHING
         if request_id in self._side.awaiting_prefill:
             return None, False

@@ -24,7 +24,6 @@ class SlabPlace:
     num_slots: int
     process_id: int
     descriptor: int
-    device: str
 
     def open(self) -> MappedSlab:
         """Its memory here. Raises OSError where that process, or the right to look into it, is

@@ -158,7 +158,7 @@ class WorkerRole:
                 )
             if self._buffer is None:
                 raise ConfigError("vLLM has registered no KV cache")
-            device = make_device(place.device)
+            device = make_device(str(self._buffer.device))
             device.register_slab(slab)
             device.make_digests()
             if isinstance(device, CpuCopyDevice):

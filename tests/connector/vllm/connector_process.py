@@ -76,9 +76,7 @@ class ConnectorEngine(vllm_process.Engine):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with role._lock:
-                backs = role._side._hierarchy._write_backs
-                shared = [back for back in backs._all if back._store.is_shared]
-                is_idle = not backs.in_flight and not any(back.pending for back in shared)
+                is_idle = role._side._hierarchy.num_unwritten == 0
             if is_idle and not role.has_pending_work():
                 return True
             if role.has_pending_work():

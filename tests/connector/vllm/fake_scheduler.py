@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import time
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -305,6 +306,8 @@ class Vllm:
         )
         metadata = self.connector.build_connector_meta(output)
         self.preempted, self._finished_ids = set(), set()
+        if not scheduled:
+            time.sleep(0.001)  # as vLLM does, for the sake of other threads
         result = self._execute(metadata, scheduled, output.finished_req_ids)
         self._update(result, scheduled)
 
@@ -523,7 +526,9 @@ def vllm_config(settings: dict[str, Any], *, events: bool = False, world_size: i
     named = types.SimpleNamespace
     return named(
         kv_transfer_config=named(
-            kv_connector_extra_config={"stratakv": settings}, kv_load_failure_policy="fail"
+            kv_connector_extra_config={"stratakv": settings},
+            kv_load_failure_policy="fail",
+            is_kv_consumer=True,
         ),
         parallel_config=named(
             world_size=world_size,
