@@ -96,7 +96,11 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         """What has happened in the tiers, where it is time to tell."""
         if self._scheduler is None or not self._stats.is_due:
             return None
-        return self._stats.make(self._scheduler.stats())
+        try:
+            return self._stats.make(self._scheduler.stats())
+        except Exception:
+            log.exception("statistics of the tiers are missing")
+            return None
 
     @property
     def requires_kv_delivery(self) -> bool:

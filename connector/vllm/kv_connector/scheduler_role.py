@@ -163,6 +163,7 @@ class SchedulerRole:
         plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
         self._safely(self._build, None, output, plan)
         if self.is_broken:
+            self._stop_watching()
             for told in plan.loads:
                 self._loads[told.request_id].job_id = None
             plan.moves, plan.loads = NOTHING_TO_MOVE, []
@@ -213,14 +214,18 @@ class SchedulerRole:
         self._closed = True
         self._woken.set()
         self._thread.join(self._shutdown_seconds + CLOSE_SECONDS)
-        if self._watch is not None:
-            self._watch.close()
+        self._stop_watching()
         with self._lock:
             try:
                 # After a mistake nobody says how the copies ended.
                 self._side.shutdown(0.0 if self.is_broken else self._shutdown_seconds)
             except Exception:
                 log.exception("the tiers could not be closed in order")
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     # The same, where it may raise
 

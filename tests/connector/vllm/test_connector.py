@@ -288,6 +288,8 @@ def test_a_mistake_of_ours_ends_nothing(newest: ConnectorHost, side: str) -> Non
     assert role.is_broken
     assert vllm.run("later", prompt(1)).num_external == 0
     assert not vllm.connector.has_pending_push_work()
+    assert "get_new_blocks" not in vars(vllm.pool)  # nobody listens any more
+    assert vllm.connector.get_kv_connector_stats() is None
     vllm.stop()
 
 
