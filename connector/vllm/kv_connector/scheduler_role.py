@@ -218,7 +218,8 @@ class SchedulerRole:
         with self._lock:
             try:
                 # After a mistake nobody says how the copies ended.
-                self._side.shutdown(0.0 if self.is_broken else self._shutdown_seconds)
+                seconds = CLOSE_SECONDS if self.is_broken else self._shutdown_seconds
+                self._side.shutdown(seconds)
             except Exception:
                 log.exception("the tiers could not be closed in order")
 

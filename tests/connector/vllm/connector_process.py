@@ -48,6 +48,8 @@ class ConnectorEngine(vllm_process.Engine):
 
     def _stats(self) -> dict[str, Any]:
         stats = self._role.stats()
+        if self._role.is_broken:
+            return {"broken": True}
         return {
             "tiers": stats["tiers"],
             "declined": stats["declined_tokens"],
