@@ -310,7 +310,7 @@ class SchedulerRole:
         namings, evicted = watch.take_named(), watch.take_evicted()
         # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
         # put off in the same breath nothing is computed.
-        preempted = output.preempted_req_ids or ()
+        preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
         if preempted:
             for each in namings:
                 if each.request_id in preempted:
