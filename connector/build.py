@@ -100,6 +100,7 @@ def build_scheduler_side(
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
     num_groups: int = 1,
     prefill: PrefillRate | None = None,
+    block_tokens: int | None = None,
 ) -> BuiltSide:
     """The scheduler side, and what the worker side is built from.
 
@@ -107,7 +108,8 @@ def build_scheduler_side(
     `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
     `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
-    layout. `prefill` is what computing costs, where somebody else measures it.
+    layout. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
+    block whose layout does not say so, since its bytes are another engine's.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
     store that is down is waited for behind the scenes, unless the settings require it: then
     TierDown says which.
@@ -122,7 +124,8 @@ def build_scheduler_side(
         serving: SlabServing | None = None
         try:
             serving = serve_slab(slab, settings, namespace=namespace)
-            side = _connect(slab, stores, settings, num_groups, prefill, serving)
+            block_size = slab.layout.block_size if block_tokens is None else block_tokens
+            side = _connect(slab, stores, settings, block_size, num_groups, prefill, serving)
         except BaseException:
             if serving is not None:
                 serving.close(0.0)
@@ -164,6 +167,7 @@ def _connect(
     slab: CpuSlab,
     stores: list[StoreTier],
     settings: OffloadSettings,
+    block_size: int,
     num_groups: int,
     prefill: PrefillRate | None,
     serving: SlabServing | None,
@@ -182,7 +186,7 @@ def _connect(
     )
     return OffloadScheduler(
         hierarchy,
-        slab.layout.block_size,
+        block_size,
         signal,
         num_groups=num_groups,
         choice=settings.load,

@@ -139,6 +139,11 @@ class OffloadScheduler(KVConnectorScheduler):
         self._retry_due = False
         self._closed = False
 
+    @property
+    def tiers(self) -> list[str]:
+        """The names of the tiers, the fastest first."""
+        return self._hierarchy.tiers
+
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         self._signal.set_wakeup(wakeup)
 

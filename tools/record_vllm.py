@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what vLLM's offloading interface looks like, for tests that run without vLLM.
+"""Records what vLLM's interfaces for offloading and KV connectors look like, for tests that run
+without vLLM.
 
     python tools/record_vllm.py WHEEL_OR_SITE_PACKAGES ...
 
@@ -15,7 +16,7 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,28 @@ CLASSES = {
     OFFLOAD + "tiering/spec.py": ("TieringOffloadingSpec",),
     CONNECTOR + "offloading/metrics.py": ("OffloadingConnectorStats",),
 }  # fmt: skip
+# The same for a KV connector: what it overrides, and what it reads of vLLM.
+CONNECTOR_CLASSES = {
+    CONNECTOR + "base.py": (
+        "KVConnectorBase_V1", "SupportsHMA", "KVConnectorRole", "KVConnectorMetadata",
+        "KVConnectorWorkerMetadata", "KVConnectorTransferResults",
+    ),
+    CONNECTOR + "metrics.py": ("KVConnectorStats", "KVConnectorPromMetrics"),
+    "vllm/v1/core/block_pool.py": ("BlockPool",),
+    "vllm/v1/core/kv_cache_utils.py": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
+    "vllm/v1/core/sched/output.py": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
+    "vllm/v1/kv_cache_interface.py": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor"),
+    "vllm/v1/outputs.py": ("KVConnectorOutput",),
+    "vllm/v1/request.py": ("Request",),
+    "vllm/config/kv_transfer.py": ("KVTransferConfig",),
+    "vllm/distributed/kv_events.py": ("BlockStored", "BlockRemoved"),
+    "vllm/v1/metrics/cache_hit_source.py": ("CacheHitSource",),
+}  # fmt: skip
+# Not in every version.
+NEW = ("vllm/v1/metrics/cache_hit_source.py",)
+# Of these, the adapter looks at fields only.
+READ_ONLY = ("KVCacheConfig", "KVConnectorOutput", "KVTransferConfig", "Request")
+INIT = "__init__"
 # Module -> names of it that the adapter reads.
 NAMES = {"vllm/v1/core/kv_cache_utils.py": ("_NONE_HASH_SEED", "DEFAULT_NONE_HASH_SEED")}
 # How each kind of job is handed to a tier: the keywords of these calls.
@@ -48,25 +71,35 @@ CALLS = {OFFLOAD + "tiering/factory.py": "tier_cls", OFFLOAD + "tiering/manager.
 
 def record(source: Callable[[str], str], version: str, origin: str) -> dict[str, Any]:
     """All of it. `source` gives the text of a file."""
-    classes: dict[str, Any] = {}
-    for path, names in CLASSES.items():
-        found = {
-            node.name: node
-            for node in ast.parse(source(path)).body
-            if isinstance(node, ast.ClassDef)
-        }
-        for name in names:
-            classes[name] = {"module": path[:-3].replace("/", "."), **_class(found[name])}
     return {
         "version": version,
         "taken_from": origin,
-        "classes": classes,
+        "classes": _classes(source, CLASSES),
+        "connector_classes": _classes(source, CONNECTOR_CLASSES),
         "names": {
             path[:-3].replace("/", "."): sorted(_assigned(ast.parse(source(path)), names))
             for path, names in NAMES.items()
         },
         "calls": {name: _keywords(ast.parse(source(path)), name) for path, name in CALLS.items()},
     }
+
+
+def _classes(source: Callable[[str], str], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for path, names in wanted.items():
+        try:
+            text = source(path)
+        except (KeyError, FileNotFoundError):
+            if path not in NEW:
+                raise
+            continue
+        found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+        for name in names:
+            made[name] = {"module": path[:-3].replace("/", "."), **_class(found[name])}
+            methods = made[name]["methods"]
+            if name in READ_ONLY:
+                made[name]["methods"] = {each: methods[each] for each in methods.keys() & {INIT}}
+    return made
 
 
 def _class(node: ast.ClassDef) -> dict[str, Any]:

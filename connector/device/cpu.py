@@ -39,7 +39,7 @@ class CpuEvent:
     One is made for each copy in the step loop and seldom waited for: who does makes the lock.
     """
 
-    __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests")
+    __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "rows")
 
     _making_gate = threading.Lock()
 
@@ -49,6 +49,7 @@ class CpuEvent:
         self._error: Exception | None = None
         self._seconds = 0.0
         self.digests: list[bytes] | None = None  # a list: one for each block is to be made
+        self.rows: Bytes | None = None  # the whole pages that these are of
 
     def end(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """Reach the point, well or with an error; wakes all who wait. Its maker calls it from one
@@ -83,27 +84,34 @@ class CpuEvent:
         return self._seconds
 
 
+# What a page consists of, each part with all its pages: mostly one.
+Parts = Sequence[Bytes]
+
 # A source and its pages, a target and its pages; then what is waited for, and the copy's own event.
 # A plain tuple, because the step loop makes it.
-_Job = tuple[Bytes, Sequence[int], Bytes, Sequence[int], Sequence[Event], CpuEvent]
+_Job = tuple[Parts, Sequence[int], Parts, Sequence[int], Sequence[Event], CpuEvent]
 
 
 def _run(job: _Job) -> None:
     """Copy and end the event."""
-    source, source_pages, target, target_pages, _, event = job
+    sources, source_pages, targets, target_pages, _, event = job
     began = time.monotonic()
     error: Exception | None = None
     try:
-        if event.digests is None:
-            _copy_runs(source, target, merge_runs(source_pages, target_pages))
+        if event.digests is None or event.rows is None:
+            runs = merge_runs(source_pages, target_pages)
+            for source, target in zip(sources, targets, strict=True):
+                _copy_runs(source, target, runs)
         else:
             # Block by block, so that each is hashed while the processor's cache has it.
             for start, end in zip(source_pages, target_pages, strict=True):
-                target[end] = source[start]
-                event.digests.append(payload_digest(target[end].data))
+                for source, target in zip(sources, targets, strict=True):
+                    target[end] = source[start]
+                event.digests.append(payload_digest(event.rows[end].data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to whoever asks
         # Without its frames, which would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
+    event.rows = None
     event.end(error, time.monotonic() - began)
 
 
@@ -156,8 +164,9 @@ class CpuCopyDevice(CopyDevice):
             stream: _StreamThread(f"stratakv-copy-{stream.value}", dependency_seconds)
             for stream in Stream
         }
-        self._pool: Bytes | None = None
+        self._pool: Parts | None = None
         self._slab: Bytes | None = None
+        self._slab_parts: Parts = ()  # those of the pool, in the slab
         self._page_bytes = 0
         self._closed = False
         self._makes_digests = False
@@ -181,7 +190,26 @@ class CpuCopyDevice(CopyDevice):
     def register_pool(self, pool: torch.Tensor) -> None:
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
-        self._pool = pool_pages(pool, self._page_bytes)
+        self.register_parts([pool_pages(pool, self._page_bytes)])
+
+    def register_parts(self, parts: Parts) -> None:
+        """A pool whose pages lie in several places: each part has the bytes `[num_blocks, ...]`,
+        of any strides, and one after the other they make a page. Instead of `register_pool`.
+        InvalidBlock where they do not fit the slab's layout."""
+        if self._slab is None:
+            raise DeviceError("the slab must be registered before the pool")
+        sizes = [part[0].size for part in parts]
+        if sum(sizes) != self._page_bytes or len({len(part) for part in parts}) != 1:
+            raise InvalidBlock(
+                f"the parts of a pool's pages have {sizes} bytes and {[len(p) for p in parts]} "
+                f"blocks; a page of the slab's layout has {self._page_bytes}"
+            )
+        columns, place = [], 0
+        for part, size in zip(parts, sizes, strict=True):
+            column = self._slab[:, place : place + size]
+            columns.append(column if part.ndim == 2 else _shaped(column, part.shape[1:]))
+            place += size
+        self._pool, self._slab_parts = list(parts), columns
 
     def writer_event(self) -> Event:
         return self._computed
@@ -223,14 +251,14 @@ class CpuCopyDevice(CopyDevice):
             raise DeviceError("the device is closed or has no pool and slab yet")
         if len(block_ids) != len(slots):
             raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
-        _check_range("block", block_ids, len(pool))
+        _check_range("block", block_ids, len(pool[0]))
         _check_range("slot", slots, len(slab))
         if stream is Stream.STORE:
             event = CpuEvent()
             if self._makes_digests:
-                event.digests = []
-            return pool, block_ids, slab, slots, after, event
-        return slab, slots, pool, block_ids, after, CpuEvent()
+                event.digests, event.rows = [], slab
+            return pool, block_ids, self._slab_parts, slots, after, event
+        return self._slab_parts, slots, pool, block_ids, after, CpuEvent()
 
     def close(self, timeout_seconds: float) -> bool:
         self._closed = True
@@ -241,6 +269,7 @@ class CpuCopyDevice(CopyDevice):
         if not all(ended):
             return False
         self._pool = self._slab = None
+        self._slab_parts = ()
         return True
 
 
@@ -261,6 +290,16 @@ def slab_pages(slab: SlabMemory) -> Bytes:
     """The slab as bytes `[num_slots, page_bytes]`, sharing its memory; slots may be longer."""
     memory: Bytes = np.frombuffer(slab.memory(), dtype=np.uint8)
     return memory.reshape(slab.num_slots, slab.layout.slot_bytes)[:, : slab.layout.page_bytes]
+
+
+def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
+    """Columns of the slab, whose bytes of a row are neighbours, in another shape; no copy."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return np.lib.stride_tricks.as_strided(
+        rows, (len(rows), *shape), (rows.strides[0], *reversed(strides))
+    )
 
 
 def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]]) -> None:

@@ -6,8 +6,12 @@ configuration name.
                  copies too
     StrataTier   the tiers alone, one of the `secondary_tiers` of vLLM's TieringOffloadingSpec
 
-docs/vllm.md says how to switch them on. Both are imported when they are first named, since that
-imports vLLM.
+and, in the place of vLLM's offloading, what `kv_connector_module_path` names:
+
+    StrataConnector  a KV connector between vLLM's KV cache and our slab
+
+docs/vllm.md says how to switch them on, and which to take. Each is imported when it is first named,
+since that imports vLLM.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .kv_connector.connector import StrataConnector
     from .spec import StrataSpec
     from .tier import StrataTier
 
-__all__ = ["StrataSpec", "StrataTier"]
+__all__ = ["StrataConnector", "StrataSpec", "StrataTier"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from .tier import StrataTier
 
         return StrataTier
+    if name == "StrataConnector":
+        from .kv_connector.connector import StrataConnector
+
+        return StrataConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,12 @@ COUNTERS = {
     "declined_tokens": "prompt tokens a tier had that were quicker to compute",
 }
 DAMAGED = "damaged_blocks"
+# Of StrataConnector: name -> what its one label is called, and its meaning.
+CONNECTOR_COUNTERS = {
+    "loaded_tokens": ("tier", "prompt tokens that came from a tier"),
+    "load_failures": ("reason", "loads of which something, or everything, did not come"),
+    DAMAGED: ("tier", "blocks whose bytes changed in memory, found when they were loaded"),
+}
 
 
 def definitions() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ...tiers.settings.values import ConfigError
 from ..chunks.settings import Host, OwnSettings, Settings
 
 MODULE = "stratakv.connector.vllm"
-SPEC, TIER = "StrataSpec", "StrataTier"
+SPEC, TIER, CONNECTOR = "StrataSpec", "StrataTier", "StrataConnector"
 # Where the settings stand among vLLM's own of the connector, for StrataSpec.
 SECTION = "stratakv"
 
@@ -82,4 +82,16 @@ def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, An
             "cpu_bytes_to_use": region_bytes,
             SECTION: dict(given),
         },
+    }
+
+
+def connector_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for StrataConnector, which has no region of vLLM's."""
+    read_settings(given)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {SECTION: dict(given)},
     }

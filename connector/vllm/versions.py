@@ -4,15 +4,17 @@
     0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
            JobResult has no transfer_bytes
     0.31   the above are there
-    0.32   cache_hit_source of a tier
+    0.32   cache_hit_source of a tier; a KV connector is asked for the sources of hits
     0.33   submit_load has `expedited`; a lock around manager and tiers
+
+What StrataConnector overrides and reads is the same in all of them otherwise.
 
 Knows vLLM's objects by their attributes and imports nothing of it before it is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..chunks.versions import Supported
@@ -72,6 +74,17 @@ def job_result(
         transfer_time=seconds,
         **more,
     )
+
+
+def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[Any, int]:
+    """Where so many tokens come from, in words of vLLM 0.32 and later: `num_near` from memory, the
+    others from one of `tiers`. Older versions do not ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    far = CacheHitSource.DISK if [*tiers] == ["ssd"] else CacheHitSource.EXTERNAL_UNSPECIFIED
+    num_near = min(num_near, num_tokens)
+    counts = {CacheHitSource.HOST: num_near, far: num_tokens - num_near}
+    return {source: count for source, count in counts.items() if count}
 
 
 def hash_seed_is_random() -> bool:

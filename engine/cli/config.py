@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...connector.vllm.settings import OPTIONS as VLLM_OPTIONS
-from ...connector.vllm.settings import transfer_config
+from ...connector.vllm.settings import connector_config, transfer_config
 from ...tiers.settings import readers
 from ...tiers.settings.layers import MODEL
 from ...tiers.settings.option import flag_of
@@ -96,7 +96,12 @@ REGION_BYTES, LEAST_REGION_BYTES = GIB, 1024**2
 
 
 def add_vllm_arguments(parser: argparse._ActionsContainer) -> None:
-    """The region, and each setting of the tiers below vLLM."""
+    """Which form, the region, and each setting of the tiers."""
+    parser.add_argument(
+        "--connector",
+        action="store_true",
+        help="for StrataConnector, a KV connector of vLLM's, and not for StrataSpec",
+    )
     parser.add_argument(
         "--region-bytes", metavar="SIZE",
         help="memory that vLLM's own tier takes, through which all blocks pass (default: 1GiB)",
@@ -120,15 +125,20 @@ def _vllm(words: list[str]) -> int:
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """What the flags of `add_vllm_arguments` say to vLLM. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
+    given = {name: args[name] for name in VLLM_OPTIONS if args[name] is not None}
+    if args["connector"]:
+        if region is not None:
+            raise ConfigError(f"{flag} is for StrataSpec; StrataConnector has no region of vLLM's")
+        return connector_config(given)
     region = REGION_BYTES if region is None else readers.size(flag, region)
     size_within(flag, region, LEAST_REGION_BYTES)
-    given = {name: args[name] for name in VLLM_OPTIONS if args[name] is not None}
     return transfer_config(region, given)
 
 
 def given_vllm_flags(args: Mapping[str, Any]) -> list[str]:
     """Which of those flags were given."""
-    return [flag_of(name) for name in ("region_bytes", *VLLM_OPTIONS) if args[name] is not None]
+    names = [name for name in ("region_bytes", *VLLM_OPTIONS) if args[name] is not None]
+    return [flag_of(name) for name in ("connector",) * bool(args["connector"]) + tuple(names)]
 
 
 _WORDS: Mapping[str, Callable[[list[str]], int]] = {

@@ -13,6 +13,7 @@ from ....connector.chunks.settings import Settings
 from ....connector.vllm import region
 from ....connector.vllm.identity import DTYPES, LAYOUTS, NAMESPACE, model_fingerprint
 from ....connector.vllm.settings import (
+    CONNECTOR,
     MODULE,
     OPTIONS,
     SECTION,
@@ -37,7 +38,7 @@ from .machine import (
 from .python import PythonFacts, VllmModule
 from .servers import check_servers
 
-CONNECTOR = "OffloadingConnector"
+OFFLOADING = "OffloadingConnector"
 STOCK_SPEC = "TieringOffloadingSpec"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 ALIASES = ("NHD", "HND")  # of layouts, which vLLM resolves
@@ -72,6 +73,12 @@ class VllmCase:
         return extra if isinstance(extra, Mapping) else {}
 
     @property
+    def is_connector(self) -> bool:
+        """Whether our connector is named, which has no region of vLLM's and no spec."""
+        named = self.transfer.get("kv_connector"), self.transfer.get("kv_connector_module_path")
+        return named == (CONNECTOR, MODULE)
+
+    @property
     def is_whole(self) -> bool:
         """Whether our spec is named, and not our tier among vLLM's own."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
@@ -79,7 +86,7 @@ class VllmCase:
     @property
     def given(self) -> Mapping[str, Any] | None:
         """Our settings; None where our tiers are not named."""
-        if self.is_whole:
+        if self.is_connector or self.is_whole:
             given = self.extra.get(SECTION, {})
             return given if isinstance(given, Mapping) else None
         tiers = self.extra.get("secondary_tiers")
@@ -145,9 +152,12 @@ def check_connector(case: VllmCase) -> Iterator[Finding]:
     """What stands around our settings in what vLLM is given."""
     what, transfer = "config", case.transfer
     cure = "give what stratakv config vllm prints"
-    if transfer.get("kv_connector") != CONNECTOR:
+    if transfer.get("kv_connector") != OFFLOADING and not case.is_connector:
         named = format_value(transfer.get("kv_connector"))
-        yield problem(what, f"kv_connector is {named}, and our tiers lie below {CONNECTOR}", cure)
+        yield problem(
+            what, f"kv_connector is {named}, and our tiers lie below {OFFLOADING}, or are "
+            f"{CONNECTOR} with its kv_connector_module_path", cure,
+        )  # fmt: skip
     if transfer.get("kv_role") not in ROLES:
         named = format_value(transfer.get("kv_role"))
         yield problem(what, f"kv_role is {named}, which vLLM refuses", 'give "kv_both"')
@@ -164,7 +174,7 @@ def check_connector(case: VllmCase) -> Iterator[Finding]:
             what, f"{', '.join(misplaced)} stand where vLLM does not look for them",
             f'put our settings under "{SECTION}"',
         )  # fmt: skip
-    if not case.is_whole and case.given is not None:
+    if not (case.is_connector or case.is_whole) and case.given is not None:
         name = case.extra.get("spec_name")
         if name != STOCK_SPEC:
             yield problem(
@@ -206,7 +216,9 @@ def check_settings(case: VllmCase) -> Iterator[Finding]:
 
 def check_region(case: VllmCase) -> Iterator[Finding]:
     """Room for vLLM's region, and what engines that are gone have left of theirs."""
-    if case.region_bytes is None:
+    if case.is_connector:
+        yield ok("region", f"{CONNECTOR} has none of vLLM's")
+    elif case.region_bytes is None:
         size = format_value(case.extra.get("cpu_bytes_to_use"))
         yield problem(
             "region", f"cpu_bytes_to_use is {size}", "give a number of bytes, such as 8589934592"

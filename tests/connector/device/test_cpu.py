@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from stratakv.connector.device.cpu import CpuCopyDevice, CpuEvent
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.cpu import CpuSlab
 from stratakv.tiers.errors import InvalidBlock
+from stratakv.tiers.tag import payload_digest
 
 WAIT_SECONDS = 10.0
 
@@ -49,6 +51,46 @@ def test_every_dtype_keeps_its_bits(name: str) -> None:
     assert torch.equal(pool.view(torch.uint8), before)
     assert device.close(WAIT_SECONDS)
     slab.close()
+
+
+def test_pages_that_lie_in_several_places(slab: CpuSlab) -> None:
+    """Three quarters of a page are rows of another array each, and a quarter is in one piece."""
+    device = CpuCopyDevice()
+    device.register_slab(slab)
+    device.make_digests()
+    size = slab.layout.page_bytes // 4
+    numbers = np.random.default_rng(1)
+    outer = numbers.integers(0, 256, (3, 5, size), np.uint8)  # layers outermost
+    inner = numbers.integers(0, 256, (5, size), np.uint8)
+    device.register_parts([outer.transpose(1, 0, 2), inner])
+    wanted = outer.copy(), inner.copy()
+    stored = device.copy(Stream.STORE, [4, 0, 1], [2, 0, 3])
+    assert stored.wait(WAIT_SECONDS) and stored.error() is None
+    page = outer[:, 4].tobytes() + inner[4].tobytes()
+    assert bytes(slab.buffer(2)[: len(page)]) == page
+    digests = device.digests(stored)
+    assert digests is not None and digests[0] == payload_digest(page)
+    outer[:], inner[:] = 0, 0
+    loaded = device.copy(Stream.LOAD, [4, 0, 1], [2, 0, 3])
+    assert loaded.wait(WAIT_SECONDS) and loaded.error() is None
+    for block in (0, 1, 4):
+        assert (outer[:, block] == wanted[0][:, block]).all()
+        assert (inner[block] == wanted[1][block]).all()
+    assert not outer[:, 2:4].any() and not inner[2:4].any()
+    assert device.close(WAIT_SECONDS)
+
+
+def test_parts_that_make_no_page_are_refused(slab: CpuSlab) -> None:
+    device = CpuCopyDevice()
+    part = np.zeros((5, slab.layout.page_bytes // 2), np.uint8)
+    with pytest.raises(DeviceError):
+        device.register_parts([part, part])
+    device.register_slab(slab)
+    with pytest.raises(InvalidBlock, match="a page of the slab's layout has"):
+        device.register_parts([part])
+    with pytest.raises(InvalidBlock, match=r"\[5, 4\] blocks"):
+        device.register_parts([part, part[:4]])
+    assert device.close(WAIT_SECONDS)
 
 
 def test_a_copy_without_a_pool_is_refused(slab: CpuSlab) -> None:

@@ -558,7 +558,7 @@ def test_the_page_has_every_setting_and_metric() -> None:
     own = [option.removeprefix("own.") for option in OPTIONS if OPTIONS[option].section == "own"]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == own
     told = set(re.findall(r"`stratakv:(\w+)`", page))
-    assert told == {*metrics.GAUGES, *metrics.COUNTERS, metrics.DAMAGED}
+    assert told == {*metrics.GAUGES, *metrics.COUNTERS, *metrics.CONNECTOR_COUNTERS}
 
 
 def test_what_to_paste(capsys: pytest.CaptureFixture[str], host: FakeHost) -> None:

@@ -19,7 +19,7 @@ import pytest
 from stratakv import __version__
 from stratakv.connector.vllm import region
 from stratakv.connector.vllm.identity import NAMESPACE
-from stratakv.connector.vllm.settings import transfer_config
+from stratakv.connector.vllm.settings import connector_config, transfer_config
 from stratakv.engine.cli.checks import machine, python, vllm
 from stratakv.engine.cli.checks.base import Finding, Level, run_checks
 from stratakv.engine.cli.checks.disk import check_ssd, mount_of
@@ -87,6 +87,17 @@ def test_where_all_is_well_there_is_no_problem(case: vllm.VllmCase) -> None:
     assert not bad(findings)
     assert {"vllm", "packages", "block hash", "settings", "ssd room"} <= {f.what for f in findings}
     assert not (Path(case.transfer["kv_connector_extra_config"]["stratakv"]["ssd_path"])).exists()
+
+
+def test_our_connector_needs_no_region(case: vllm.VllmCase) -> None:
+    given = case.transfer["kv_connector_extra_config"]["stratakv"]
+    findings = run_checks(vllm.CHECKS, replace(case, transfer=connector_config(given)))
+    assert not bad(findings)
+    assert "StrataConnector has none" in str([f for f in findings if f.what == "region"])
+    elsewhere = connector_config(given) | {"kv_connector_module_path": "another.package"}
+    assert "kv_connector_module_path" in str(
+        bad(run_checks(vllm.CHECKS, replace(case, transfer=elsewhere)))
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StrataConnector: what vLLM makes once in its scheduler and once in its worker, and calls in every
+step. It hands each call to the role that is meant; docs/vllm.md says how to switch it on.
+
+    scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
+    worker      handle_preemptions → (forward pass) → get_transfer_results → report
+    scheduler   update_connector_output
+
+Every load is asynchronous: a request waits for it in vLLM's scheduler and holds up nobody else. Of
+one that brought its first blocks only, vLLM computes the rest; of one that brought nothing,
+everything. Block ids say which, and vLLM can tell them apart because there is one cache group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from .. import versions
+from .opening import check_engine, open_scheduler_role, settings_in
+from .pages import plan_pages
+from .scheduler_role import SchedulerRole
+from .stats import StatsSource, StrataPromMetrics, StrataStats
+from .steps import StepPlan, StepReport
+from .worker_role import WorkerRole
+
+log = logging.getLogger(__name__)
+
+# One contiguous page for all layers of a block, so that a GPU copies few large pieces.
+GPU_LAYOUT = "BLHNC"
+
+
+@dataclass(slots=True)
+class StrataMetadata(KVConnectorMetadata):
+    """To the worker."""
+
+    plan: StepPlan
+
+
+@dataclass(slots=True)
+class StrataWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the worker."""
+
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of several ranks; there is one."""
+        raise RuntimeError("StrataConnector serves engines of one rank")
+
+
+class StrataConnector(KVConnectorBase_V1, SupportsHMA):
+    """Our tiers beside vLLM's KV cache. Raises ConfigError or TierConfigError for what cannot work;
+    nothing that happens later raises anything."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config)
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._stats = StatsSource()
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM reads this when the connector has been made. A request whose blocks were lost is
+            # computed: what a cache has lost is no reason to fail anybody.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._scheduler = open_scheduler_role(vllm_config, kv_cache_config)
+            atexit.register(self.shutdown)
+        else:
+            settings_in(vllm_config)
+            self._worker = WorkerRole(plan_pages(kv_cache_config))
+
+    # Both
+
+    def shutdown(self) -> None:
+        """Write down what is to survive, and release everything. Idempotent."""
+        atexit.unregister(self.shutdown)
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def get_kv_connector_stats(self) -> StrataStats | None:
+        """What has happened in the tiers, where it is time to tell."""
+        if self._scheduler is None or not self._stats.is_due:
+            return None
+        try:
+            return self._stats.make(self._scheduler.stats())
+        except Exception:
+            log.exception("statistics of the tiers are missing")
+            return None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No request waits for its blocks to be stored."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: vLLM's memory would go away below copies. vLLM asks since 0.33."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The CPU build has one layout only."""
+        return None if versions.is_cpu_build() else GPU_LAYOUT
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StrataStats:
+        """Statistics out of what `get_kv_connector_stats` has sent."""
+        return StrataStats(data={} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StrataPromMetrics:
+        """The metrics of `stats.py`."""
+        return StrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # In vLLM's scheduler
+
+    @property
+    def _role_in_scheduler(self) -> SchedulerRole:
+        assert self._scheduler is not None, "vLLM's worker has no scheduler role"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's block pool; `bind_kv_cache_manager` of the base class calls this."""
+        self._role_in_scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        self._role_in_scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What the tiers have behind these tokens."""
+        return self._role_in_scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has all its blocks; it waits where tokens are to be loaded."""
+        if num_external_tokens:
+            [block_ids] = blocks.get_block_ids()
+            self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """The tiers that the tokens come from, in vLLM's words."""
+        num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
+        return versions.hit_sources(num_near, num_external_tokens, tiers)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StrataMetadata:
+        """The end of a `schedule()`."""
+        return StrataMetadata(self._role_in_scheduler.build(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The end of a step."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, StrataWorkerMetadata):
+            self._role_in_scheduler.take(metadata.report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As below."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended. Its blocks may be freed: they can be copied as long as nothing has
+        overwritten them, and what is about to is seen."""
+        return False, self._role_in_scheduler.finished(request)
+
+    def take_events(self) -> Iterable[Any]:
+        """What the slab has got and lost."""
+        return self._role_in_scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle vLLM has to step all the same."""
+        return self._role_in_scheduler.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything, in every tier."""
+        return self._role_in_scheduler.reset()
+
+    # In vLLM's worker
+
+    @property
+    def _role_in_worker(self) -> WorkerRole:
+        assert self._worker is not None, "vLLM's scheduler has no worker role"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """vLLM's tensors. Raises ConfigError where they lie in an unknown way."""
+        self._role_in_worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The beginning of every step, before anything is overwritten."""
+        if isinstance(kv_connector_metadata, StrataMetadata):
+            self._role_in_worker.begin_step(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads have begun already, and no forward pass waits for one."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """As above."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored when they are complete, over all layers."""
+
+    def wait_for_save(self) -> None:
+        """As above."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The loads that have ended. No request is kept for its blocks to be stored."""
+        results = self._role_in_worker.results()
+        return KVConnectorTransferResults(
+            finished_recving=results.finished, failed_recving=results.failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks, of these loads, that nothing came for."""
+        return self._role_in_worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> StrataWorkerMetadata:
+        """What our scheduler side is told of the step."""
+        return StrataWorkerMetadata(self._role_in_worker.report())

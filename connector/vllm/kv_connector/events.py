@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache events of the slab, in vLLM's form: which blocks it has got, and which it has lost.
+
+vLLM publishes them beside those of its own cache. A block is announced with its tokens and its
+parent, so that a router can tell the prefix that it ends; of one whose request was not seen, the
+name alone is known. What only a disk or a cache server has is not announced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# How often the slab is looked through for what it has lost.
+LOOK_SECONDS = 1.0
+HASH_END = -4  # behind the hash, vLLM's key has the cache group
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a router wants to know of a block."""
+
+    parent: bytes | None
+    tokens: list[int]
+    lora_id: int | None
+    lora_name: str | None
+
+
+class TierEvents:
+    """Collects events. `most_blocks`: the slab's slots, and vLLM's blocks."""
+
+    def __init__(self, block_tokens: int, most_blocks: int) -> None:
+        self._block_tokens = block_tokens
+        self._most = 2 * most_blocks
+        self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by vLLM's hash
+        self._announced: dict[bytes, bytes] = {}  # vLLM's key of each of ours
+        self._events: list[Any] = []
+        self._look_at = 0.0
+
+    def named(self, request: Any, first: int, end: int) -> None:
+        """The blocks of a request from one position to another have got names."""
+        hashes, size, lora = request.block_hashes, self._block_tokens, request.lora_request
+        for index in range(first, min(end, len(hashes))):
+            self._contents[hashes[index]] = _Content(
+                hashes[index - 1] if index else None,
+                list(request.all_token_ids[index * size : (index + 1) * size]),
+                None if lora is None else lora.adapter_id,
+                None if lora is None else lora.name,
+            )
+            self._contents.move_to_end(hashes[index])
+        while len(self._contents) > self._most:
+            self._contents.popitem(last=False)
+
+    def stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
+        """The slab has got these blocks, by vLLM's keys and ours."""
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        for host_key, key in zip(host_keys, keys, strict=True):
+            if key in self._announced:
+                continue
+            self._announced[key] = host_key
+            content = self._contents.get(host_key[:HASH_END])
+            parent = None if content is None else content.parent
+            self._events.append(
+                BlockStored(
+                    block_hashes=[maybe_convert_block_hash(host_key[:HASH_END])],
+                    parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                    token_ids=[] if content is None else content.tokens,
+                    block_size=0 if content is None else self._block_tokens,
+                    lora_id=None if content is None else content.lora_id,
+                    medium=MEDIUM_CPU,
+                    lora_name=None if content is None else content.lora_name,
+                    group_idx=int.from_bytes(host_key[HASH_END:], "big"),
+                )
+            )
+
+    def take(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
+        """The events since the last call. `slab_keys`: what the slab has now, by our keys."""
+        now = time.monotonic()
+        if now >= self._look_at and self._announced:
+            self._look_at = now + LOOK_SECONDS
+            self._find_lost(slab_keys)
+        events, self._events = self._events, []
+        return events
+
+    def _find_lost(self, slab_keys: Callable[[], Sequence[bytes]]) -> None:
+        lost = self._announced.keys() - set(slab_keys())
+        if not lost:
+            return
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        by_group: dict[int, list[Any]] = {}
+        for key in lost:
+            host_key = self._announced.pop(key)
+            group = int.from_bytes(host_key[HASH_END:], "big")
+            name = maybe_convert_block_hash(host_key[:HASH_END])
+            by_group.setdefault(group, []).append(name)
+        for group, names in by_group.items():
+            self._events.append(
+                BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group)
+            )

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the tiers of one StrataConnector from vLLM's configuration: what its blocks are, what they
+are called, and whether this engine can be served at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from ....tiers.hierarchy.hierarchy import WATERMARK
+from ....tiers.settings.format import format_value
+from ....tiers.settings.sizes import show_size
+from ....tiers.settings.values import ConfigError
+from ...build import BuiltSide, OffloadSettings, build_scheduler_side
+from ...chunks.build import check_servers
+from ...chunks.settings import Settings
+from ...economics import Choice
+from ...rates import PrefillRate
+from .. import versions
+from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout, model_fingerprint
+from ..settings import SECTION, VllmSettings, drill_of, read_settings
+from .events import TierEvents
+from .pages import PagePlan, plan_pages
+from .scheduler_role import SchedulerRole
+
+log = logging.getLogger(__name__)
+
+# Keeps blocks of this form apart from the chunks of the other one, whose bytes are vLLM's affair.
+FORM = "pages"
+
+
+def settings_in(vllm_config: Any) -> Settings[VllmSettings]:
+    """Ours, out of vLLM's configuration. Raises ConfigError."""
+    given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(SECTION, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
+    return read_settings(given)
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises ConfigError for an engine that this connector cannot serve."""
+    versions.host_version()
+    parallel = vllm_config.parallel_config
+    if parallel.world_size != 1:
+        raise ConfigError(
+            f"StrataConnector serves engines of one rank, and this one has {parallel.world_size}; "
+            "use StrataSpec (stratakv config vllm, without --connector), which knows several"
+        )
+
+
+def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole:
+    """The side in vLLM's scheduler, with its tiers. Raises ConfigError or TierConfigError for what
+    cannot work; nothing stays open then."""
+    settings = settings_in(vllm_config)
+    plan = plan_pages(kv_cache_config)
+    block_tokens = _block_tokens(kv_cache_config)
+    identity = identity_of(vllm_config, kv_cache_config, plan, settings)
+    layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
+    root = identity.root()
+    drill = drill_of(settings)
+    tiers = settings.tiers()
+    if not vllm_config.cache_config.enable_prefix_caching:
+        log.warning("vLLM's prefix caching is off, so that its blocks have no names to store")
+    check_servers(tiers.addresses, layout, tiers.remote.credentials())
+    if drill is not None:
+        log.warning("faults are injected on purpose (%s); this is a drill", settings.own.faults)
+    shared: dict[str, Any] = {
+        each.name: getattr(tiers, each.name) for each in dataclasses.fields(tiers)
+    }
+    offload = OffloadSettings(
+        **shared,
+        load=Choice(settings.own.load),
+        read_seconds=settings.own.read_seconds,
+        watermark=1.0 if settings.own.write_through else WATERMARK,
+    )
+    prefill = PrefillRate()
+    built: BuiltSide = build_scheduler_side(
+        layout,
+        offload,
+        namespace=identity.namespace(),
+        wrap_store=None if drill is None else drill.wrap,
+        prefill=prefill,
+        block_tokens=block_tokens,
+    )
+    events = None
+    if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
+        events = TierEvents(block_tokens, built.description.num_slots + plan.num_blocks)
+    _slab, *below = built.side.tiers
+    log.info(
+        "StrataKV beside vLLM: %s of memory, %s; %d blocks of %s, %d tokens each; identity %s",
+        show_size(tiers.cpu.capacity_bytes),
+        ", ".join(below) or "nothing below it",
+        built.description.num_slots,
+        show_size(layout.page_bytes),
+        block_tokens,
+        root.hex()[:16],
+    )
+    return SchedulerRole(
+        built,
+        ChunkKeys(root),
+        block_tokens=block_tokens,
+        stores_all=tiers.ssd is not None and settings.own.write_through,
+        prefill=prefill,
+        shutdown_seconds=settings.own.shutdown_seconds,
+        # vLLM keeps freed blocks from running steps only where it knows that they may be loaded to.
+        loads=vllm_config.kv_transfer_config.is_kv_consumer,
+        events=events,
+    )
+
+
+def identity_of(
+    vllm_config: Any, kv_cache_config: Any, plan: PagePlan, settings: Settings[VllmSettings]
+) -> ChunkIdentity:
+    """What decides the bytes of this engine's blocks. Raises ConfigError for a layout that is not
+    known."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout
+    if layout not in LAYOUTS:
+        raise ConfigError(
+            f"vLLM lays its KV cache out as {layout}, which StrataKV cannot tell from others; use "
+            f"one of {', '.join(LAYOUTS)}"
+        )
+    dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+    block_tokens = _block_tokens(kv_cache_config)
+    return ChunkIdentity(
+        model=model_fingerprint(model.model),
+        revision=settings.own.revision or "",
+        salt=settings.own.salt or "",
+        kv_dtype=str(dtype).removeprefix("torch."),
+        kv_layout=f"{layout} {FORM}",
+        platform=versions.platform_name(),
+        host_version=".".join(map(str, versions.host_version())),
+        chunk_bytes=plan.block_bytes,
+        blocks_per_chunk=1,
+        tokens_per_hash=block_tokens,
+        groups=tuple((0, block_tokens, part.layers) for part in plan.parts),
+        parallel=(
+            parallel.world_size,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ),
+        is_replicated=False,
+        is_canonical=False,
+    )
+
+
+def _block_tokens(kv_cache_config: Any) -> int:
+    tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return tokens

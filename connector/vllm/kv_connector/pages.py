@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a block lie in vLLM's KV cache, from what vLLM says and never from a shape.
+
+vLLM allocates one buffer and says of each set of equal layers where the page of layer `l` of block
+`b` begins: `offset + l * layer_stride + b * block_stride`. A block here is the pages of all layers,
+in vLLM's order, one after the other:
+
+    layers outermost     a part [blocks, layers, page bytes], with vLLM's strides
+    blocks outermost     a part [blocks, layers * page bytes]; where it is all there is, vLLM's KV
+                         cache is a pool as our own, and a GPU copies a block at once
+
+The tensors that vLLM registers have to begin where it says; else the engine does not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....tiers.settings.values import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """The pages of some layers: `num_layers` of `page_bytes` each, of every block."""
+
+    layers: tuple[str, ...]
+    page_bytes: int
+    offset: int
+    layer_stride: int
+    block_stride: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all its layers."""
+        return len(self.layers) * self.page_bytes
+
+    @property
+    def end(self) -> int:
+        """Behind the last byte of block 0."""
+        return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlan:
+    """How the blocks of one cache group lie in a buffer."""
+
+    num_blocks: int
+    parts: tuple[PagePart, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block has, without what vLLM leaves free between pages."""
+        return sum(part.block_bytes for part in self.parts)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the buffer is nothing but whole blocks, one after the other."""
+        if len(self.parts) != 1:
+            return False
+        [part] = self.parts
+        return (
+            part.layer_stride == part.page_bytes
+            and part.block_stride == part.block_bytes
+            and part.offset == 0
+        )
+
+
+def plan_pages(kv_cache_config: Any) -> PagePlan:
+    """The plan for vLLM's only cache group. Raises ConfigError where there are several, and where
+    pages lie in a way that is not known."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"StrataConnector stores models with one cache group, and vLLM has {len(groups)} for "
+            "this one (full and sliding-window attention, or Mamba); start vLLM with "
+            "--disable-hybrid-kv-cache-manager, or use StrataSpec instead"
+        )
+    [group] = groups
+    parts = []
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if getattr(tensor, "host_resident", False):
+            raise ConfigError("StrataConnector cannot store a KV cache that lies in host memory")
+        sizes = {_page_bytes(group.kv_cache_spec, layer) for layer in tensor.layers}
+        if len(sizes) != 1:
+            raise ConfigError(f"vLLM calls layers equal whose pages are not: {sorted(sizes)} bytes")
+        part = PagePart(
+            tuple(tensor.layers),
+            sizes.pop(),
+            tensor.offset,
+            tensor.layer_stride,
+            tensor.block_stride,
+        )
+        if part.layer_stride < part.page_bytes or part.block_stride < part.page_bytes:
+            raise ConfigError(
+                f"in vLLM's KV cache layout a page of {part.page_bytes} bytes is not in one piece "
+                f"(strides {part.layer_stride} and {part.block_stride}); start vLLM with "
+                "VLLM_KV_CACHE_LAYOUT=LBHNC or BLHNC"
+            )
+        parts.append(part)
+    if not parts:
+        raise ConfigError("vLLM has no KV cache to store")
+    return PagePlan(kv_cache_config.num_blocks, tuple(parts))
+
+
+def _page_bytes(spec: Any, layer: str) -> int:
+    """Of one layer; where layers of a group differ, vLLM has a spec for each."""
+    specs: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
+    size: int = specs.get(layer, spec).page_size_bytes
+    return size
+
+
+def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
+    """The bytes `[size]` of the buffer that vLLM's tensors are views of. Raises ConfigError where
+    they do not lie as vLLM has said."""
+    import torch
+
+    first = kv_caches[plan.parts[0].layers[0]]
+    storage = first.untyped_storage()
+    for part in plan.parts:
+        for index, layer in enumerate(part.layers):
+            tensor = kv_caches[layer]
+            where = tensor.data_ptr() - storage.data_ptr()
+            place = part.offset + index * part.layer_stride
+            end = place + (plan.num_blocks - 1) * part.block_stride + part.page_bytes
+            if where != place or end > storage.nbytes():
+                raise ConfigError(
+                    f"vLLM's KV cache of {layer} begins at byte {where} of its buffer, where "
+                    f"{place} was announced, and ends by {storage.nbytes()}; this vLLM lays its "
+                    "KV cache out in a way that StrataKV does not know"
+                )
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, Any]]:
+    """The parts of all blocks as bytes in memory: `[blocks, layers, bytes]`, or `[blocks, bytes]`
+    where a block's are neighbours. They share vLLM's memory."""
+    import numpy as np
+
+    memory = buffer.numpy()
+    made = []
+    for part in plan.parts:
+        rows = memory[part.offset :]
+        if part.layer_stride == part.page_bytes:
+            shape, strides = (plan.num_blocks, part.block_bytes), (part.block_stride, 1)
+        else:
+            shape = (plan.num_blocks, len(part.layers), part.page_bytes)  # type: ignore[assignment] # one axis more
+            strides = (part.block_stride, part.layer_stride, 1)  # type: ignore[assignment] # as above
+        made.append(np.lib.stride_tricks.as_strided(rows, shape, strides))
+    return made
+
+
+def pool_of(plan: PagePlan, buffer: torch.Tensor) -> torch.Tensor:
+    """The same as a contiguous pool `[blocks, bytes]`. Raises ConfigError where it is none."""
+    if not plan.is_dense:
+        raise ConfigError(
+            "on a GPU StrataConnector copies whole blocks, and in vLLM's KV cache layout the "
+            "layers of a block are not neighbours; start vLLM with VLLM_KV_CACHE_LAYOUT=BLHNC"
+        )
+    return buffer[: plan.num_blocks * plan.block_bytes].view(plan.num_blocks, plan.block_bytes)

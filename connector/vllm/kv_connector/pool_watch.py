@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens in vLLM's block pool: which blocks get a name, lose it, and are soon to lose it.
+
+vLLM tells a connector of none of this. It does hand over the pool (`bind_kv_cache_manager`), so
+that four of its public methods can be listened to, on that one object:
+
+    cache_full_blocks     blocks have got names: what this step computes, or what was just loaded
+    get_new_blocks        blocks are taken from the free queue; those with names are evicted
+    evict_blocks          blocks lose their names because they may be wrong
+    reset_prefix_cache    all do
+
+An evicted block keeps its bytes until the step that was being scheduled runs, so it can still be
+copied. The original method always runs, and runs as it would have without us.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+log = logging.getLogger(__name__)
+
+
+class NamedBlock(NamedTuple):
+    """A block with vLLM's key of it: hash and cache group."""
+
+    block_id: int
+    host_key: bytes
+
+
+class Naming(NamedTuple):
+    """Blocks of a request that got names, in their order."""
+
+    request_id: str
+    blocks: list[NamedBlock]
+
+
+class PoolWatch:
+    """Listens to one pool. `named` is called with the request and the position of the first of the
+    blocks that got names; `dropped` with blocks that lost them without being evicted. Neither may
+    raise. Everything happens on the thread of vLLM's scheduler."""
+
+    def __init__(
+        self,
+        pool: Any,
+        named: Callable[[Any, int, int], None],
+        dropped: Callable[[Sequence[NamedBlock], bool], None],
+    ) -> None:
+        """`dropped` is also told whether the blocks may be wrong."""
+        self._pool = pool
+        self._named = named
+        self._dropped = dropped
+        self._evicted: list[NamedBlock] = []
+        self._namings: list[Naming] = []
+        self._originals = {
+            name: getattr(pool, name)
+            for name in (
+                "get_new_blocks",
+                "cache_full_blocks",
+                "evict_blocks",
+                "reset_prefix_cache",
+            )
+        }
+        pool.get_new_blocks = self._get_new_blocks
+        pool.cache_full_blocks = self._cache_full_blocks
+        pool.evict_blocks = self._evict_blocks
+        pool.reset_prefix_cache = self._reset_prefix_cache
+
+    def close(self) -> None:
+        """Leave the pool as it was. Idempotent."""
+        for name in self._originals:
+            vars(self._pool).pop(name, None)
+        self._originals = {}
+
+    def take_evicted(self) -> list[NamedBlock]:
+        """The blocks that have been evicted since the last call, in that order."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def take_named(self) -> list[Naming]:
+        """The blocks that have got names since the last call."""
+        namings, self._namings = self._namings, []
+        return namings
+
+    def has(self, block: NamedBlock) -> bool:
+        """Whether a block still has this name."""
+        return bool(self._pool.blocks[block.block_id].block_hash == block.host_key)
+
+    def coldest(self, most: int) -> list[NamedBlock]:
+        """The blocks with names among the next `most` to be evicted, in that order."""
+        free = itertools.islice(self._free(), most)
+        return [
+            NamedBlock(each.block_id, each.block_hash)
+            for each in free
+            if each.block_hash is not None
+        ]
+
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return len(self._pool.blocks)
+
+    def _free(self) -> Iterator[Any]:
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block.block_id >= 0:
+            yield block
+            block = block.next_free_block
+
+    def _get_new_blocks(self, num_blocks: int) -> Any:
+        coming = self.coldest(num_blocks)
+        taken = self._originals["get_new_blocks"](num_blocks)
+        self._evicted += coming
+        return taken
+
+    def _cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Sequence[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        result = self._originals["cache_full_blocks"](
+            request, blocks, num_cached_blocks, num_full_blocks, *rest, **more
+        )
+        new = [
+            NamedBlock(each.block_id, each.block_hash)
+            for each in blocks[num_cached_blocks:num_full_blocks]
+            if each.block_hash is not None
+        ]
+        if new:
+            self._namings.append(Naming(request.request_id, new))
+            self._named(request, num_cached_blocks, num_full_blocks)
+        return result
+
+    def _evict_blocks(self, block_ids: Collection[int]) -> Any:
+        lost = self._with_names(block_ids)
+        result = self._originals["evict_blocks"](block_ids)
+        self._forget(lost, may_be_wrong=True)
+        return result
+
+    def _reset_prefix_cache(self) -> Any:
+        lost = self._with_names(range(self.num_blocks()))
+        result = self._originals["reset_prefix_cache"]()
+        if result:
+            self._forget(lost, may_be_wrong=False)
+        return result
+
+    def _with_names(self, block_ids: Collection[int]) -> list[NamedBlock]:
+        blocks = self._pool.blocks
+        found = ((number, blocks[number].block_hash) for number in block_ids)
+        return [NamedBlock(number, key) for number, key in found if key is not None]
+
+    def _forget(self, lost: Sequence[NamedBlock], *, may_be_wrong: bool) -> None:
+        gone = set(lost)
+        self._namings = [
+            Naming(each.request_id, [block for block in each.blocks if block not in gone])
+            for each in self._namings
+        ]
+        self._dropped(lost, may_be_wrong)

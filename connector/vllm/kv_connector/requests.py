@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of vLLM's requests and steps: the names of blocks, what a router asks, and what
+computing takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...rates import PrefillRate
+from ..identity import ChunkKeys
+
+# vLLM's key of a block of its first cache group, behind the hash.
+_FIRST_GROUP = bytes(4)
+MAX_STEPS = 16  # in flight, whose times are measured
+
+
+class HostRequest:
+    """One of vLLM's requests as a RequestView: it names blocks as the tiers do."""
+
+    tail_hash = None
+
+    def __init__(self, request: Any, keys: ChunkKeys) -> None:
+        self._request = request
+        self._keys = keys
+        self._digests: list[bytes] = []
+
+    @property
+    def request_id(self) -> str:
+        name: str = self._request.request_id
+        return name
+
+    @property
+    def num_tokens(self) -> int:
+        count: int = self._request.num_tokens
+        return count
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        hashes, known = self._request.block_hashes, self._digests
+        for index in range(len(known), len(hashes)):
+            known.append(self._keys.of(hashes[index] + _FIRST_GROUP)[:32])
+        return known
+
+
+def asks_for(request: Any, name: str) -> bool:
+    """A switch in what a router sends along with a request."""
+    given = getattr(request, "kv_transfer_params", None)
+    return isinstance(given, dict) and given.get(name) is True
+
+
+def params_for_decode(request: Any) -> dict[str, Any]:
+    """What a request's answer carries to the engine that goes on with it, as routers between vLLM
+    nodes pass it on. There is nothing to connect to: its blocks are found by their names."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [],
+        "remote_engine_id": "stratakv",
+        "remote_request_id": request.request_id,
+        "remote_host": "",
+        "remote_port": 0,
+        "remote_num_tokens": request.num_computed_tokens,
+    }
+
+
+@dataclass(slots=True)
+class _Step:
+    """One that has been scheduled."""
+
+    began: float
+    num_tokens: int
+    num_context_tokens: int
+
+
+class StepTimes:
+    """Tells `rate` of steps that compute prompts. Steps may overlap: one is taken to begin where
+    the one before it has ended."""
+
+    def __init__(self, rate: PrefillRate) -> None:
+        self._rate = rate
+        self._steps: dict[int, _Step] = {}
+        self._last_end = 0.0
+
+    def scheduled(self, output: Any, number: int) -> None:
+        """vLLM has scheduled a step; most of its tokens have to be of prompts."""
+        counts = output.num_scheduled_tokens
+        total = output.total_num_scheduled_tokens
+        if 2 * len(counts) >= total:
+            return
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        context = sum(
+            (2 * starts.get(name, 0) + count - 1) * count // 2 for name, count in counts.items()
+        )
+        self._steps[number] = _Step(time.monotonic(), total, context)
+        while len(self._steps) > MAX_STEPS:
+            del self._steps[next(iter(self._steps))]
+
+    def ended(self, number: int) -> None:
+        """The worker has run this step."""
+        now = time.monotonic()
+        step = self._steps.pop(number, None)
+        if step is not None:
+            seconds = now - max(step.began, self._last_end)
+            self._rate.note(step.num_tokens, step.num_context_tokens, seconds)
+        self._last_end = now

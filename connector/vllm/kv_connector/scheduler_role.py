@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side of StrataConnector in vLLM's scheduler: our own scheduler side, told of vLLM's requests
+and blocks.
+
+    on_new_request       the prompt is looked up, and what only a disk has is read
+    matched              what can be loaded; asked again while that is being found out
+    allocated            the request waits for its load from here on
+    build                evicted and newly computed blocks go out; loads go in once they are read
+    take                 what the worker has done
+
+A block goes out when vLLM evicts it, before the step that overwrites it; with tiers that are to
+have everything early (cache servers, or a disk with write_through), in the step after the one that
+computed it. Generated tokens are no different from a prompt's.
+
+vLLM ends where a connector raises. So nothing does: after a mistake of ours all requests that wait
+are given up, which vLLM computes, and from then on everything is a miss. vLLM has one thread here;
+a second one of ours moves the tiers on while vLLM is idle, and a lock keeps the two apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ....tiers.base import Answer
+from ....tiers.block import key_suffix
+from ....tiers.settings.values import ConfigError
+from ...base import NOTHING_FINISHED, NOTHING_TO_MOVE, Elsewhere, EvictedBlock, MatchKind
+from ...build import BuiltSide
+from ...rates import PrefillRate
+from ..identity import ChunkKeys
+from .events import TierEvents
+from .pool_watch import NamedBlock, PoolWatch
+from .requests import HostRequest, StepTimes, asks_for, params_for_decode
+from .steps import RequestLoad, SlabPlace, StepPlan, StepReport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SUFFIX = key_suffix()
+_POOL_KEY_BYTES = 34  # digest and group, as our own pool names blocks
+# How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
+NEAR_BLOCKS = 256
+# Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
+LOOK_SECONDS = 0.25
+CLOSE_SECONDS = 2.0
+STOPPED = "StrataKV's tiers for vLLM stop; everything is computed from now on"
+NOTHING: tuple[int | None, bool] = (0, False)
+
+
+@dataclass(slots=True)
+class _Load:
+    """A request's load, until vLLM has been told of its end."""
+
+    keys: list[bytes]
+    block_ids: list[int]
+    num_near_blocks: int = 0  # that were in the slab when it began
+    job_id: int | None = None  # the worker has been told
+
+
+class SchedulerRole:
+    """Takes `built` over. `stores_all`: blocks go out as soon as they are computed; without `loads`
+    nothing comes in."""
+
+    def __init__(
+        self,
+        built: BuiltSide,
+        keys: ChunkKeys,
+        *,
+        block_tokens: int,
+        stores_all: bool,
+        prefill: PrefillRate,
+        shutdown_seconds: float,
+        loads: bool = True,
+        events: TierEvents | None = None,
+    ) -> None:
+        self._side, self._slab = built.side, built.slab
+        self._keys = keys
+        self._block_tokens = block_tokens
+        self._stores_all = stores_all or built.side.wants_all
+        self._shutdown_seconds = shutdown_seconds
+        self._may_load = loads
+        self._events = events
+        self._place = SlabPlace(
+            built.description.layout,
+            built.description.num_slots,
+            os.getpid(),
+            built.description.slab_fd,
+        )
+        self._watch: PoolWatch | None = None
+        self._requests: dict[str, HostRequest] = {}
+        self._offers: dict[str, int] = {}  # by request: the first block of what was offered
+        self._loads: dict[str, _Load] = {}
+        self._given_up: list[str] = []
+        self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
+        self._load_jobs: dict[int, str] = {}
+        self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
+        self._void: set[NamedBlock] = set()  # with a name, and never computed
+        self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
+        self._hand_overs: list[tuple[str, list[bytes]]] = []
+        self._times = StepTimes(prefill)
+        self._number = 0
+        self.damaged_blocks = 0
+        self.is_broken = False
+        self._closed = False
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._side.set_wakeup(self._woken.set)
+        if self._side.wants_all:
+            self._side.expect_prompts()
+        self._thread = threading.Thread(target=self._run, name="stratakv-vllm-tiers", daemon=True)
+        self._thread.start()
+
+    # What vLLM's scheduler calls
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool exists from now on. Raises ConfigError where it names blocks in a way
+        that is not known; nothing has run yet."""
+        if pool.hash_block_size != self._block_tokens:
+            raise ConfigError(
+                f"vLLM names every {pool.hash_block_size} tokens and stores {self._block_tokens} "
+                "in a block; StrataConnector needs one name for each block"
+            )
+        if self._watch is None:
+            self._watch = PoolWatch(pool, self._note_named, self._drop_names)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        self._safely(self._on_new_request, None, request)
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind those, and that vLLM is not to wait for them; None
+        where that is not known yet."""
+        return self._safely(self._matched, NOTHING, request, num_computed_tokens)
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
+        """All blocks of a request; `num_tokens` are to be loaded, and the request waits for them
+        unless there are none."""
+        if not num_tokens:
+            return
+        first = self._offers.pop(request.request_id, 0)
+        num_blocks = -(-num_tokens // self._block_tokens)
+        load = _Load([], list(block_ids[first : first + num_blocks]))
+        self._loads[request.request_id] = load  # whatever happens, its end will be told
+        self._safely(self._begin_load, None, request, load, first, num_tokens)
+
+    def hits_of(self, request_id: str) -> tuple[int, list[str]]:
+        """How many tokens of a load that has just begun come from the slab, and the tiers that the
+        others may come from."""
+        load = self._loads.get(request_id)
+        num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
+        return num_near, self._side.tiers[1:]
+
+    def build(self, output: Any) -> StepPlan:
+        """What the worker has to do in the step that has been scheduled."""
+        self._number += 1
+        plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
+        self._safely(self._build, None, output, plan)
+        if self.is_broken:
+            self._stop_watching()
+            for told in plan.loads:
+                self._loads[told.request_id].job_id = None
+            plan.moves, plan.loads = NOTHING_TO_MOVE, []
+            # Of the others the worker will say how they end.
+            self._given_up = [name for name, load in self._loads.items() if load.job_id is None]
+        for request_id in self._given_up:
+            self._loads.pop(request_id, None)
+        plan.given_up, self._given_up = self._given_up, []
+        return plan
+
+    def take(self, report: StepReport) -> None:
+        """What the worker has done."""
+        if self.is_broken:
+            for job_id in (*report.output.finished_loads, *report.output.failed_loads):
+                self._loads.pop(self._load_jobs.pop(job_id, ""), None)
+            return
+        self._safely(self._take, None, report)
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request has ended, in any way; what its answer carries to another engine. Its blocks
+        need not be kept: until they are overwritten they can be copied."""
+        return self._safely(self._finished, None, request)
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed though there are no requests."""
+        if self.is_broken:
+            return bool(self._loads)
+        return bool(self._stores or self._coming or self._given_up or self._hand_overs)
+
+    def take_events(self) -> list[Any]:
+        """KV cache events since the last call."""
+        if self._events is None:
+            return []
+        return self._safely(self._events.take, [], self._slab.keys)
+
+    def reset(self) -> bool:
+        """Forget everything, in every tier; whether it is forgotten."""
+        return self._safely(self._reset, False)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, as of the scheduler side of our own engine."""
+        return self._safely(self._read_stats, {})
+
+    def shutdown(self) -> None:
+        """Write down what is to survive, and release everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._woken.set()
+        self._thread.join(self._shutdown_seconds + CLOSE_SECONDS)
+        self._stop_watching()
+        with self._lock:
+            try:
+                # After a mistake nobody says how the copies ended.
+                seconds = CLOSE_SECONDS if self.is_broken else self._shutdown_seconds
+                self._side.shutdown(seconds)
+            except Exception:
+                log.exception("the tiers could not be closed in order")
+
+    def _stop_watching(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    # The same, where it may raise
+
+    def _on_new_request(self, request: Any) -> None:
+        view = self._view(request)
+        if asks_for(request, "do_remote_prefill"):
+            self._side.await_prefill(view.request_id, Elsewhere.TOLD)
+        self._side.request_queued(view)
+
+    def _matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        request_id = request.request_id
+        if not self._may_load or request_id in self._loads:
+            return NOTHING
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return NOTHING
+        if request_id in self._side.awaiting_prefill:
+            return None, False
+        match = self._side.get_matched_tokens(self._view(request), num_computed_tokens)
+        if match.kind is MatchKind.RETRY:
+            return None, False
+        # Whole blocks only, of which vLLM names those that came.
+        num_tokens = match.tokens - match.tokens % self._block_tokens
+        if not num_tokens:
+            return NOTHING
+        self._offers[request_id] = num_computed_tokens // self._block_tokens
+        return num_tokens, True
+
+    def _begin_load(self, request: Any, load: _Load, first: int, num_tokens: int) -> None:
+        view = self._view(request)
+        digests = view.block_hashes[first : first + len(load.block_ids)]
+        load.keys = [digest + _SUFFIX for digest in digests]
+        if len(load.keys) * self._block_tokens != num_tokens:
+            raise ValueError(
+                f"vLLM has {len(load.block_ids)} blocks for {num_tokens} tokens behind block "
+                f"{first} of {view.request_id}, with {len(view.block_hashes)} names"
+            )
+        load.num_near_blocks = self._slab.lookup(load.keys).count(Answer.HIT)
+        self._side.begin_load(view, [load.block_ids], num_tokens, overlapped=False)
+
+    def _build(self, output: Any, plan: StepPlan) -> None:
+        self._times.scheduled(output, plan.number)
+        evicted, cold = self._outgoing(output)
+        host_keys = {block.block_id: block.host_key for block in (*evicted, *cold)}
+        moves = self._side.build_meta(
+            [self._as_evicted(block) for block in evicted], [self._as_evicted(b) for b in cold]
+        )
+        # Loads that have ended without a copy: nothing came, or too late.
+        for report in self._side.update_from_worker(NOTHING_FINISHED):
+            self._given_up.append(report.request_id)
+        for job in (*moves.stores, *moves.ahead):
+            self._stores[job.job_id] = [host_keys[block_id] for block_id in job.block_ids]
+        if moves.loads:
+            by_block = {
+                load.block_ids[0]: request_id
+                for request_id, load in self._loads.items()
+                if load.job_id is None
+            }
+            for job in moves.loads:
+                request_id = by_block[job.block_ids[0]]
+                load = self._loads[request_id]
+                num_blocks = len(job.block_ids)
+                proofs = self._slab.proofs(load.keys[:num_blocks])
+                digests = [None if proof is None else proof.digest for proof in proofs]
+                missing = load.block_ids[num_blocks:]
+                plan.loads.append(
+                    RequestLoad(request_id, job.job_id, list(job.slots), digests, missing)
+                )
+                load.job_id = job.job_id
+                self._load_jobs[job.job_id] = request_id
+        plan.moves = moves
+        if self._hand_overs and not self._coming:
+            for request_id, keys in self._hand_overs:
+                self._side.hand_over(request_id, keys)
+            self._hand_overs = []
+
+    def _outgoing(self, output: Any) -> tuple[list[NamedBlock], list[NamedBlock]]:
+        """The blocks that this step overwrites, and others that are to be stored beside it."""
+        watch = self._watch
+        if watch is None:
+            return [], []
+        namings, evicted = watch.take_named(), watch.take_evicted()
+        # vLLM names blocks when a step is scheduled that is to compute them. Of a request that was
+        # put off in the same breath nothing is computed.
+        preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
+        if preempted:
+            for each in namings:
+                if each.request_id in preempted:
+                    self._void.update(each.blocks)
+            namings = [each for each in namings if each.request_id not in preempted]
+        if self._void:
+            void = self._void.intersection(evicted)
+            evicted = [block for block in evicted if block not in void]
+            self._void -= void
+        for block in evicted:
+            self._near.pop(block.block_id, None)
+        most = self._side.num_wanted_ahead()
+        cold: list[NamedBlock] = []
+        if self._stores_all:
+            while self._coming and len(cold) < most:
+                block = self._coming.popleft()
+                if watch.has(block):  # and was not evicted meanwhile
+                    cold.append(block)
+            # The tail of a sequence before its head, as they would be evicted.
+            cold.reverse()
+            self._coming.extend(block for each in namings for block in each.blocks)
+        elif most:
+            new = {block for each in namings for block in each.blocks} | self._void
+            for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
+                if len(cold) < most and block not in new and self._is_new_near(block):
+                    cold.append(block)
+        return evicted, cold
+
+    def _is_new_near(self, block: NamedBlock) -> bool:
+        if self._near.get(block.block_id) == block.host_key:
+            return False
+        self._near[block.block_id] = block.host_key
+        return True
+
+    def _take(self, report: StepReport) -> None:
+        self._times.ended(report.number)
+        for job_id, positions in report.damaged.items():
+            self._drop_damaged(job_id, positions)
+        output = report.output
+        for job_id in output.failed_stores:
+            self._stores.pop(job_id, None)
+        for job_id in output.finished_stores:
+            host_keys = self._stores.pop(job_id, [])
+            if self._events is not None:
+                self._events.stored(host_keys, [self._keys.of(key) for key in host_keys])
+        for job_id in (*output.finished_loads, *output.failed_loads):
+            self._load_jobs.pop(job_id, None)
+        for ended in self._side.update_from_worker(output):
+            # The worker has told vLLM so.
+            load = self._loads.pop(ended.request_id, None)
+            if load is not None and load.job_id is None:
+                self._loads[ended.request_id] = load
+                self._given_up.append(ended.request_id)
+        if report.error is not None:
+            raise RuntimeError(report.error)
+
+    def _drop_damaged(self, job_id: int, positions: Sequence[int]) -> None:
+        load = self._loads.get(self._load_jobs.get(job_id, ""))
+        if load is None:
+            return
+        log.error("%d blocks were damaged in memory; they are computed", len(positions))
+        self.damaged_blocks += len(positions)
+        self._side.drop([load.keys[i][:_POOL_KEY_BYTES] for i in positions], "damaged")
+
+    def _finished(self, request: Any) -> dict[str, Any] | None:
+        view = self._requests.pop(request.request_id, None)
+        self._offers.pop(request.request_id, None)
+        self._side.request_finished(request.request_id)
+        if view is None or not asks_for(request, "do_remote_decode"):
+            return None
+        if self._side.wants_all:
+            num_blocks = min(
+                request.num_computed_tokens // self._block_tokens, len(view.block_hashes)
+            )
+            keys = [(digest + _SUFFIX)[:_POOL_KEY_BYTES] for digest in view.block_hashes]
+            self._hand_overs.append((request.request_id, keys[:num_blocks]))
+        return params_for_decode(request)
+
+    def _reset(self) -> bool:
+        self._coming.clear()
+        self._near.clear()
+        self._side.reset()
+        return True
+
+    def _read_stats(self) -> dict[str, Any]:
+        stats = self._side.stats()
+        down = self._side.estimates.tiers_down() if self._side.estimates is not None else []
+        return {**stats, "down": down, "damaged_blocks": self.damaged_blocks}
+
+    # Of the pool, on vLLM's thread and outside the lock
+
+    def _note_named(self, request: Any, first: int, end: int) -> None:
+        if self._events is not None:
+            self._safely(self._events.named, None, request, first, end)
+
+    def _drop_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
+        self._safely(self._forget_names, None, blocks, may_be_wrong)
+
+    def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
+        gone = set(blocks)
+        self._coming = deque(block for block in self._coming if block not in gone)
+        self._void -= gone
+        for block in blocks:
+            self._near.pop(block.block_id, None)
+        named = [self._as_evicted(block) for block in blocks]
+        self._side.names_dropped(named)
+        if may_be_wrong:
+            self._side.drop([block.key for block in named], "invalid")
+
+    def _as_evicted(self, block: NamedBlock) -> EvictedBlock:
+        return EvictedBlock(block.block_id, self._keys.of(block.host_key)[:_POOL_KEY_BYTES])
+
+    def _view(self, request: Any) -> HostRequest:
+        view = self._requests.get(request.request_id)
+        if view is None:
+            view = self._requests[request.request_id] = HostRequest(request, self._keys)
+        return view
+
+    def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:
+        """The call under the lock; what is returned instead where it raises, or has before."""
+        if self.is_broken or self._closed:
+            return otherwise
+        with self._lock:
+            try:
+                return call(*args)
+            except Exception:
+                log.exception(STOPPED)
+                self.is_broken = True
+                return otherwise
+
+    def _run(self) -> None:
+        """Move the tiers on while vLLM is idle."""
+        while not self._closed:
+            self._woken.wait(LOOK_SECONDS)
+            self._woken.clear()
+            with self._lock:
+                if self._closed or self.is_broken:
+                    return
+                try:
+                    self._side.has_pending_work()
+                except Exception:
+                    log.exception(STOPPED)
+                    self.is_broken = True

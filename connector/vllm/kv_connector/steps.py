@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides tell each other in a step of vLLM's, through vLLM: plain values, so that it
+does not matter whether the worker is another process.
+
+The slab is shared: the scheduler side says where its file descriptor is found, and the worker side
+maps it when the first step comes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+
+from ....tiers.block import BlockLayout
+from ...base import ConnectorMetadata, ConnectorWorkerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlace:
+    """A slab's memory, and the process that has made it."""
+
+    layout: BlockLayout
+    num_slots: int
+    process_id: int
+    descriptor: int
+
+    def open(self) -> MappedSlab:
+        """Its memory here. Raises OSError where that process, or the right to look into it, is
+        gone."""
+        if self.process_id == os.getpid():
+            return MappedSlab(self.layout, self.num_slots, self.descriptor)
+        path = f"/proc/{self.process_id}/fd/{self.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return MappedSlab(self.layout, self.num_slots, descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class MappedSlab:
+    """The memory of a slab, mapped once more."""
+
+    def __init__(self, layout: BlockLayout, num_slots: int, descriptor: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        self._map = mmap.mmap(descriptor, num_slots * layout.slot_bytes)
+
+    def memory(self) -> memoryview:
+        """All slots, one after the other."""
+        return memoryview(self._map)
+
+
+@dataclass(slots=True)
+class RequestLoad:
+    """The copy job that brings a request's blocks, which waits for it."""
+
+    request_id: str
+    job_id: int
+    slots: list[int]  # of the job
+    digests: list[bytes | None]  # of what lies in them; None: not known, and so not trusted
+    missing: list[int]  # blocks, behind those of the job, that nothing will be copied to
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's decisions, from the scheduler side to the worker side."""
+
+    number: int
+    place: SlabPlace
+    moves: ConnectorMetadata
+    loads: list[RequestLoad] = field(default_factory=list)
+    # Requests that wait, have no job, and get nothing.
+    given_up: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What the worker side has done, back to the scheduler side."""
+
+    number: int  # of the step that has just run
+    output: ConnectorWorkerOutput
+    # Blocks of loads whose bytes in the slab were not those that had been stored: positions in the
+    # job, by its id.
+    damaged: dict[int, list[int]] = field(default_factory=dict)
+    error: str | None = None  # why this worker moves nothing at all

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side of StrataConnector in vLLM's worker: our own worker side over vLLM's KV cache.
+
+    register       vLLM's tensors exist
+    begin_step     before anything of the step runs: blocks that it overwrites are copied out,
+                   loads and other stores begin and go on beside it
+    results        which requests' loads have ended, each once, and well or not
+
+vLLM writes to blocks on one stream, so whatever is queued here waits for what was queued there
+before. While a load is copied its bytes in the slab are hashed by a thread of ours and compared
+with what they were when they came; a load that brings other bytes has failed.
+
+vLLM's worker ends where a connector raises. So nothing does: what could not begin has failed, and
+where the slab cannot be reached at all everything has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ....tiers.settings.values import ConfigError
+from ....tiers.tag import payload_digest
+from ...base import ConnectorMetadata, ConnectorWorkerOutput
+from ...device.base import CopyDevice
+from ...device.choice import make_device
+from ...device.cpu import CpuCopyDevice, slab_pages
+from ...offload_worker import OffloadWorker
+from .pages import PagePlan, buffer_of, parts_of, pool_of
+from .steps import RequestLoad, SlabPlace, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+STOPPED = "vLLM's worker moves nothing any more; everything is computed from now on"
+
+
+@dataclass(slots=True)
+class Results:
+    """What vLLM is told after a step."""
+
+    finished: set[str] = field(default_factory=set)  # requests; the failed ones among them
+    failed: set[str] = field(default_factory=set)
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
+class _Checked(NamedTuple):
+    """A load under way."""
+
+    load: RequestLoad
+    damaged: Future[list[int]]
+
+
+class WorkerRole:
+    """Copies between vLLM's KV cache, laid out as `plan` says, and the slab."""
+
+    def __init__(self, plan: PagePlan) -> None:
+        self._plan = plan
+        self._buffer: torch.Tensor | None = None
+        self._worker: OffloadWorker | None = None
+        self._slots: Any = None
+        self._checker: ThreadPoolExecutor | None = None
+        self._loads: dict[int, _Checked] = {}  # by job, until they are reported
+        self._given_up: set[str] = set()
+        # Loads that were copied and are still being compared.
+        self._copied: list[int] = []
+        self._output = ConnectorWorkerOutput()
+        self._damaged: dict[int, list[int]] = {}
+        self._invalid: set[int] = set()
+        self._number = 0
+        self._error: str | None = None
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """vLLM's tensors by layer. Raises ConfigError where they do not lie as was said."""
+        self._buffer = buffer_of(self._plan, kv_caches)
+        if self._buffer.device.type != "cpu":
+            pool_of(self._plan, self._buffer)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Queue the step's copies, and return when the step may overwrite its blocks."""
+        self._number = plan.number
+        if self._worker is None and self._error is None:
+            self._attach(plan.place)
+        for load in plan.loads:
+            self._loads[load.job_id] = _Checked(load, self._check(load))
+        self._given_up.update(plan.given_up)
+        if self._worker is None:
+            self._fail_all(plan.moves)
+            return
+        try:
+            self._worker.start_step(plan.moves)
+            self._worker.wait_before_forward()
+        except Exception as error:
+            log.exception(STOPPED)
+            self._abandon(error)
+
+    def results(self) -> Results:
+        """What has ended since the last call."""
+        results = Results(failed=self._given_up)
+        self._given_up = set()
+        if self._worker is not None:
+            try:
+                self._merge(self._worker.poll())
+            except Exception as error:
+                log.exception(STOPPED)
+                self._abandon(error)
+        copied, self._copied = self._copied, []
+        for job_id in copied:
+            if not self._loads[job_id].damaged.done():
+                self._copied.append(job_id)
+                continue
+            self._end_copied(job_id, results)
+        for job_id in self._output.failed_loads:
+            each = self._loads.pop(job_id, None)
+            if each is not None:
+                results.failed.add(each.load.request_id)
+        results.finished |= results.failed
+        self._invalid = results.invalid_blocks
+        return results
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks of the loads of the last `results` that nothing came for."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self) -> StepReport:
+        """The same for our scheduler side; call it after `results`."""
+        report = StepReport(self._number, self._output, self._damaged, self._error)
+        self._output, self._damaged = ConnectorWorkerOutput(), {}
+        return report
+
+    def shutdown(self) -> None:
+        """Let copies end, and let go of vLLM's memory. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(CLOSE_SECONDS)
+        if self._checker is not None:
+            self._checker.shutdown(wait=True, cancel_futures=True)
+            self._checker = None
+        self._buffer = self._slots = None
+
+    def _attach(self, place: SlabPlace) -> None:
+        device: CopyDevice | None = None
+        try:
+            slab = place.open()
+            if slab.layout.page_bytes != self._plan.block_bytes:
+                raise ConfigError(
+                    f"a block has {self._plan.block_bytes} bytes in this worker and "
+                    f"{slab.layout.page_bytes} in vLLM's scheduler"
+                )
+            if self._buffer is None:
+                raise ConfigError("vLLM has registered no KV cache")
+            device = make_device(str(self._buffer.device))
+            device.register_slab(slab)
+            device.make_digests()
+            if isinstance(device, CpuCopyDevice):
+                device.register_parts(parts_of(self._plan, self._buffer))
+            else:
+                device.register_pool(pool_of(self._plan, self._buffer))
+            self._slots = slab_pages(slab)
+            self._checker = ThreadPoolExecutor(1, thread_name_prefix="stratakv-vllm-check")
+            # vLLM steps while anything is under way, so nobody has to be woken.
+            self._worker = OffloadWorker(device, lambda _num_ended: None)
+        except Exception as error:
+            log.exception("vLLM's worker cannot reach StrataKV's slab; everything is computed")
+            self._error = f"a worker cannot reach the slab: {error}"
+            if device is not None:
+                device.close(0.0)
+
+    def _abandon(self, error: Exception) -> None:
+        """After a mistake of ours: wait for the copies, and have every load fail."""
+        self._error = f"a worker has failed: {error}"
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(CLOSE_SECONDS)
+        self._copied = []
+        reported = {*self._output.failed_loads, *self._output.finished_loads}
+        self._output.failed_loads += [job for job in self._loads if job not in reported]
+
+    def _check(self, load: RequestLoad) -> Future[list[int]]:
+        """The positions in the job whose bytes are not those that were stored. Its slots are pinned
+        until it has been reported."""
+        if self._checker is None or self._slots is None:
+            done: Future[list[int]] = Future()
+            done.set_result([])
+            return done
+        return self._checker.submit(_damaged, self._slots, load)
+
+    def _end_copied(self, job_id: int, results: Results) -> None:
+        load, future = self._loads.pop(job_id)
+        damaged = [*range(len(load.digests))] if future.exception() else future.result()
+        if damaged:
+            self._damaged[job_id] = damaged
+            self._output.failed_loads.append(job_id)
+            results.failed.add(load.request_id)
+        else:
+            self._output.finished_loads.append(job_id)
+            results.finished.add(load.request_id)
+            results.invalid_blocks.update(load.missing)
+
+    def _merge(self, output: ConnectorWorkerOutput) -> None:
+        """Take in what the worker side says; loads that were copied are reported when compared."""
+        ours = self._output
+        ours.finished_stores += output.finished_stores
+        ours.failed_stores += output.failed_stores
+        ours.failed_loads += output.failed_loads
+        ours.store_digests |= output.store_digests
+        ours.num_ended = max(ours.num_ended, output.num_ended)
+        ours.store_copy_seconds += output.store_copy_seconds
+        ours.load_copy_seconds += output.load_copy_seconds
+        ours.store_wait_seconds += output.store_wait_seconds
+        for job_id in output.finished_loads:
+            if job_id in self._loads:
+                self._copied.append(job_id)
+            else:
+                ours.finished_loads.append(job_id)
+
+    def _fail_all(self, moves: ConnectorMetadata) -> None:
+        self._output.failed_stores += [job.job_id for job in (*moves.stores, *moves.ahead)]
+        self._output.failed_loads += [job.job_id for job in moves.loads]
+
+
+def _damaged(slots: np.ndarray[Any, Any], load: RequestLoad) -> list[int]:
+    pairs = enumerate(zip(load.slots, load.digests, strict=True))
+    return [
+        position
+        for position, (slot, digest) in pairs
+        if digest is None or payload_digest(slots[slot].data) != digest
+    ]
