@@ -22,10 +22,12 @@ from .service.command import plot_service
 from .tiers.command import plot_tiers
 from .trace.command import plot_traces
 from .transfer.command import plot_transfer
+from .vllm.command import plot_vllm
 
 _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
+    "vllm": plot_vllm,
 }  # fmt: skip
 
 

