@@ -59,7 +59,7 @@ SLAB_BYTES = 4 * PROMPT_BYTES
 OURS = {"cpu_bytes": SLAB_BYTES, "load": "always", "read_seconds": 60.0}
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32", "block_size": BLOCK_TOKENS, "enforce_eager": True, "max_num_seqs": 4,
-    "skip_tokenizer_init": True, "max_model_len": 4096, "max_num_batched_tokens": 2048,
+    "skip_tokenizer_init": True, "max_model_len": 3712, "max_num_batched_tokens": 2048,
     "num_gpu_blocks_override": CHUNKS + 16,
 }  # fmt: skip
 ENVIRONMENT = {

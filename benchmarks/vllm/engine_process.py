@@ -12,6 +12,7 @@ Run as a file by an interpreter that has vLLM, in this order of lines of JSON; a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -138,7 +139,7 @@ def prepare(plan: Mapping[str, Any]) -> str:
     except Exception as error:  # what a broken package raises is its own affair
         raise WrongWork(f"{sys.executable} cannot import vLLM ({brief(error)})") from error
     try:
-        import stratakv.connector.vllm.build  # noqa: F401 - that there is all it needs
+        importlib.import_module("stratakv.connector.vllm.build")
     except Exception as error:
         raise WrongWork(f"{sys.executable} cannot import our tiers ({brief(error)})") from error
     return str(vllm.__version__)
