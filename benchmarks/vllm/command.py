@@ -6,8 +6,9 @@ by the same engine with the same model of random weights; what differs is where 
 engines run in another Python, which --python names: docs/vllm.md says what it needs.
 
 ssd_over_fs               Of vLLM's own fs tier, over ours from the SSD, both after a restart.
-slab_over_region          Of vLLM's own region in memory, over ours from the slab, which is one copy
-                          and two checks further away.
+slab_over_memory          Of the quicker of vLLM's own region in memory and an LMCache server by
+                          shared memory, over ours from the slab, which is a copy and two checks
+                          further away than the region.
 vllm_load_over_best_peer  The least of these two.
 server_over_cold          Of computing the prompt, over ours from a cache server that another
                           process has filled, through TCP.
@@ -34,16 +35,16 @@ from . import cases
 FULL_PAIRS, QUICK_PAIRS = 9, 3
 LEAST_PAIRS, MOST_PAIRS = cases.IN_TURN - 1, 100
 BEST_PEER, NO_HIT = "vllm_load_over_best_peer", "no_hit_cost"
-PEERS = ("ssd_over_fs", "slab_over_region")
+PEERS = ("ssd_over_fs", "slab_over_memory")
 GATES = {BEST_PEER: Gate(least=0.9), NO_HIT: Gate(most=1.03)}
 # Ours of each comparison, as the table and the plot call it.
 OURS = {
-    "ssd_over_fs": "our SSD, after a restart", "slab_over_region": "our slab",
+    "ssd_over_fs": "our SSD, after a restart", "slab_over_memory": "our slab",
     "server_over_cold": "our cache server", NO_HIT: "unique prompts",
 }  # fmt: skip
 NOT_RUN = {
-    "LMCache": "its connector was not tried: its copies need a GPU",
-    "a peer's server": "vLLM's p2p tier moves blocks by NIXL, which its CPU build lacks",
+    "a peer's tier in another process": "vLLM's p2p tier moves blocks by NIXL, which is for GPUs",
+    "LMCache's disk": "only its memory was; its server goes on when vLLM is started again",
 }
 
 
@@ -73,9 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(report: Report, python: str, pairs: int) -> None:
     """Everything. Raises WrongWork, PeerFailed, ServerFailed."""
     load = os.getloadavg()
-    version, outcomes = cases.measure(python, pairs)
-    report.figures["plan"] = {
-        "vllm": version, "pairs": pairs, "prefix_tokens": cases.PREFIX_TOKENS,
+    not_run = report.figures["not_run"] = dict(NOT_RUN)
+    versions, outcomes = cases.measure(python, pairs, not_run)
+    report.figures["plan"] = versions | {
+        "pairs": pairs, "prefix_tokens": cases.PREFIX_TOKENS,
         "prefix_bytes": cases.PROMPT_BYTES, "chunk_bytes": cases.CHUNK_BYTES,
         "load_average_before": load, "load_average_after": os.getloadavg(),
     }  # fmt: skip
@@ -84,7 +86,7 @@ def measure(report: Report, python: str, pairs: int) -> None:
 
 def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
     """Ratios, spreads, rates, and the seconds to a first token by where the prefix was."""
-    report.figures |= {"contests": {}, "spreads": {}, "not_run": NOT_RUN, "seconds": {}}
+    report.figures |= {"contests": {}, "spreads": {}, "seconds": {}}
     seconds, cold = report.figures["seconds"], []
     for outcome in outcomes:
         name = outcome.comparison.name
@@ -92,8 +94,8 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
         if name == NO_HIT:
             continue
         seconds[OURS[name]] = 1.0 / median(outcome.ours)
-        if outcome.comparison.beside is not None:
-            seconds[outcome.comparison.limit_name] = 1.0 / median(outcome.limits)
+        if outcome.besides:
+            seconds |= {peer: 1.0 / median(rates) for peer, rates in outcome.by_limit.items()}
         cold += outcome.besides or outcome.limits
     seconds["computing"] = 1.0 / median(cold)
     report.ratios[BEST_PEER] = min(report.ratios[name] for name in PEERS)
@@ -102,7 +104,7 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 def print_vllm(report: Report) -> None:
     """What a person reads: seconds by source, then both sides, ratio, spread, gate."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
-    title = f"vLLM {plan['vllm']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
+    title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
     print_table(title, ("from", "ms", "of computing"), [
         [name, f"{1e3 * seconds:,.0f}", f"{seconds / cold:.1%}"]
         for name, seconds in sorted(report.figures["seconds"].items(), key=lambda each: each[1])

@@ -12,12 +12,14 @@ Run as a file by an interpreter that has vLLM, in this order of lines of JSON; a
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 # vLLM's own loop waits so long after a step in which nothing was computed, for those who copy.
@@ -35,6 +37,8 @@ class Engine:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
 
+        if "LMCache" in str(arguments.get("kv_transfer_config")):
+            _spare_llvmlite()
         self._engine = LLM(**arguments).llm_engine
         self._core = self._engine.engine_core.engine_core
         self._asked = 0
@@ -129,8 +133,15 @@ class Engine:
         tier.submit_load = submit_load
 
 
-def prepare(plan: Mapping[str, Any]) -> str:
-    """vLLM's version. Raises WrongWork where this interpreter lacks what is needed."""
+def _spare_llvmlite() -> None:
+    """vLLM's CPU build looks for kernels in whatever modules have, and takes what llvmlite, which
+    LMCache loads, answers to everything for a dictionary: the engine would not start."""
+    ffi: Any = importlib.import_module("llvmlite.binding.ffi")
+    ffi._lib_fn_wrapper.get = lambda *_: None
+
+
+def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's version, and LMCache's where it is there. Raises WrongWork for what is missing."""
     os.environ.update(plan["environment"])
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, plan["names"])
@@ -142,7 +153,8 @@ def prepare(plan: Mapping[str, Any]) -> str:
         importlib.import_module("stratakv.connector.vllm.build")
     except Exception as error:
         raise WrongWork(f"{sys.executable} cannot import our tiers ({brief(error)})") from error
-    return str(vllm.__version__)
+    lmcache = metadata.version("lmcache") if importlib.util.find_spec("lmcache") else None
+    return {"version": vllm.__version__, "lmcache": lmcache}
 
 
 def brief(error: BaseException) -> str:
@@ -164,7 +176,7 @@ def main() -> int:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        tell({"version": prepare(json.loads(sys.stdin.readline()))})
+        tell(prepare(json.loads(sys.stdin.readline())))
         if not (line := sys.stdin.readline()):
             return 0
         engine = Engine(json.loads(line)["arguments"])
@@ -173,6 +185,7 @@ def main() -> int:
             order = json.loads(line)
             tell(engine.stop() if "stop" in order else engine.ask(order))
     except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        traceback.print_exc()
         said = str(error) if isinstance(error, WrongWork) else brief(error)
         tell({"error": said})
         return 1

@@ -37,7 +37,7 @@ def outcome(name: str, limit: str, ours: float, other: float, cold: float | None
 def outcomes() -> list[Outcome]:
     return [
         outcome("ssd_over_fs", "vLLM's fs tier", 0.1, 0.12, 2.0),
-        outcome("slab_over_region", "vLLM's region", 0.08, 0.06, 2.0),
+        outcome("slab_over_memory", "vLLM's region", 0.08, 0.06, 2.0),
         outcome("no_hit_cost", "without tiers", 2.02, 2.0, None),
         outcome("server_over_cold", "computing", 0.2, 2.0, None),
     ]
@@ -47,12 +47,12 @@ def test_the_report_is_made_of_the_seconds(
     outcomes: list[Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cases, "measure", lambda python, pairs: ("0.32.0", outcomes))
+    monkeypatch.setattr(cases, "measure", lambda *_: ({"version": "0.32.0"}, outcomes))
     words = ["--quick", "--python", sys.executable, "--out", str(tmp_path)]
     assert main(["bench", "vllm", *words]) == 0
     written = json.loads((tmp_path / "vllm.json").read_text())
     assert {name: round(ratio, 4) for name, ratio in written["ratios"].items()} == {
-        "ssd_over_fs": 1.2, "slab_over_region": 0.75, "no_hit_cost": 1.01,
+        "ssd_over_fs": 1.2, "slab_over_memory": 0.75, "no_hit_cost": 1.01,
         "server_over_cold": 10.0, "vllm_load_over_best_peer": 0.75,
     }  # fmt: skip
     assert {name: round(each, 4) for name, each in written["figures"]["seconds"].items()} == {
