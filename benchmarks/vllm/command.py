@@ -102,24 +102,25 @@ def fill_report(report: Report, outcomes: Sequence[Outcome]) -> None:
 
 
 def print_vllm(report: Report) -> None:
-    """What a person reads: seconds by source, then both sides, ratio, spread, gate."""
+    """What a person reads: seconds by source, then ratios with their spreads and gates."""
     plan, cold = report.figures["plan"], report.figures["seconds"]["computing"]
     title = f"vLLM {plan['version']}: first token behind {plan['prefix_tokens']:,} tokens of KV"
-    print_table(title, ("from", "ms", "of computing"), [
+    rows = [
         [name, f"{1e3 * seconds:,.0f}", f"{seconds / cold:.1%}"]
         for name, seconds in sorted(report.figures["seconds"].items(), key=lambda each: each[1])
-    ])  # fmt: skip
+    ]
+    print_table(title, ("from", "ms", "of computing"), rows)
     rows = []
     for name, ratio in report.ratios.items():
-        sides, spreads = ["", ""], ["", ""]
-        if taken := report.figures["contests"].get(name):
-            ours, limit = (f"{1e3 / taken[side]:,.0f}" for side in ("median", "limit_median"))
-            sides = [f"{OURS[name]} {ours}", f"{taken['limit']} {limit}"]
-            both = (report.figures["spreads"][each] for each in (name, f"{name}_aa"))
-            spreads = [f"{low:.2f}..{high:.2f}" for low, high in both]
+        both = (report.figures["spreads"].get(each) for each in (name, f"{name}_aa"))
+        spreads = [f"{each[0]:.2f}..{each[1]:.2f}" if each else "" for each in both]
         verdict = f"{GATES[name].wanted} {GATES[name].verdict(ratio)}" if name in GATES else ""
-        rows.append([name, *sides, f"{ratio:.3f}", *spreads, verdict])
-    columns = ("what", "ours, ms", "other, ms", "ratio", "quartiles", "A/A", "gate")
+        taken = report.figures["contests"].get(name, {})
+        rows.append([name, taken.get("limit", ""), f"{ratio:.3f}", *spreads, verdict])
+        for peer, rates in taken.get("by_limit", {}).items():
+            if peer != taken["limit"]:
+                rows.append(["", peer, f"{rates['ratio']:.3f}", "", "", ""])
+    columns = ("what", "other side", "ratio", "quartiles", "A/A", "gate")
     print_table(f"Alternating pairs of each ratio: {plan['pairs']}", columns, rows)
     for what, why in report.figures["not_run"].items():
         print(f"not measured: {what}: {why}")

@@ -35,9 +35,11 @@ def outcome(name: str, limit: str, ours: float, other: float, cold: float | None
 
 @pytest.fixture
 def outcomes() -> list[Outcome]:
+    memory = outcome("slab_over_memory", "vLLM's region", 0.08, 0.06, 2.0)
+    memory.rivals["LMCache's server"] = [1 / 0.04, 1 / 0.04, 1 / 0.2]
     return [
         outcome("ssd_over_fs", "vLLM's fs tier", 0.1, 0.12, 2.0),
-        outcome("slab_over_memory", "vLLM's region", 0.08, 0.06, 2.0),
+        memory,
         outcome("no_hit_cost", "without tiers", 2.02, 2.0, None),
         outcome("server_over_cold", "computing", 0.2, 2.0, None),
     ]
@@ -52,12 +54,12 @@ def test_the_report_is_made_of_the_seconds(
     assert main(["bench", "vllm", *words]) == 0
     written = json.loads((tmp_path / "vllm.json").read_text())
     assert {name: round(ratio, 4) for name, ratio in written["ratios"].items()} == {
-        "ssd_over_fs": 1.2, "slab_over_memory": 0.75, "no_hit_cost": 1.01,
-        "server_over_cold": 10.0, "vllm_load_over_best_peer": 0.75,
+        "ssd_over_fs": 1.2, "slab_over_memory": 0.5, "no_hit_cost": 1.01,
+        "server_over_cold": 10.0, "vllm_load_over_best_peer": 0.5,
     }  # fmt: skip
     assert {name: round(each, 4) for name, each in written["figures"]["seconds"].items()} == {
         "our SSD, after a restart": 0.1, "vLLM's fs tier": 0.12, "our slab": 0.08,
-        "vLLM's region": 0.06, "our cache server": 0.2, "computing": 2.0,
+        "vLLM's region": 0.06, "LMCache's server": 0.04, "our cache server": 0.2, "computing": 2.0,
     }  # fmt: skip
     assert written["figures"]["plan"]["pairs"] == 3
     out = capsys.readouterr().out
