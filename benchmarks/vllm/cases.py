@@ -224,10 +224,10 @@ def check_source(cached: int, loaded: Mapping[str, int], source: Mapping[str, in
             raise WrongWork(f"{loaded.get(name)} chunks came from {name}, not {chunks}: {loaded}")
 
 
-def ours(region_bytes: int = REGION_BYTES, **settings: Any) -> dict[str, Any]:
+def ours(**settings: Any) -> dict[str, Any]:
     """The configuration of vLLM with our tiers below it; what a tier has is loaded, since whether
     that is quicker than computing is what is measured."""
-    return transfer_config(region_bytes, {**OURS, **settings})
+    return transfer_config(REGION_BYTES, {**OURS, **settings})
 
 
 def vllms_own(folder: Path) -> dict[str, Any]:
@@ -270,10 +270,10 @@ def take_all(
     """Every comparison; in `not_run`, why a peer could not run. Raises WrongWork, PeerFailed,
     ServerFailed."""
     ssd, files = scratch / "ssd", scratch / "files"
-    disk = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
+    disk: dict[str, Any] = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
     flags = ("--no-shared-memory", "--log-level", "warning")
     server = stack.enter_context(cache_server(2 * bench.numbers * PROMPT_BYTES, *flags))
-    remote = {"servers": [f"grpc://{HOST}:{server.port}"]}
+    remote: dict[str, Any] = {"servers": [f"grpc://{HOST}:{server.port}"]}
     peer = Side("vLLM's own", vllms_own(files))
     fillers = bench.start(Side("ours", ours(ssd_admission="all", **disk, **remote)), peer)
     for number in range(bench.numbers):
@@ -307,9 +307,9 @@ def take_all(
     side, rivals = turns(lambda turn: bench.numbers - IN_TURN + turn % IN_TURN, 2000), {}
     try:
         lmcache = start_lmcache(bench, scratch, stack)
-        for source in (None, {}):
-            for number in range(bench.numbers - IN_TURN, bench.numbers):
-                bench.rate(lmcache, number, 0, source)
+        for number in range(bench.numbers - IN_TURN, bench.numbers):
+            bench.rate(lmcache, number, 0, None)
+            bench.rate(lmcache, number, 0, {})
         rivals["LMCache's server"] = side(lmcache, {}, 1)
     except (PeerFailed, ServerFailed, WrongWork) as error:
         not_run["LMCache"] = str(error).partition("\n")[0]
