@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...connector.vllm.settings import transfer_config
 from ...tiers.settings.values import ConfigError
@@ -70,7 +70,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
+def make_model(folder: Path) -> None:
     """A checkpoint of MODEL whose attention is heavy enough for its tokens to depend on the KV
     cache."""
     import torch
@@ -78,26 +78,23 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hidden, inner, vocabulary = (
         MODEL[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
-    shapes = {f"self_attn.{part}_proj": (hidden, hidden, 0.15) for part in "qkvo"}
-    shapes |= {f"mlp.{part}_proj": (inner, hidden, 0.05) for part in ("gate", "up")}
-    shapes |= {"mlp.down_proj": (hidden, inner, 0.05)}
-    layers = range(MODEL["num_hidden_layers"])
-    scaled = {f"layers.{n}.{name}": shape for n in layers for name, shape in shapes.items()}
-    scaled |= {"embed_tokens": (vocabulary, hidden, 1.0), "lm_head": (vocabulary, hidden, 0.3)}
-    norms = ["norm", *(f"layers.{n}.{part}_layernorm" for n in layers
-                       for part in ("input", "post_attention"))]  # fmt: skip
+    layer = {f"self_attn.{part}_proj": (hidden, hidden, 0.15) for part in "qkvo"}
+    layer |= {f"mlp.{part}_proj": (inner, hidden, 0.05) for part in ("gate", "up")}
+    layer["mlp.down_proj"] = hidden, inner, 0.05
+    layers = [f"model.layers.{number}." for number in range(MODEL["num_hidden_layers"])]
+    shapes = {prefix + name: shape for prefix in layers for name, shape in layer.items()}
+    shapes["model.embed_tokens"] = vocabulary, hidden, 1.0
+    shapes["lm_head"] = vocabulary, hidden, 0.3
+    norms = [each + f"{part}_layernorm" for each in layers for part in ("input", "post_attention")]
     tensors = {
-        f"{'' if name == 'lm_head' else 'model.'}{name}.weight":
-            torch.randn(rows, columns, generator=generator) * scale
-        for name, (rows, columns, scale) in scaled.items()
-    }  # fmt: skip
-    tensors |= {f"model.{name}.weight": torch.ones(hidden) for name in norms}
+        f"{name}.weight": torch.randn(rows, columns, generator=generator) * scale
+        for name, (rows, columns, scale) in shapes.items()
+    } | {f"{name}.weight": torch.ones(hidden) for name in (*norms, "model.norm")}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    return folder
 
 
 def make_prompt(number: int, question: int) -> list[int]:
@@ -122,7 +119,7 @@ class Engine(Child):
         self._python = python
         words = ["-P", engine_process.__file__]
         try:
-            super().__init__(words, scratch / f"{name.replace(' ', '-')}.log", name, python)
+            super().__init__(words, scratch / f"{name}.log", name, python)
         except OSError as error:
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
@@ -165,13 +162,6 @@ class Engine(Child):
         return f" ({lines[-1]})" if lines[-1] else ""
 
 
-class Side(NamedTuple):
-    """What to start an engine with."""
-
-    name: str
-    transfer: dict[str, Any] | None = None
-
-
 class Bench:
     """Starts engines, asks them, checks what they answer. `pairs` of each ratio are taken."""
 
@@ -185,22 +175,19 @@ class Bench:
         self._names.mkdir()
         (self._names / "stratakv").symlink_to(ROOT)
 
-    def start(self, *sides: Side) -> list[Engine]:
-        """Engines, all started at once. Raises PeerFailed."""
+    def start(self, **transfers: dict[str, Any] | None) -> list[Engine]:
+        """Engines by name, with these configurations of their tiers, all started at once. Raises
+        PeerFailed."""
         engines = [
-            self._stack.enter_context(Engine(self.python, self._scratch, side.name))
-            for side in sides
+            self._stack.enter_context(Engine(self.python, self._scratch, name))
+            for name in transfers
         ]
-        with ThreadPoolExecutor(len(sides)) as threads:
+        with ThreadPoolExecutor(len(engines)) as threads:
             [self.versions, *_] = threads.map(lambda engine: engine.check(self._names), engines)
             if not self._model.exists():
                 make_model(self._model)
-            begun = [
-                threads.submit(engine.start, self._model, side.transfer)
-                for engine, side in zip(engines, sides, strict=True)
-            ]
-            for each in begun:
-                each.result()
+            models = [self._model] * len(engines)
+            list(threads.map(Engine.start, engines, models, transfers.values()))
         return engines
 
     def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
@@ -214,7 +201,7 @@ class Bench:
         return 1.0 / float(answer["first_token_seconds"][0])
 
 
-def check_source(cached: int, loaded: Mapping[str, int], source: Mapping[str, int] | None) -> None:
+def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None:
     """Raises WrongWork where a prefix came from elsewhere, or was not found where it should be."""
     wanted = 0 if source is None else CHUNKS * BLOCK_TOKENS
     if cached != wanted:
@@ -260,8 +247,7 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
         "kv_connector": "LMCacheMPConnector", "kv_connector_module_path": module,
         "kv_role": "kv_both", "kv_connector_extra_config": extra,
     }  # fmt: skip
-    [engine] = bench.start(Side("LMCache", transfer))
-    return engine
+    return bench.start(lmcache=transfer)[0]
 
 
 def take_all(
@@ -274,15 +260,16 @@ def take_all(
     flags = ("--no-shared-memory", "--log-level", "warning")
     server = stack.enter_context(cache_server(2 * bench.numbers * PROMPT_BYTES, *flags))
     remote: dict[str, Any] = {"servers": [f"grpc://{HOST}:{server.port}"]}
-    peer = Side("vLLM's own", vllms_own(files))
-    fillers = bench.start(Side("ours", ours(ssd_admission="all", **disk, **remote)), peer)
+    fillers = bench.start(
+        ours=ours(ssd_admission="all", **disk, **remote), vllms_own=vllms_own(files)
+    )
     for number in range(bench.numbers):
         for engine in fillers:
             bench.rate(engine, number, 0, None)
     for engine in fillers:
         engine.stop()
     forget_pages(ssd, files)
-    mine, theirs, alone = bench.start(Side("ours", ours(**disk)), peer, Side("no tiers"))
+    mine, theirs, alone = bench.start(ours=ours(**disk), vllms_own=vllms_own(files), no_tiers=None)
 
     def turns(number_of: Callable[[int], int], questions: int) -> Callable[..., Any]:
         """Makes sides that ask for the same prompts in the same order, each at its own pace."""
@@ -320,7 +307,7 @@ def take_all(
     outcomes += [take_rounds(memory, bench.pairs), take_no_hit(bench, mine, alone)]
     mine.stop()
     theirs.stop()
-    [reader] = bench.start(Side("our reader", ours(**remote)))
+    [reader] = bench.start(reader=ours(**remote))
     side = turns(lambda turn: turn, 3000)
     from_server = Comparison(
         "server_over_cold", UNIT, "computing", side(reader, {"remote": CHUNKS}), side(alone, None)
