@@ -170,6 +170,7 @@ class Bench:
         self.python = python
         self.versions: dict[str, Any] = {}
         self.numbers = pairs + 1  # prompts, of which the first is not counted
+        self.stored: list[float] = []  # shares of the chunks that nobody had, which the slab took
         self._answers: dict[tuple[int, int], list[int]] = {}
         self._model, self._names = scratch / "model", scratch / "names"
         self._names.mkdir()
@@ -328,6 +329,8 @@ def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
             answer = engine.ask(*prompts, max_tokens=1)
             if any(answer["cached"]):
                 raise WrongWork(f"of prompts that nobody has seen {answer['cached']} were found")
+            if engine is mine:
+                bench.stored.append(answer["stored_chunks"] / (NO_HIT_PROMPTS * CHUNKS))
             return NO_HIT_PROMPTS / float(answer["seconds"])
 
         return take
@@ -355,4 +358,4 @@ def measure(
     with folder as scratch, ExitStack() as stack:
         bench = Bench(python, pairs, Path(scratch), stack)
         outcomes = take_all(bench, Path(scratch), stack, not_run)
-        return bench.versions, outcomes
+        return bench.versions | {"no_hit_stored": bench.stored}, outcomes

@@ -13,6 +13,7 @@ vllm_load_over_best_peer  The least of these two.
 server_over_cold          Of computing the prompt, over ours from a cache server that another
                           process has filled, through TCP.
 no_hit_cost               Seconds of prompts that nobody has seen, with our tiers over without any.
+                          A region that is still being read takes no more: what was stored is told.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def print_vllm(report: Report) -> None:
                 rows.append(["", peer, f"{rates['ratio']:.3f}", "", "", ""])
     columns = ("what", "other side", "ratio", "quartiles", "A/A", "gate")
     print_table(f"Alternating pairs of each ratio: {plan['pairs']}", columns, rows)
+    if least := min(plan["no_hit_stored"], default=0.0):
+        print(f"unique prompts: the slab took at least {least:.0%} of their chunks")
     for what, why in report.figures["not_run"].items():
         print(f"not measured: {what}: {why}")
 

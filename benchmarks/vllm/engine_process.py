@@ -56,7 +56,7 @@ class Engine:
 
         if not self._engine.reset_prefix_cache():
             raise WrongWork("vLLM did not forget the prompts in its KV cache")
-        before = self._loaded()
+        before, stored = self._loaded(), self._stored()
         params = SamplingParams(
             max_tokens=order["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False
         )
@@ -71,6 +71,7 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for _, output in done],
             "cached": [output.num_cached_tokens for _, output in done],
             "loaded_chunks": moved,
+            "stored_chunks": self._stored() - stored,
         }
 
     def stop(self) -> dict[str, Any]:
@@ -112,11 +113,20 @@ class Engine:
     def _loaded(self) -> dict[str, int]:
         """Chunks that came out of each tier below vLLM's region since the start."""
         loaded = dict(self._peer_chunks)
-        for tier in self._our_tiers():
-            with tier.transfers.lock:
-                stats = tier.hierarchy.stats()
+        for stats in self._stats():
             loaded |= {name: each.loaded_blocks for name, each in stats.items()}
         return loaded
+
+    def _stored(self) -> int:
+        """Chunks that our slab has taken since the start."""
+        return sum(stats["cpu"].stored_blocks for stats in self._stats())
+
+    def _stats(self) -> list[dict[str, Any]]:
+        taken = []
+        for tier in self._our_tiers():
+            with tier.transfers.lock:
+                taken.append(tier.hierarchy.stats())
+        return taken
 
     def _our_tiers(self) -> list[Any]:
         below = getattr(self._manager, "secondary_tiers", ())

@@ -49,7 +49,9 @@ def test_the_report_is_made_of_the_seconds(
     outcomes: list[Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cases, "measure", lambda *_: ({"version": "0.32.0"}, outcomes))
+    monkeypatch.setattr(
+        cases, "measure", lambda *_: ({"version": "0.32.0", "no_hit_stored": [1.0, 0.75]}, outcomes)
+    )
     words = ["--quick", "--python", sys.executable, "--out", str(tmp_path)]
     assert main(["bench", "vllm", *words]) == 0
     written = json.loads((tmp_path / "vllm.json").read_text())
@@ -63,6 +65,7 @@ def test_the_report_is_made_of_the_seconds(
     }  # fmt: skip
     assert written["figures"]["plan"]["pairs"] == 3
     out = capsys.readouterr().out
+    assert "at least 75% of their chunks" in out
     assert ">= 0.9 missed" in out and "<= 1.03 met" in out
     assert all(f"not measured: {what}: {why}" in out.replace("\n", " ")
                for what, why in written["figures"]["not_run"].items())  # fmt: skip
