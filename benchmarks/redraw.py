@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of earlier runs again from their JSON.
 
-`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each. With --existing
-it leaves out a FILE that has no picture yet.
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ from .service.command import plot_service
 from .tiers.command import plot_tiers
 from .trace.command import plot_traces
 from .transfer.command import plot_transfer
+from .vllm.command import plot_vllm
 
 _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
+    "vllm": plot_vllm,
 }  # fmt: skip
 
 
@@ -33,8 +34,7 @@ def draw(report: Report, path: Path) -> list[Path]:
     """Draw what a run measured: one picture at `path`, or for a GPU one for each section beside."""
     if report.name == "gpu":
         results = Results(report, path.parent)
-        drawn = [section.plot(results, path.parent) for section in SECTIONS]
-        return [each for each in drawn if each is not None]
+        return [each for every in SECTIONS if (each := every.plot(results, path.parent))]
     plot = plot_phases if "phases" in report.figures else _DRAW[report.name]
     return [plot(report, path)]
 

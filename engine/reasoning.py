@@ -12,12 +12,12 @@ compared token by token; `text/reasoning.py` has their texts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-TokenArray = npt.NDArray[Any]
+    TokenArray = npt.NDArray[Any]
 
 
 class Mark:
@@ -52,7 +52,7 @@ class Mark:
         size = len(self.token_ids)
         if len(token_ids) < size:
             return []
-        ends = np.flatnonzero(token_ids[size - 1 :] == self.token_ids[-1]) + size
+        ends = (token_ids[size - 1 :] == self.token_ids[-1]).nonzero()[0] + size
         for offset, token_id in enumerate(self.token_ids[:-1]):
             ends = ends[token_ids[ends - size + offset] == token_id]
         found: list[int] = ends.tolist()

@@ -45,12 +45,12 @@ class Seconds(NamedTuple):
     busy: float
 
 
-def interpreter(given: str) -> str:
+def interpreter(given: str, flag: str = FLAG) -> str:
     """The interpreter that the flag names. Raises ConfigError."""
     found = shutil.which(Path(given).expanduser())
     if found is None:
         wanted = "the path of a Python interpreter that has vLLM"
-        raise ConfigError(f"{FLAG} takes {wanted}, not {format_value(given)}")
+        raise ConfigError(f"{flag} takes {wanted}, not {format_value(given)}")
     return str(found)
 
 

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine that answers prompts and says how long their first tokens took.
+
+Run as a file by an interpreter that has vLLM, in this order of lines of JSON; an answer with
+`error` is the last.
+
+    {"names": folder, "environment": {}}         where `stratakv` is; answered by vLLM's version
+    {"arguments": {}}                            of vLLM's LLM; answered when the engine is there
+    {"prompts": [[ids], ...], "max_tokens": n}   one after the other, none of them in the KV cache
+    {"stop": true}                               an orderly stop, which writes tiers back
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+# vLLM's own loop waits so long after a step in which nothing was computed, for those who copy.
+PAUSE_SECONDS = 0.001
+SETTLE_SECONDS = 120.0
+
+
+class WrongWork(RuntimeError):
+    """Something did not do what its figure would claim."""
+
+
+class Engine:
+    """The engine, its core in this process, stepped as vLLM's own loop does."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        if "LMCache" in str(arguments.get("kv_transfer_config")):
+            _spare_llvmlite()
+        self._engine = LLM(**arguments).llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._asked = 0
+        connector = self._core.scheduler.connector
+        scheduler_side = getattr(connector, "connector_scheduler", None)
+        self._manager = getattr(scheduler_side, "manager", None)  # of offloading
+        self._peer_chunks: dict[str, int] = {}
+        for tier in getattr(self._manager, "secondary_tiers", ()):
+            if not hasattr(tier, "_tiers"):
+                self._count_loads(tier)
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer the prompts of one order, then wait until the tiers are at rest."""
+        from vllm import SamplingParams
+
+        if not self._engine.reset_prefix_cache():
+            raise WrongWork("vLLM did not forget the prompts in its KV cache")
+        before, stored = self._loaded(), self._stored()
+        params = SamplingParams(
+            max_tokens=order["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        began = time.perf_counter()
+        done = [self._one(prompt, params) for prompt in order["prompts"]]
+        seconds = time.perf_counter() - began
+        self._settle()
+        moved = {name: count - before.get(name, 0) for name, count in self._loaded().items()}
+        return {
+            "first_token_seconds": [first for first, _ in done],
+            "seconds": seconds,
+            "tokens": [list(output.outputs[0].token_ids) for _, output in done],
+            "cached": [output.num_cached_tokens for _, output in done],
+            "loaded_chunks": moved,
+            "stored_chunks": self._stored() - stored,
+        }
+
+    def stop(self) -> dict[str, Any]:
+        """Once."""
+        self._engine.engine_core.shutdown()
+        return {"stopped": True}
+
+    def _one(self, prompt: list[int], params: Any) -> tuple[float, Any]:
+        """Seconds until the first token of a prompt, and all that came of it."""
+        self._asked += 1
+        first, last = 0.0, None
+        began = time.perf_counter()
+        self._engine.add_request(str(self._asked), {"prompt_token_ids": prompt}, params)
+        while self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+            if outputs:
+                first, last = first or time.perf_counter() - began, outputs[0]
+            else:
+                time.sleep(PAUSE_SECONDS)
+        return first, last
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self._core.scheduler.has_requests() or self._is_at_work():
+            if time.monotonic() > deadline:
+                raise WrongWork(f"tiers were still at work after {SETTLE_SECONDS:g} s")
+            self._engine.step()
+            time.sleep(PAUSE_SECONDS)
+
+    def _is_at_work(self) -> bool:
+        if self._manager is None:
+            return False
+        for tier in self._our_tiers():
+            with tier.transfers.lock:
+                if tier.hierarchy.num_unwritten:
+                    return True
+        return bool(self._manager.has_pending_work())
+
+    def _loaded(self) -> dict[str, int]:
+        """Chunks that came out of each tier below vLLM's region since the start."""
+        loaded = dict(self._peer_chunks)
+        for stats in self._stats():
+            loaded |= {name: each.loaded_blocks for name, each in stats.items()}
+        return loaded
+
+    def _stored(self) -> int:
+        """Chunks that our slab has taken since the start."""
+        return sum(stats["cpu"].stored_blocks for stats in self._stats())
+
+    def _stats(self) -> list[dict[str, Any]]:
+        taken = []
+        for tier in self._our_tiers():
+            with tier.transfers.lock:
+                taken.append(tier.hierarchy.stats())
+        return taken
+
+    def _our_tiers(self) -> list[Any]:
+        below = getattr(self._manager, "secondary_tiers", ())
+        return [tier._tiers for tier in below if hasattr(tier, "_tiers")]
+
+    def _count_loads(self, tier: Any) -> None:
+        submit, counts, name = tier.submit_load, self._peer_chunks, tier.tier_type
+        counts[name] = 0
+
+        def submit_load(job: Any) -> None:
+            counts[name] += len(job.keys)
+            submit(job)
+
+        tier.submit_load = submit_load
+
+
+def _spare_llvmlite() -> None:
+    """vLLM's CPU build looks for kernels in whatever modules have, and takes what llvmlite, which
+    LMCache loads, answers to everything for a dictionary: the engine would not start."""
+    ffi: Any = importlib.import_module("llvmlite.binding.ffi")
+    ffi._lib_fn_wrapper.get = lambda *_: None
+
+
+def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's version, and LMCache's where it is there. Raises WrongWork for what is missing."""
+    os.environ.update(plan["environment"])
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path.insert(0, plan["names"])
+    try:
+        import vllm
+    except Exception as error:  # what a broken package raises is its own affair
+        raise WrongWork(f"{sys.executable} cannot import vLLM ({brief(error)})") from error
+    try:
+        importlib.import_module("stratakv.connector.vllm.build")
+    except Exception as error:
+        raise WrongWork(f"{sys.executable} cannot import our tiers ({brief(error)})") from error
+    lmcache = metadata.version("lmcache") if importlib.util.find_spec("lmcache") else None
+    return {"version": vllm.__version__, "lmcache": lmcache}
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what an error says, and of what it came from."""
+    lines = []
+    cause: BaseException | None = error
+    while cause is not None:
+        lines.append(f"{type(cause).__name__}: {cause}".strip().partition("\n")[0])
+        cause = cause.__cause__ or cause.__context__
+    return "; ".join(dict.fromkeys(lines))
+
+
+def main() -> int:
+    """Answer line by line until the input ends; libraries print into the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        tell(prepare(json.loads(sys.stdin.readline())))
+        if not (line := sys.stdin.readline()):
+            return 0
+        engine = Engine(json.loads(line)["arguments"])
+        tell({"ready": True})
+        for line in sys.stdin:
+            order = json.loads(line)
+            tell(engine.stop() if "stop" in order else engine.ask(order))
+    except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
+        traceback.print_exc()
+        said = str(error) if isinstance(error, WrongWork) else brief(error)
+        tell({"error": said})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

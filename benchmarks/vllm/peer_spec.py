@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own tiers with the copies that its CPU build lacks: what `spec_module_path` names for the
+peer's side. Imports vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...connector.vllm.spec import StrataSpec
+
+
+class PeerSpec(StrataSpec):
+    """StrataSpec without our tier: between vLLM's region and its secondary tiers all is vLLM's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.secondary_tier_configs = self.secondary_tier_configs[:-1]
+
+    def get_manager(self) -> Any:
+        """vLLM's, whose end is told as our tier would tell it."""
+        is_new = self._manager is None
+        manager = super().get_manager()
+        if is_new:
+            shut_down = manager.shutdown
+
+            def shutdown() -> None:
+                shut_down()
+                self.release_region()
+
+            manager.shutdown = shutdown
+        return manager
