@@ -35,6 +35,7 @@ from .config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     ROLES,
+    STRUCTURED_OUTPUTS_BACKENDS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -150,6 +151,12 @@ OPTIONS: Mapping[str, Option] = {
         "engine", "async_scheduling", readers.switch,
         "on a GPU, or with --distributed-executor-backend mp: make the next step while one is "
         "computed",
+    ),
+    "structured_outputs_backend": Option(
+        "engine", "structured_outputs_backend",
+        one_of(*STRUCTURED_OUTPUTS_BACKENDS, synonyms={"llguidance": "guidance"}),
+        "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
+        "NAME",
     ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,

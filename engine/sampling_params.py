@@ -15,6 +15,7 @@ import msgspec
 
 from ..tiers.settings.format import format_value
 from .logprobs import MAX_LOGPROBS
+from .structured_params import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -61,7 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     than that share of the likeliest. `seed` makes the draws of this request the same whatever else
     is in the batch. `stop` may be one string, `logit_bias` a map; tuples may be lists. `logprobs`
     N asks for the log-probability of each new token and of the N likeliest at its position,
-    `prompt_logprobs` the same for the prompt. `bad_words` come with their spellings in
+    `prompt_logprobs` the same for the prompt. `structured_outputs` says what the answer has to look
+    like. `bad_words` come with their spellings in
     `bad_words_token_ids`, which whoever has the tokenizer fills in. Raises ValueError, naming the
     field, for another type and for anything out of bounds.
     """
@@ -87,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -154,6 +157,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "repetition_detection", detection)
         good = detection is None or isinstance(detection, RepetitionDetection)
         _check(good, "repetition_detection", "an object with max_pattern_size", detection)
+        asked: Any = self.structured_outputs
+        if isinstance(asked, Mapping):
+            try:
+                asked = msgspec.convert(dict(asked), StructuredOutputsParams)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"structured_outputs: {error}") from None
+            msgspec.structs.force_setattr(self, "structured_outputs", asked)
+        good = asked is None or isinstance(asked, StructuredOutputsParams)
+        _check(good, "structured_outputs", "a StructuredOutputsParams", asked)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, "True or False", value)

@@ -27,15 +27,28 @@ from ..cache.block_hash import make_block_hasher
 from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
+from ..handover import Ticket
 from ..models.checkpoint.fingerprint import fingerprint
 from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
-from ..request import BlockHasher, RequestStatus
+from ..request import BlockHasher, Request, RequestStatus
+from ..sampling.token_mask import TokenMask
 from ..scheduler.limits import QueueFull
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
-from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
+from ..structured.compiler import TooManyGrammars
+from ..structured.manager import GrammarManager, Waiting
+from ..wire import (
+    ABORTED,
+    INVALID_GRAMMAR,
+    OVERLOADED,
+    PROTOCOL_VERSION,
+    STOPPED,
+    AddRequest,
+    Ready,
+    TokenOutput,
+)
 from ..worker.kv_pool import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
@@ -56,6 +69,8 @@ Progress = Callable[[str], None]
 # more than its own step fail. A lost device is given up at once.
 MAX_FAILED_STEPS = 5
 _IDLE_SECONDS = 5.0
+# The mask of a step is made of all tokens before it.
+MOST_STEPS_WITH_GRAMMAR = 2
 # For copies under way when there is no time for anything else.
 MIN_COPY_SECONDS = 1.0
 
@@ -122,6 +137,7 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._observer = observer
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._ended: list[TokenOutput] = []  # last outputs of requests that a step has no token for
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
         self._tiers: OpenTiers | None = None
@@ -151,6 +167,13 @@ class EngineCore:
                 self._make_hasher(identity.root()),
                 config.tenant_secret,
                 config.role,
+            )
+            self._grammars = GrammarManager(
+                config.model.path,
+                self.spec.vocab_size,
+                self.spec.eos_token_ids,
+                backend=config.structured_outputs_backend,
+                most_waiting=config.scheduler.max_waiting_requests,
             )
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
@@ -182,31 +205,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request. One that cannot run ends here: its only output is returned."""
-        code = None
-        try:
-            self.scheduler.check_queue()
-            built, ticket = self._request_builder.build(request)
-            first = None if ticket is None else ticket.first_token
-            output = self.scheduler.add_request(built, context_of(request), first_token=first)
-            if output is None or output.finish_reason is None:
-                self._held.expect(built)
-            if output is None:
-                elsewhere = self._request_builder.elsewhere(request)
-                if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
-                    self._connector.await_prefill(built.request_id, elsewhere)
-                return []
-            if ticket is not None and ticket.logprobs is not None:
-                output.logprobs = [ticket.logprobs]
-            return [output]
-        except QueueFull as error:
-            text, code = str(error), OVERLOADED
-        except ValueError as error:
-            text = str(error)
-        except Exception as error:  # one request must not stop the others
-            logger.exception("request %s could not be queued", request.request_id)
-            text = f"the request could not be queued ({type(error).__name__}: {error})"
-        refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
-        return [refusal]
+        return self._refusing(request, lambda: self._add(request))
 
     def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
@@ -214,6 +213,7 @@ class EngineCore:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._held.forget(request_id)
+        self._grammars.forget(request_ids)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -227,6 +227,7 @@ class EngineCore:
                 "connector": self._connector.stats() or None,
                 "pool": self.scheduler.manager.pool.residency.stats(),
                 "core": self._stats.stats(),
+                "grammar": self._grammars.stats(),
                 "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
             }
         if name == "follow":
@@ -248,19 +249,33 @@ class EngineCore:
         """Whether a step could do anything now."""
         if self._in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
             return True
+        if self._grammars.is_due:
+            return True
         return not self.executor.is_alive  # the next step says so
 
     def idle_seconds(self) -> float:
         """How long to wait for an event, at most, before asking `has_work` again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
-        return min(RETRY_SECONDS if may_retry else _IDLE_SECONDS, self._held.idle_seconds)
+        return min(
+            RETRY_SECONDS if may_retry else _IDLE_SECONDS,
+            self._held.idle_seconds,
+            self._grammars.idle_seconds,
+        )
 
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
+        refused = [
+            output
+            for each in self._grammars.take_compiled()
+            for output in self._refusing(each.message, lambda each=each: self._queue_compiled(each))
+        ]
+        return refused + self._step()
+
+    def _step(self) -> list[TokenOutput]:
         in_flight = self._in_flight
         while not in_flight or (
             len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
@@ -290,11 +305,12 @@ class EngineCore:
             except ExecutorDied:
                 pass  # the next call says so; these tokens are still to be delivered
         self._stats.savings.record(self.scheduler.counts)
-        return self._held.hold(outputs) + self._held.release()
+        return self._held.hold(outputs + self._take_ended()) + self._held.release()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
         self._connector.set_wakeup(wakeup)
+        self._grammars.set_wakeup(wakeup)
 
     def shutdown(self, timeout_seconds: float | None = None) -> None:
         """Abort what runs, hand the pool's blocks to the tiers, write back. Idempotent.
@@ -312,6 +328,7 @@ class EngineCore:
         self.executor.end_by(now + max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self._give_up_steps()
+        self._grammars.close()
         if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
@@ -372,6 +389,65 @@ class EngineCore:
         )
         return InProcessExecutor(runner)
 
+    def _refusing(
+        self, request: AddRequest, queue: Callable[[], list[TokenOutput]]
+    ) -> list[TokenOutput]:
+        """Do what queues a request; what that raises is the request's only output."""
+        code = None
+        try:
+            return queue()
+        except (QueueFull, TooManyGrammars) as error:
+            text, code = str(error), OVERLOADED
+        except ValueError as error:
+            text = str(error)
+        except Exception as error:  # one request must not stop the others
+            logger.exception("request %s could not be queued", request.request_id)
+            text = f"the request could not be queued ({type(error).__name__}: {error})"
+        refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
+        return [refusal]
+
+    def _add(self, request: AddRequest) -> list[TokenOutput]:
+        self.scheduler.check_queue()
+        if request.request_id in self._grammars:
+            raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
+        built, ticket = self._request_builder.build(request)
+        if built.sampling_params.structured_outputs is None:
+            return self._queue(request, built, ticket)
+        if self._max_steps_in_flight > MOST_STEPS_WITH_GRAMMAR:
+            raise ValueError(
+                "structured_outputs need the tokens of all steps but one before the next is made, "
+                f"and {self._max_steps_in_flight} are in flight; start with fewer"
+            )
+        waiting = self._grammars.ask(request, built)
+        return self._queue_compiled(waiting) if waiting.compilation.is_done else []
+
+    def _queue_compiled(self, waiting: Waiting) -> list[TokenOutput]:
+        """Queue a request whose grammar is there; or end it, since that cannot be compiled."""
+        request_id = waiting.message.request_id
+        if error := waiting.compilation.error:
+            text = f"structured_outputs cannot be used: {error}"
+            output = TokenOutput(request_id, [], "error", error=text, error_code=INVALID_GRAMMAR)
+            return [output]
+        outputs = self._queue(waiting.message, waiting.built, None)
+        self._grammars.follow(waiting)
+        return outputs
+
+    def _queue(
+        self, request: AddRequest, built: Request, ticket: Ticket | None
+    ) -> list[TokenOutput]:
+        first = None if ticket is None else ticket.first_token
+        output = self.scheduler.add_request(built, context_of(request), first_token=first)
+        if output is None or output.finish_reason is None:
+            self._held.expect(built)
+        if output is None:
+            elsewhere = self._request_builder.elsewhere(request)
+            if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
+                self._connector.await_prefill(built.request_id, elsewhere)
+            return []
+        if ticket is not None and ticket.logprobs is not None:
+            output.logprobs = [ticket.logprobs]
+        return [output]
+
     def _try_offload(self) -> None:
         """Seed what loading and computing are taken to cost, and say it."""
         estimates = self._connector.estimates
@@ -428,19 +504,37 @@ class EngineCore:
         output = self.scheduler.schedule()
         if self._in_flight:
             self._sample(self._in_flight[-1])
+        elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
+            self._grammars.begin(self.scheduler.choosing(output))
         began = time.monotonic()
         self._in_flight.append(StepInFlight(self.executor.dispatch(output), began))
 
     def _sample(self, step: StepInFlight) -> None:
         if not step.is_sampled:
             step.is_sampled = True
-            self.executor.sample(step.handle)
+            mask = self._mask_of(step.handle.step) if self._grammars else None
+            self.executor.sample(step.handle, mask)
+
+    def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
+        """Which tokens the grammars of a step allow; requests at the end of theirs end."""
+        mask, ended = self._grammars.masks(self.scheduler.choosing(output))
+        for request, error in ended:
+            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
+            for last in self.scheduler.finish_requests([request.request_id], status, error or None):
+                last.error_code = INVALID_GRAMMAR if error else None
+                self._ended.append(last)
+        return mask
+
+    def _take_ended(self) -> list[TokenOutput]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
         outputs = self.scheduler.fail_step(output, error)
         outputs += self._give_up_steps()
+        outputs += self._take_ended()
         outputs = self._held.hold(outputs) + self._held.release()
         self.num_failed_steps += 1
         if isinstance(error, ExecutorDied):

@@ -142,6 +142,11 @@ def fault_of(
     if request.request_id in runner_output.nan_request_ids:
         return "the model's logits for this request were not finite numbers"
     if request.request_id in runner_output.banned_request_ids:
+        if request.sampling_params.structured_outputs is not None:
+            return (
+                "the grammar of this request allows only tokens that its own biases and bad words "
+                "ban; drop those"
+            )
         return "the biases and bad words of this request ban every token; allow at least one"
     if num_computed_tokens >= request.num_tokens:
         return "the worker returned no token for this request"
