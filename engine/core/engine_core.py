@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request. One that cannot run ends here: its only output is returned."""
-        return self._refusing(request, lambda: self._add(request))
+        return self._refusing(request, partial(self._add, request))
 
     def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
@@ -271,7 +272,7 @@ class EngineCore:
         refused = [
             output
             for each in self._grammars.take_compiled()
-            for output in self._refusing(each.message, lambda each=each: self._queue_compiled(each))
+            for output in self._refusing(each.message, partial(self._queue_compiled, each))
         ]
         return refused + self._step()
 

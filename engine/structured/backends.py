@@ -29,9 +29,9 @@ def why_missing(name: str) -> str:
 
 
 def open_backend(name: str, read: Callable[[], Vocabulary]) -> Backend:
-    """The backend of this name, one of those that the settings name. Nothing is imported or read before it compiles, on
-    the thread that compiles. Raises GrammarError for a package that is missing, and what `read`
-    raises."""
+    """The backend of this name, which is one of the settings'. Called by the thread that compiles,
+    since it reads and imports much; `auto` imports what it needs when it needs it. Raises
+    GrammarError for a package that is missing, and what `read` raises."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":

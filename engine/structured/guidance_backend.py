@@ -144,8 +144,9 @@ def _text_of(spec: GrammarSpec) -> str:
             overrides["whitespace_flexible"] = False
         if spec.whitespace_pattern:
             overrides["whitespace_pattern"] = spec.whitespace_pattern
-        schema = spec.text or _ANY_OBJECT
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=overrides or None)
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            spec.text or _ANY_OBJECT, overrides=overrides or None
+        )
     if spec.kind is Kind.REGEX:
         return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
     if spec.kind is Kind.CHOICE:

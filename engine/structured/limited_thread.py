@@ -93,8 +93,6 @@ class LimitedThread:
                 except Exception:  # a job answers for its own faults
                     logger.exception("a grammar's thread met a fault")
             with self._lock:
-                if self._is_left:
-                    return
                 self._began = None
 
 

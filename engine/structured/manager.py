@@ -94,10 +94,10 @@ class GrammarManager:
         def read() -> Vocabulary:
             return Vocabulary.load(model_path, vocab_size, eos_token_ids)
 
-        self._wake: Callable[[], None] = lambda: None
+        self._wakeup: Callable[[], None] = _nothing
         self._compiler = GrammarCompiler(
             opener or (lambda: open_backend(backend, read)),
-            lambda: self._wake(),
+            self._wake_up,
             limit=compile_limit,
         )
         self._maker = MaskMaker(vocab_size, mask_limit)
@@ -134,7 +134,7 @@ class GrammarManager:
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `is_due` may have become True."""
-        self._wake = wakeup
+        self._wakeup = wakeup
 
     def ask(self, message: AddRequest, built: Request) -> Waiting:
         """Have the grammar of a request compiled, which has one. Where that is not done at once,
@@ -250,6 +250,9 @@ class GrammarManager:
         self._maker.close()
         self._compiler.close()
 
+    def _wake_up(self) -> None:
+        self._wakeup()
+
     def _settle_ends(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32]
     ) -> str | None:
@@ -275,6 +278,10 @@ class GrammarManager:
                 f"{params.min_tokens}; ask for fewer"
             )
         return ""
+
+
+def _nothing() -> None:
+    """Nobody is to be woken."""
 
 
 _FAILED = "the answer cannot follow its grammar any further"
