@@ -24,8 +24,10 @@ from .vocabulary import Vocabulary
 MOST_PROPERTIES = 64
 MOST_SCHEMAS = 1000  # parts of one schema that are schemas
 MOST_REPEATS = 256
-# It reads these and leaves them aside.
+# It reads these and leaves them aside; or, of a string's length and pattern, lets the string hold
+# control characters and quotes that JSON does not allow in it.
 _UNSUPPORTED = frozenset({
+    "minLength", "maxLength", "pattern",
     "multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then",
     "else", "oneOf", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas",
     "dependencies", "unevaluatedProperties", "unevaluatedItems", "minProperties", "maxProperties",
@@ -35,7 +37,7 @@ _UNSUPPORTED = frozenset({
 _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
-_BOUNDS = ("minLength", "maxLength", "minItems", "maxItems")
+_BOUNDS = ("minItems", "maxItems")
 _QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
 _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 _PLACE = re.compile(r"^\[[^\]]*\] \S+: ")
@@ -141,9 +143,6 @@ def why_untamed(spec: GrammarSpec) -> str:
             value = schema.get(name)
             if isinstance(value, int | float) and value > MOST_REPEATS:
                 return f"{name} above {MOST_REPEATS}"
-        pattern = schema.get("pattern")
-        if isinstance(pattern, str) and (why := _why_untamed_regex(pattern)):
-            return why
     return ""
 
 
