@@ -13,7 +13,7 @@ _ONE_DEVICE = "an engine computes on one device; start an engine for each"
 _LORA = "adapters are not loaded; serve weights that they are merged into"
 _TOOLS = "the server calls no tools and parses no calls"
 _REASONING = "answers are not parsed; reasoning is part of the text"
-_STRUCTURED = "answers follow no grammar or schema"
+_STRUCTURED = "see --structured-outputs-backend; requests say what white space they want"
 _SPECULATIVE = "tokens are computed one after another"
 _MULTIMODAL = "models read text only"
 _POOLING = "models generate text only"
@@ -51,7 +51,7 @@ _BY_REASON: Mapping[str, str] = {
     """,
     _REASONING: "reasoning_parser reasoning_parser_plugin enable_reasoning reasoning_config",
     _STRUCTURED: """
-        structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
+        structured_outputs_config guided_decoding_disable_fallback
         guided_decoding_disable_any_whitespace
     """,
     _MULTIMODAL: """

@@ -23,7 +23,8 @@ ENGINE_ROOMS: dict[str, str] = {
     "offload_config": "",
     "config": "offload_config",
     "probes": "models",
-    "sampling_params": "logprobs",
+    "structured_params": "",
+    "sampling_params": "logprobs structured_params",
     "embeds": "",
     "handover": "logprobs sampling_params",
     "options": "config models not_built offload_config",
@@ -35,17 +36,21 @@ ENGINE_ROOMS: dict[str, str] = {
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs",
+    "structured": "models request sampling structured_params wire",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
     "core": (
         "cache config embeds extras handover logprobs logs models observer offload_config plan "
-        "request sampling sampling_params scheduler wire worker"
+        "request sampling sampling_params scheduler structured wire worker"
     ),
     "client": "config core wire",
     "text": "client handover logprobs models request sampling_params wire",
-    "api": "client embeds handover logprobs request sampling_params settings text wire",
+    "api": (
+        "client embeds handover logprobs request sampling_params settings structured_params text "
+        "wire"
+    ),
     "router": "api logs",
     "llm": "client core embeds logprobs logs models options request sampling_params text wire",
     "cli": (

@@ -26,7 +26,10 @@ from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, 
 END = VOCAB - 1
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "é"]}},
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"enum": ["x", "é"]},
+    },
     "required": ["a", "b"],
     "additionalProperties": False,
 }  # fmt: skip

@@ -50,12 +50,13 @@ def _any_of(rng: random.Random, depth: int) -> Schema:
 
 
 def _recursive(rng: random.Random, depth: int) -> Schema:
+    after: Schema = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}
     node: Schema = {
         "type": "object",
-        "properties": {"v": _any(rng, 0), "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}},
+        "properties": {"v": _any(rng, 0), "next": after},
         "required": ["v", "next"],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     return {"$defs": {"n": node}, "$ref": "#/$defs/n"}
 
 

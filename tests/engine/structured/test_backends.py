@@ -97,7 +97,6 @@ def test_rules_may_be_recursive(backend: Backend) -> None:
 def test_tags_begin_what_follows_a_schema(backend: Backend, form: str) -> None:
     tags: dict[str, Any] = TAGS
     if form == "newer":
-        [tag] = TAGS["structures"]
         content = {"type": "json_schema", "json_schema": {"type": "integer"}}
         inner = {"begin": "<f>", "content": content, "end": "</f>"}
         tags = {"type": "triggered_tags", "triggers": TAGS["triggers"], "tags": [inner]}
