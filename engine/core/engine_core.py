@@ -11,39 +11,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from ...connector.base import (
     NOTHING_FINISHED,
-    Elsewhere,
     KVConnectorScheduler,
     NullConnector,
 )
 from ...connector.rates import PrefillRate
 from ...tiers.block import Identity
+from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import EngineConfig
-from ..handover import Ticket
 from ..models.checkpoint.fingerprint import fingerprint
 from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
-from ..request import BlockHasher, Request, RequestStatus
+from ..request import BlockHasher, RequestStatus
 from ..sampling.token_mask import TokenMask
-from ..scheduler.limits import QueueFull
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
-from ..structured.compiler import TooManyGrammars
-from ..structured.manager import GrammarManager, Waiting
+from ..structured.backends import why_missing
+from ..structured.manager import GrammarManager
 from ..wire import (
     ABORTED,
     INVALID_GRAMMAR,
-    OVERLOADED,
     PROTOCOL_VERSION,
     STOPPED,
     AddRequest,
@@ -60,7 +56,8 @@ from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, loa
 from .handover import HeldAnswers
 from .offload import OpenTiers, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
-from .request_builder import RequestBuilder, context_of, decode_request
+from .request_adder import RequestAdder
+from .request_builder import RequestBuilder, decode_request
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +67,6 @@ Progress = Callable[[str], None]
 # more than its own step fail. A lost device is given up at once.
 MAX_FAILED_STEPS = 5
 _IDLE_SECONDS = 5.0
-# The mask of a step is made of all tokens before it.
-MOST_STEPS_WITH_GRAMMAR = 2
 # For copies under way when there is no time for anything else.
 MIN_COPY_SECONDS = 1.0
 
@@ -108,6 +103,9 @@ class EngineCore:
         self.num_failed_steps = 0  # since the last good one; steps without tokens are neither
         self.spec = load_model_spec(config.model.path)
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
+        backend = config.structured_outputs_backend
+        if backend != "auto" and (why := why_missing(backend)):
+            raise ConfigError(f"--structured-outputs-backend {backend}: {why}")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._placement = placement_of(config)
@@ -176,6 +174,14 @@ class EngineCore:
                 backend=config.structured_outputs_backend,
                 most_waiting=config.scheduler.max_waiting_requests,
             )
+            self._adder = RequestAdder(
+                self.scheduler,
+                self._request_builder,
+                self._grammars,
+                self._held,
+                self._connector,
+                max_steps_in_flight=max_steps_in_flight,
+            )
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
         except BaseException:
@@ -206,7 +212,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request. One that cannot run ends here: its only output is returned."""
-        return self._refusing(request, partial(self._add, request))
+        return self._adder.add(request)
 
     def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
@@ -269,12 +275,7 @@ class EngineCore:
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
-        refused = [
-            output
-            for each in self._grammars.take_compiled()
-            for output in self._refusing(each.message, partial(self._queue_compiled, each))
-        ]
-        return refused + self._step()
+        return self._adder.add_compiled() + self._step()
 
     def _step(self) -> list[TokenOutput]:
         in_flight = self._in_flight
@@ -389,65 +390,6 @@ class EngineCore:
             progress=self._progress,
         )
         return InProcessExecutor(runner)
-
-    def _refusing(
-        self, request: AddRequest, queue: Callable[[], list[TokenOutput]]
-    ) -> list[TokenOutput]:
-        """Do what queues a request; what that raises is the request's only output."""
-        code = None
-        try:
-            return queue()
-        except (QueueFull, TooManyGrammars) as error:
-            text, code = str(error), OVERLOADED
-        except ValueError as error:
-            text = str(error)
-        except Exception as error:  # one request must not stop the others
-            logger.exception("request %s could not be queued", request.request_id)
-            text = f"the request could not be queued ({type(error).__name__}: {error})"
-        refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
-        return [refusal]
-
-    def _add(self, request: AddRequest) -> list[TokenOutput]:
-        self.scheduler.check_queue()
-        if request.request_id in self._grammars:
-            raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
-        built, ticket = self._request_builder.build(request)
-        if built.sampling_params.structured_outputs is None:
-            return self._queue(request, built, ticket)
-        if self._max_steps_in_flight > MOST_STEPS_WITH_GRAMMAR:
-            raise ValueError(
-                "structured_outputs need the tokens of all steps but one before the next is made, "
-                f"and {self._max_steps_in_flight} are in flight; start with fewer"
-            )
-        waiting = self._grammars.ask(request, built)
-        return self._queue_compiled(waiting) if waiting.compilation.is_done else []
-
-    def _queue_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """Queue a request whose grammar is there; or end it, since that cannot be compiled."""
-        request_id = waiting.message.request_id
-        if error := waiting.compilation.error:
-            text = f"structured_outputs cannot be used: {error}"
-            output = TokenOutput(request_id, [], "error", error=text, error_code=INVALID_GRAMMAR)
-            return [output]
-        outputs = self._queue(waiting.message, waiting.built, None)
-        self._grammars.follow(waiting)
-        return outputs
-
-    def _queue(
-        self, request: AddRequest, built: Request, ticket: Ticket | None
-    ) -> list[TokenOutput]:
-        first = None if ticket is None else ticket.first_token
-        output = self.scheduler.add_request(built, context_of(request), first_token=first)
-        if output is None or output.finish_reason is None:
-            self._held.expect(built)
-        if output is None:
-            elsewhere = self._request_builder.elsewhere(request)
-            if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
-                self._connector.await_prefill(built.request_id, elsewhere)
-            return []
-        if ticket is not None and ticket.logprobs is not None:
-            output.logprobs = [ticket.logprobs]
-        return [output]
 
     def _try_offload(self) -> None:
         """Seed what loading and computing are taken to cost, and say it."""

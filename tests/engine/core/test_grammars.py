@@ -233,7 +233,9 @@ class _AnyMatcher(Matcher):
 
 def with_backend(core: EngineCore, model: Path, backend: Backend) -> None:
     core._grammars.close()
-    core._grammars = GrammarManager(model, VOCAB, [END], most_waiting=9, opener=lambda: backend)
+    core._grammars = core._adder.grammars = GrammarManager(
+        model, VOCAB, [END], most_waiting=9, opener=lambda: backend
+    )
 
 
 def test_a_grammar_that_dies_is_nobody_else_s_error(

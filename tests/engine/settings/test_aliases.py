@@ -49,7 +49,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("kv_offloading_backend", "lmcache", "takes native here, not 'lmcache'; .*--kv-offload cpu"),
     ("num_gpu_blocks_override", "many", "--num-gpu-blocks-override takes a whole number"),
     ("prefix_caching_hash_algo", "xxhash", "takes sha256 or sha256_cbor, not 'xxhash'"),
-    ("guided_decoding_backend", "outlines", "takes auto, xgrammar or guidance, not 'outlines'"),
+    ("guided_decoding_backend", "outlines", "takes auto or xgrammar or guidance, not 'outlines'"),
     ("tensor_parallel_size", "2", "takes 1 here, not '2'; the engine computes on one device"),
     ("pipeline_parallel_size", 2, "takes 1 here, not 2"),
     ("tokenizer_mode", "slow", "takes auto here"),

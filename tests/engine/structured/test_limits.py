@@ -110,7 +110,9 @@ def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None
         assert compiler.ask(spec("spin")) is hanging  # known, and not tried again
         assert (compiler.num_compiled, compiler.num_failed, compiler.num_found) == (1, 1, 1)
         for number in range(MOST_LEFT_BEHIND - 1):
-            another = compiler.ask(GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=str(number)))
+            another = compiler.ask(
+                GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=str(number))
+            )
             wait_for(lambda another=another: done(another))
         assert "none is compiled any more" in compiler.ask(spec("c")).error
     finally:
