@@ -23,6 +23,7 @@ from stratakv.engine.structured_params import (
     Kind,
     StructuredOutputsParams,
 )
+from stratakv.tiers.settings.values import ConfigError
 
 from ..conftest import Reference
 from ..core.conftest import config_of, finish, prompt_of, request
@@ -236,9 +237,14 @@ def test_what_can_be_told_at_once_is(fields: dict[str, Any], said: str) -> None:
     assert str(raised.value).startswith("structured_outputs")
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tiny_model, structured_outputs_backend="xgrammar")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, packages in (("auto", "xgrammar or llguidance"), ("guidance", "llguidance")):
         assert f"need the package {packages}" in why_missing(name)
         with pytest.raises(ValueError, match=r"pip install '\.\[grammar\]'"):
             open_backend(name, lambda: pytest.fail("nothing is read"))
+    with pytest.raises(
+        ConfigError, match=r"--structured-outputs-backend xgrammar: .* not installed"
+    ):
+        EngineCore(config)
