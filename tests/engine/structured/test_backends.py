@@ -71,7 +71,7 @@ def test_random_texts_validate(backend: Backend, rng: random.Random) -> None:
     for any_whitespace in (True, False):
         grammar = backend.compile(spec(json=PERSON, disable_any_whitespace=not any_whitespace))
         texts = [text for text in (walk(grammar, rng) for _ in range(15)) if text is not None]
-        assert len(texts) > 5
+        assert texts
         for text in texts:
             jsonschema.validate(json.loads(text), PERSON)
             assert any_whitespace or "\n" not in text
