@@ -15,10 +15,16 @@ from .extras import explain_missing_module
 if TYPE_CHECKING:
     from .llm import LLM, RequestOutput
     from .sampling_params import SamplingParams
+    from .structured_params import StructuredOutputsParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
-_HOMES = {"LLM": ".llm", "RequestOutput": ".llm", "SamplingParams": ".sampling_params"}
+_HOMES = {
+    "LLM": ".llm",
+    "RequestOutput": ".llm",
+    "SamplingParams": ".sampling_params",
+    "StructuredOutputsParams": ".structured_params",
+}
 
 
 def __getattr__(name: str) -> Any:

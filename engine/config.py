@@ -35,6 +35,8 @@ EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one o
 # What an engine is for where others share its cache. prefill: it answers when others can load the
 # prompt's blocks; decode: others have computed its prompts.
 ROLES = ("both", "prefill", "decode")
+# What keeps an answer to a schema or a grammar (`structured/backends.py`).
+STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 # On the CPU: the pool that every model gets where the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
@@ -191,8 +193,11 @@ class EngineConfig:
     async_scheduling: bool = True
     role: str = "both"
     logits_processors: tuple[str, ...] = ()  # module:Class, beside those that are installed
+    structured_outputs_backend: str = "auto"
 
     def __post_init__(self) -> None:
+        backend = self.structured_outputs_backend
+        one_of("--structured-outputs-backend", backend, STRUCTURED_OUTPUTS_BACKENDS)
         one_of("--distributed-executor-backend", self.executor, EXECUTORS)
         if self.offload.enabled and not self.cache.enable_prefix_caching:
             raise ConfigError(

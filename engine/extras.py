@@ -8,9 +8,11 @@ from __future__ import annotations
 
 _EXTRAS = {
     "engine": (
-        "fastapi", "h11", "huggingface_hub", "jinja2", "numpy", "pydantic", "rich", "safetensors",
-        "starlette", "tokenizers", "torch", "uvicorn", "yaml", "zmq",
+        "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
+        "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn", "yaml",
+        "zmq",
     ),
+    "grammar": ("xgrammar",),
     "bench": ("matplotlib",),
     "cuda": ("cupy", "triton"),
     "test": ("transformers",),

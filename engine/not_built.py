@@ -16,7 +16,7 @@ _REASONING = (
     "thoughts are split off by their marks, which are looked for in the tokenizer; "
     "--reasoning-start and --reasoning-end name others"
 )
-_STRUCTURED = "answers follow no grammar or schema"
+_STRUCTURED = "see --structured-outputs-backend; requests say what white space they want"
 _SPECULATIVE = "tokens are computed one after another"
 _MULTIMODAL = "models read text only"
 _POOLING = "models generate text only"
@@ -54,7 +54,7 @@ _BY_REASON: Mapping[str, str] = {
     """,
     _REASONING: "reasoning_parser reasoning_parser_plugin enable_reasoning reasoning_config",
     _STRUCTURED: """
-        structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
+        structured_outputs_config guided_decoding_disable_fallback
         guided_decoding_disable_any_whitespace
     """,
     _MULTIMODAL: """

@@ -36,6 +36,7 @@ from .config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     ROLES,
+    STRUCTURED_OUTPUTS_BACKENDS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -214,6 +215,12 @@ OPTIONS: Mapping[str, Option] = {
         "engine", "logits_processors", _read_processors,
         "logits processors of other packages beside the installed ones: module:Class, with commas "
         "between", "NAMES",
+    ),
+    "structured_outputs_backend": Option(
+        "engine", "structured_outputs_backend",
+        one_of(*STRUCTURED_OUTPUTS_BACKENDS, synonyms={"llguidance": "guidance"}),
+        "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
+        "NAME",
     ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,

@@ -17,6 +17,7 @@ import msgspec
 from ..tiers.settings.format import format_value
 from .logprobs import MAX_LOGPROBS
 from .reasoning import is_part
+from .structured_params import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -70,8 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `bad_words_token_ids`, which whoever has the tokenizer fills in. `thinking_token_budget` is the
     most tokens of a thought, which stands between the marks that `reasoning_start_token_ids` and
     `reasoning_end_token_ids` are; whoever knows the model's marks fills them in, and without them
-    it does nothing. `extra_args` are copied. Raises ValueError, naming the field, for another type
-    and for anything out of bounds.
+    it does nothing. `structured_outputs` says what the answer has to look like. `extra_args` are
+    copied. Raises ValueError, naming the field, for another type and for anything out of bounds.
     """
 
     max_tokens: int = 16
@@ -99,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_start_token_ids: tuple[int, ...] = ()
     reasoning_end_token_ids: tuple[int, ...] = ()
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -169,6 +171,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "repetition_detection", detection)
         good = detection is None or isinstance(detection, RepetitionDetection)
         _check(good, "repetition_detection", "an object with max_pattern_size", detection)
+        asked: Any = self.structured_outputs
+        if isinstance(asked, Mapping):
+            try:
+                asked = msgspec.convert(dict(asked), StructuredOutputsParams)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"structured_outputs: {error}") from None
+            msgspec.structs.force_setattr(self, "structured_outputs", asked)
+        good = asked is None or isinstance(asked, StructuredOutputsParams)
+        _check(good, "structured_outputs", "a StructuredOutputsParams", asked)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, "True or False", value)

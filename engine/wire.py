@@ -25,6 +25,8 @@ STOPPED = "stop"
 # forgotten because of that.
 NOT_FINITE = "not_finite"
 PROCESSOR_FAILED = "logits_processor_failed"  # one of another package raised for the request
+# The grammar that an answer should have followed cannot be compiled, or not be followed to its end.
+INVALID_GRAMMAR = "invalid_grammar"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 
@@ -92,7 +94,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     # With the last one, and with the first token, up to then: queue, prefill, ... in seconds.
     timings: dict[str, float] | None = None
-    error_code: str | None = None  # of errors that a client can act on: OVERLOADED
+    # Of errors that a client can act on: OVERLOADED, INVALID_GRAMMAR.
+    error_code: str | None = None
     # For requests that asked for them: one for each of `new_token_ids`, and with the first token
     # one for each prompt token.
     logprobs: list[PositionLogprobs] | None = None

@@ -185,7 +185,8 @@ def _check_meaning(name: str, here: str) -> None:
         assert settings.notes and not settings.given
     elif flags and here.startswith("`--"):
         option = OPTIONS.get(flags[0][2:].replace("-", "_"))
-        value = {"num_blocks": "9", "block_hash": "sha256"}.get(
+        values = {"num_blocks": "9", "block_hash": "sha256", "structured_outputs_backend": "auto"}
+        value = values.get(
             option.field if option else "", "true" if name.startswith("disable") else "info"
         )
         assert [flag_of(each) for each in resolve({name: value}, {}).given] == flags

@@ -24,7 +24,8 @@ ENGINE_ROOMS: dict[str, str] = {
     "config": "offload_config",
     "probes": "models",
     "reasoning": "",
-    "sampling_params": "logprobs reasoning",
+    "structured_params": "",
+    "sampling_params": "logprobs reasoning structured_params",
     "embeds": "",
     "handover": "logprobs sampling_params",
     "options": "config models not_built offload_config",
@@ -36,17 +37,21 @@ ENGINE_ROOMS: dict[str, str] = {
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs reasoning sampling_params",
+    "structured": "models request sampling structured_params wire",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
     "core": (
         "cache config embeds extras handover logprobs logs models observer offload_config plan "
-        "request sampling sampling_params scheduler wire worker"
+        "request sampling sampling_params scheduler structured wire worker"
     ),
     "client": "config core wire",
     "text": "client handover logprobs models reasoning request sampling_params wire",
-    "api": "client embeds handover logprobs request sampling_params settings text wire",
+    "api": (
+        "client embeds handover logprobs request sampling_params settings structured_params text "
+        "wire"
+    ),
     "router": "api logs",
     "llm": (
         "client core embeds logprobs logs models options request sampling sampling_params text wire"

@@ -17,12 +17,12 @@ import torch
 
 from ...connector.base import (
     NOTHING_FINISHED,
-    Elsewhere,
     KVConnectorScheduler,
     NullConnector,
 )
 from ...connector.rates import PrefillRate
 from ...tiers.block import Identity
+from ...tiers.settings.values import ConfigError
 from ..cache.block_hash import make_block_hasher
 from ..cache.group_spec import plan_groups
 from ..cache.kv_cache_manager import KVCacheManager
@@ -32,10 +32,20 @@ from ..models.dtypes import kv_dtype_name
 from ..models.spec import load_model_spec, resolve_max_model_len
 from ..observer import Observer
 from ..request import BlockHasher, RequestStatus
-from ..scheduler.limits import QueueFull
+from ..sampling.token_mask import TokenMask
 from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
-from ..wire import ABORTED, OVERLOADED, PROTOCOL_VERSION, STOPPED, AddRequest, Ready, TokenOutput
+from ..structured.backends import why_missing
+from ..structured.manager import GrammarManager
+from ..wire import (
+    ABORTED,
+    INVALID_GRAMMAR,
+    PROTOCOL_VERSION,
+    STOPPED,
+    AddRequest,
+    Ready,
+    TokenOutput,
+)
 from ..worker.kv_pool import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
@@ -46,7 +56,8 @@ from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, loa
 from .handover import HeldAnswers
 from .offload import OpenTiers, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
-from .request_builder import RequestBuilder, context_of, decode_request
+from .request_adder import RequestAdder
+from .request_builder import RequestBuilder, decode_request
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +103,9 @@ class EngineCore:
         self.num_failed_steps = 0  # since the last good one; steps without tokens are neither
         self.spec = load_model_spec(config.model.path)
         self.max_model_len = resolve_max_model_len(self.spec, config.model.max_model_len)
+        backend = config.structured_outputs_backend
+        if backend != "auto" and (why := why_missing(backend)):
+            raise ConfigError(f"--structured-outputs-backend {backend}: {why}")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._placement = placement_of(config)
@@ -122,6 +136,7 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._observer = observer
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
+        self._ended: list[TokenOutput] = []  # last outputs of requests that a step has no token for
         self._last_ended = 0.0  # when the last step came back
         self._connector: KVConnectorScheduler = NullConnector()
         self._tiers: OpenTiers | None = None
@@ -151,6 +166,21 @@ class EngineCore:
                 self._make_hasher(identity.root()),
                 config.tenant_secret,
                 config.role,
+            )
+            self._grammars = GrammarManager(
+                config.model.path,
+                self.spec.vocab_size,
+                self.spec.eos_token_ids,
+                backend=config.structured_outputs_backend,
+                most_waiting=config.scheduler.max_waiting_requests,
+            )
+            self._adder = RequestAdder(
+                self.scheduler,
+                self._request_builder,
+                self._grammars,
+                self._held,
+                self._connector,
+                max_steps_in_flight=max_steps_in_flight,
             )
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
@@ -182,31 +212,7 @@ class EngineCore:
 
     def add(self, request: AddRequest) -> list[TokenOutput]:
         """Queue a request. One that cannot run ends here: its only output is returned."""
-        code = None
-        try:
-            self.scheduler.check_queue()
-            built, ticket = self._request_builder.build(request)
-            first = None if ticket is None else ticket.first_token
-            output = self.scheduler.add_request(built, context_of(request), first_token=first)
-            if output is None or output.finish_reason is None:
-                self._held.expect(built)
-            if output is None:
-                elsewhere = self._request_builder.elsewhere(request)
-                if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
-                    self._connector.await_prefill(built.request_id, elsewhere)
-                return []
-            if ticket is not None and ticket.logprobs is not None:
-                output.logprobs = [ticket.logprobs]
-            return [output]
-        except QueueFull as error:
-            text, code = str(error), OVERLOADED
-        except ValueError as error:
-            text = str(error)
-        except Exception as error:  # one request must not stop the others
-            logger.exception("request %s could not be queued", request.request_id)
-            text = f"the request could not be queued ({type(error).__name__}: {error})"
-        refusal = TokenOutput(request.request_id, [], "error", error=text, error_code=code)
-        return [refusal]
+        return self._adder.add(request)
 
     def abort(self, request_ids: Iterable[str], reason: str = ABORTED) -> None:
         """End requests whose client is gone, or has what it wanted (STOPPED); unknown ids are
@@ -214,6 +220,7 @@ class EngineCore:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._held.forget(request_id)
+        self._grammars.forget(request_ids)
         stopped = reason == STOPPED
         status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(request_ids, status)
@@ -227,6 +234,7 @@ class EngineCore:
                 "connector": self._connector.stats() or None,
                 "pool": self.scheduler.manager.pool.residency.stats(),
                 "core": self._stats.stats(),
+                "grammar": self._grammars.stats(),
                 "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
             }
         if name == "follow":
@@ -248,19 +256,28 @@ class EngineCore:
         """Whether a step could do anything now."""
         if self._in_flight or self.scheduler.has_runnable_work() or self._held.is_due:
             return True
+        if self._grammars.is_due:
+            return True
         return not self.executor.is_alive  # the next step says so
 
     def idle_seconds(self) -> float:
         """How long to wait for an event, at most, before asking `has_work` again."""
         scheduler = self.scheduler
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
-        return min(RETRY_SECONDS if may_retry else _IDLE_SECONDS, self._held.idle_seconds)
+        return min(
+            RETRY_SECONDS if may_retry else _IDLE_SECONDS,
+            self._held.idle_seconds,
+            self._grammars.idle_seconds,
+        )
 
     def step(self) -> list[TokenOutput]:
         """Schedule, compute, take in: `max_steps_in_flight` steps are begun, and the oldest comes
         back. A fault of the worker ends the requests of this step, and of those begun after it.
         Raises RuntimeError where the worker will not work again: after MAX_FAILED_STEPS in a row,
         or with a device that is lost."""
+        return self._adder.add_compiled() + self._step()
+
+    def _step(self) -> list[TokenOutput]:
         in_flight = self._in_flight
         while not in_flight or (
             len(in_flight) < self._max_steps_in_flight and self.scheduler.has_runnable_work()
@@ -290,11 +307,12 @@ class EngineCore:
             except ExecutorDied:
                 pass  # the next call says so; these tokens are still to be delivered
         self._stats.savings.record(self.scheduler.counts)
-        return self._held.hold(outputs) + self._held.release()
+        return self._held.hold(outputs + self._take_ended()) + self._held.release()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """`wakeup` is called, from any thread, when `has_work` may have become True."""
         self._connector.set_wakeup(wakeup)
+        self._grammars.set_wakeup(wakeup)
 
     def shutdown(self, timeout_seconds: float | None = None) -> None:
         """Abort what runs, hand the pool's blocks to the tiers, write back. Idempotent.
@@ -312,6 +330,7 @@ class EngineCore:
         self.executor.end_by(now + max(MIN_COPY_SECONDS, timeout_seconds / 2))
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self._give_up_steps()
+        self._grammars.close()
         if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")
@@ -428,19 +447,37 @@ class EngineCore:
         output = self.scheduler.schedule()
         if self._in_flight:
             self._sample(self._in_flight[-1])
+        elif self._grammars:  # all tokens are known, so masks can be made beside the forward pass
+            self._grammars.begin(self.scheduler.choosing(output))
         began = time.monotonic()
         self._in_flight.append(StepInFlight(self.executor.dispatch(output), began))
 
     def _sample(self, step: StepInFlight) -> None:
         if not step.is_sampled:
             step.is_sampled = True
-            self.executor.sample(step.handle)
+            mask = self._mask_of(step.handle.step) if self._grammars else None
+            self.executor.sample(step.handle, mask)
+
+    def _mask_of(self, output: SchedulerOutput) -> TokenMask | None:
+        """Which tokens the grammars of a step allow; requests at the end of theirs end."""
+        mask, ended = self._grammars.masks(self.scheduler.choosing(output))
+        for request, error in ended:
+            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
+            for last in self.scheduler.finish_requests([request.request_id], status, error or None):
+                last.error_code = INVALID_GRAMMAR if error else None
+                self._ended.append(last)
+        return mask
+
+    def _take_ended(self) -> list[TokenOutput]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _fail_step(self, output: SchedulerOutput, error: Exception) -> list[TokenOutput]:
         count = len(output.num_scheduled_tokens)
         logger.error("a step of %d requests failed in the worker", count, exc_info=error)
         outputs = self.scheduler.fail_step(output, error)
         outputs += self._give_up_steps()
+        outputs += self._take_ended()
         outputs = self._held.hold(outputs) + self._held.release()
         self.num_failed_steps += 1
         if isinstance(error, ExecutorDied):

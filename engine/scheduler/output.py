@@ -146,6 +146,11 @@ def fault_of(
     if request.request_id in runner_output.processor_errors:
         return runner_output.processor_errors[request.request_id]
     if request.request_id in runner_output.banned_request_ids:
+        if request.sampling_params.structured_outputs is not None:
+            return (
+                "the grammar of this request allows only tokens that its own biases, bad words and "
+                "logits processors ban; drop those"
+            )
         return (
             "the biases, bad words and logits processors of this request ban every token; allow at "
             "least one"

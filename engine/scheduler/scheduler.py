@@ -216,9 +216,13 @@ class Scheduler:
         return output
 
     def finish_requests(
-        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+        self,
+        request_ids: Iterable[str],
+        status: RequestStatus = RequestStatus.FINISHED_ABORTED,
+        error: str | None = None,
     ) -> list[TokenOutput]:
-        """End requests from outside, wherever they are; unknown ids are ignored.
+        """End requests from outside, wherever they are; unknown ids are ignored. `error` says why,
+        where that is one.
 
         Returns the last output of each. Blocks that a load may be writing to are given back when
         the load is reported.
@@ -230,7 +234,7 @@ class Scheduler:
         found = [
             known[request_id] for request_id in dict.fromkeys(request_ids) if request_id in known
         ]
-        outputs = [self._writer.end(request, status, now) for request in found]
+        outputs = [self._writer.end(request, status, now, error) for request in found]
         self._places.sweep()
         self._stalled = False
         return outputs
@@ -331,6 +335,18 @@ class Scheduler:
             add_logprobs(outputs, runner_output)
         self._places.sweep()
         return outputs
+
+    def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
+        """The requests that choose a token in a step in flight and still run, once all steps before
+        it have come back."""
+        for step in self._in_flight:
+            if step.output is scheduler_output:
+                return [
+                    entry.request
+                    for entry in step.entries
+                    if entry.is_current and entry.end >= entry.request.num_tokens
+                ]
+        return []
 
     def fail_step(
         self, scheduler_output: SchedulerOutput, error: BaseException | str

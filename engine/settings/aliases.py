@@ -101,6 +101,10 @@ ALIASES: Mapping[str, Alias] = {
     "prefix_caching_hash_algo": Alias(
         _renamed("block_hash", readers.one_of("sha256", "sha256_cbor")), "NAME"
     ),
+    "guided_decoding_backend": Alias(
+        _renamed("structured_outputs_backend", readers.one_of("auto", "xgrammar", "guidance")),
+        "NAME",
+    ),
     "tensor_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "pipeline_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "tokenizer_mode": Alias(

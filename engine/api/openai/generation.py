@@ -20,7 +20,7 @@ from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams
 from ...text.output_processor import TextOutput, generate_text
 from ...text.reasoning import Thoughts
-from ...wire import NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
+from ...wire import INVALID_GRAMMAR, NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
 from ..errors import ENGINE, ApiError
 from ..front import Front
 from .handover import read_params, without_routers_least
@@ -230,4 +230,6 @@ def _engine_error(output: TextOutput) -> ApiError:
     message = output.error or "the engine failed on this request"
     if output.error_code == OVERLOADED:
         return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
+    if output.error_code == INVALID_GRAMMAR:  # the client's own
+        return ApiError(message, code=INVALID_GRAMMAR)
     return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")

@@ -82,14 +82,21 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    # Not built: see NEUTRAL_VALUES.
+    # What the answer has to look like: see structured.py.
     response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    # Not built: see NEUTRAL_VALUES.
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     allowed_token_ids: Any = None
-    structured_outputs: Any = None
     # Routers add these to every request.
     no_stop_trim: Any = None
     return_hidden_states: Any = None
@@ -186,13 +193,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 # Fields that are not built, with the values (None aside) under which nothing is asked of them.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "allowed_token_ids": (),
-    "structured_outputs": (),
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "min_completion_tokens": (),

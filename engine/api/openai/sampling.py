@@ -23,6 +23,7 @@ from ...text.tokenizer import with_spelt_bad_words
 from ..errors import ApiError
 from ..front import Front
 from .protocol import SamplingFields
+from .structured import structured_outputs_of
 
 _SEEDS = 2**64
 # Before anything is done with each entry: a body has room for millions.
@@ -56,6 +57,7 @@ def sampling_params(
         return defaults.get(name, neutral) if given is None else given
 
     top_k = defaults.get("top_k", 0) if request.top_k is None else request.top_k
+    structured_outputs = structured_outputs_of(front, request)
     penalty = chosen(request.repetition_penalty, "repetition_penalty", 1.0)
     try:
         params = SamplingParams(
@@ -81,6 +83,7 @@ def sampling_params(
             repetition_detection=request.repetition_detection,
             thinking_token_budget=request.thinking_token_budget,
             extra_args=_extra_args(request),
+            structured_outputs=structured_outputs,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
         params = with_reasoning_marks(params, front.marks)

@@ -169,8 +169,6 @@ def test_bad_completions(
         ({"messages": HELLO, "verbosity": "low"}, "unsupported_parameter", "verbosity"),
         ({"messages": HELLO, "prediction": {"type": "content", "content": "a"}},
          "unsupported_parameter", "prediction"),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "unsupported_parameter",
-         "response_format"),
         ({"messages": [{"role": "user", "content": "ab " * 9000}]}, "context_length_exceeded",
          "4095"),
     ],

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RequestAdder: takes requests in, at once or when their grammar is there, and refuses the others.
+
+add ──► built and checked ──► queued
+             └─► its grammar is compiled beside the steps ──► add_compiled ──► queued
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from ...connector.base import Elsewhere, KVConnectorScheduler
+from ..handover import Ticket
+from ..request import Request
+from ..scheduler.limits import QueueFull
+from ..scheduler.scheduler import Scheduler
+from ..structured.compiler import TooManyGrammars
+from ..structured.manager import GrammarManager, Waiting
+from ..wire import INVALID_GRAMMAR, OVERLOADED, AddRequest, TokenOutput
+from .handover import HeldAnswers
+from .request_builder import RequestBuilder, context_of
+
+logger = logging.getLogger(__name__)
+
+# The mask of a step is made of all tokens before it.
+MOST_STEPS_WITH_GRAMMAR = 2
+
+
+class RequestAdder:
+    """Of one engine core. Called by its thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        builder: RequestBuilder,
+        grammars: GrammarManager,
+        held: HeldAnswers,
+        connector: KVConnectorScheduler,
+        *,
+        max_steps_in_flight: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._builder = builder
+        self.grammars = grammars
+        self._held = held
+        self._connector = connector
+        self._max_steps_in_flight = max_steps_in_flight
+
+    def add(self, request: AddRequest) -> list[TokenOutput]:
+        """Queue a request, or have it wait for its grammar. One that cannot run ends here: its only
+        output is returned."""
+        return _refusing(request, partial(self._add, request))
+
+    def add_compiled(self) -> list[TokenOutput]:
+        """Queue the requests that wait no more; the outputs of those that end."""
+        return [
+            output
+            for waiting in self.grammars.take_compiled()
+            for output in _refusing(waiting.message, partial(self._queue_compiled, waiting))
+        ]
+
+    def _add(self, request: AddRequest) -> list[TokenOutput]:
+        self._scheduler.check_queue()
+        if request.request_id in self.grammars:
+            raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
+        built, ticket = self._builder.build(request)
+        if built.sampling_params.structured_outputs is None:
+            return self._queue(request, built, ticket)
+        if self._max_steps_in_flight > MOST_STEPS_WITH_GRAMMAR:
+            raise ValueError(
+                "structured_outputs need the tokens of all steps but one before the next is made, "
+                f"and {self._max_steps_in_flight} are in flight; start with fewer"
+            )
+        waiting = self.grammars.ask(request, built)
+        return self._queue_compiled(waiting) if waiting.compilation.is_done else []
+
+    def _queue_compiled(self, waiting: Waiting) -> list[TokenOutput]:
+        """Queue a request whose grammar is there; or end it, since that cannot be compiled."""
+        request_id = waiting.message.request_id
+        if error := waiting.compilation.error:
+            text = f"structured_outputs cannot be used: {error}"
+            output = TokenOutput(request_id, [], "error", error=text, error_code=INVALID_GRAMMAR)
+            return [output]
+        outputs = self._queue(waiting.message, waiting.built, None)
+        self.grammars.follow(waiting)
+        return outputs
+
+    def _queue(
+        self, request: AddRequest, built: Request, ticket: Ticket | None
+    ) -> list[TokenOutput]:
+        first = None if ticket is None else ticket.first_token
+        output = self._scheduler.add_request(built, context_of(request), first_token=first)
+        if output is None or output.finish_reason is None:
+            self._held.expect(built)
+        if output is None:
+            elsewhere = self._builder.elsewhere(request)
+            if elsewhere is not Elsewhere.NO and not built.skip_reading_prefix_cache:
+                self._connector.await_prefill(built.request_id, elsewhere)
+            return []
+        if ticket is not None and ticket.logprobs is not None:
+            output.logprobs = [ticket.logprobs]
+        return [output]
+
+
+def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> list[TokenOutput]:
+    """Do what queues a request; what that raises is the request's only output."""
+    code = None
+    try:
+        return queue()
+    except (QueueFull, TooManyGrammars) as error:
+        text, code = str(error), OVERLOADED
+    except ValueError as error:
+        text = str(error)
+    except Exception as error:  # one request must not stop the others
+        logger.exception("request %s could not be queued", request.request_id)
+        text = f"the request could not be queued ({type(error).__name__}: {error})"
+    return [TokenOutput(request.request_id, [], "error", error=text, error_code=code)]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend compiles a grammar.
+
+`auto` gives xgrammar what it does quickly and keeps to, and llguidance, which has limits inside,
+all the rest; where one of them is not installed, the other takes what it can.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+
+from ..structured_params import GrammarSpec, Kind
+from .base import Backend, Grammar, GrammarError
+from .vocabulary import Vocabulary
+
+_PACKAGES = {"xgrammar": "xgrammar", "guidance": "llguidance"}
+_INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
+
+
+def why_missing(name: str) -> str:
+    """What is not installed that a backend needs, and what to do; empty where all is there."""
+    wanted = list(_PACKAGES) if name == "auto" else [name]
+    if any(_is_installed(each) for each in wanted):
+        return ""
+    packages = " or ".join(_PACKAGES[each] for each in wanted)
+    return f"structured outputs need the package {packages}, which is not installed; {_INSTALL}"
+
+
+def open_backend(name: str, read: Callable[[], Vocabulary]) -> Backend:
+    """The backend of this name, which is one of the settings'. Called by the thread that compiles,
+    since it reads and imports much; `auto` imports what it needs when it needs it. Raises
+    GrammarError for a package that is missing, and what `read` raises."""
+    if why := why_missing(name):
+        raise GrammarError(why)
+    if name != "auto":
+        return _OPENERS[name](read())
+    return _Auto(read())
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(_PACKAGES[name]) is not None
+
+
+def _open_xgrammar(vocabulary: Vocabulary) -> Backend:
+    from .xgrammar_backend import XGrammarBackend
+
+    return XGrammarBackend(vocabulary)
+
+
+def _open_guidance(vocabulary: Vocabulary) -> Backend:
+    from .guidance_backend import GuidanceBackend
+
+    return GuidanceBackend(vocabulary)
+
+
+_OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
+
+
+class _Auto(Backend):
+    """Opens what it needs when it needs it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._opened: dict[str, Backend] = {}
+        self._lock = threading.Lock()
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        first = self._first_choice(spec)
+        try:
+            return self._backend(first).compile(spec)
+        except GrammarError as error:
+            other = "guidance" if first == "xgrammar" else "xgrammar"
+            # What only xgrammar can say is no danger; else its word is as good as the other's.
+            is_worth_it = other == "guidance" or spec.kind is Kind.STRUCTURAL_TAG
+            if not is_worth_it or not _is_installed(other):
+                raise
+            try:
+                return self._backend(other).compile(spec)
+            except GrammarError:
+                raise error from None
+
+    def _first_choice(self, spec: GrammarSpec) -> str:
+        if not _is_installed("xgrammar"):
+            return "guidance"
+        from .xgrammar_backend import why_unsupported, why_untamed
+
+        if why := why_unsupported(spec) or why_untamed(spec):
+            if _is_installed("guidance"):
+                return "guidance"
+            raise GrammarError(f"it has {why}, which needs llguidance; {_INSTALL}")
+        return "xgrammar"
+
+    def _backend(self, name: str) -> Backend:
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = _OPENERS[name](self._vocabulary)
+            return self._opened[name]

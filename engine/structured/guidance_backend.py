@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars by llguidance, which counts what it does and gives up at a limit of its own.
+
+So nothing hostile can hold it up: compiling is lazy and takes milliseconds, and a step that would
+have to look at too many states makes its matcher fail, here with a GrammarError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from ..structured_params import GrammarSpec, Kind
+from .base import BITS, Backend, Grammar, GrammarError, Matcher, Words
+from .structural_tags import read_tags
+from .vocabulary import Vocabulary
+
+# About what one takes, beside a multiple of its text; measured with schemas of a few kilobytes.
+_LEAST_BYTES = 64 * 1024
+_BYTES_EACH = 32
+_ANY_OBJECT = '{"type": "object"}'
+
+
+class GuidanceBackend(Backend):
+    """`limits` are those of llguidance's parser, by default its own: some 50,000 items a step."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, limits: llguidance.LLParserLimits | None = None
+    ) -> None:
+        self._end_ids = vocabulary.end_ids
+        self._limits = limits or llguidance.LLParserLimits(verbose_errors=False)
+        wrapper = llguidance.TokenizerWrapper(_Words(vocabulary))
+        # It wants one end token at least. Where the model has none, this one is never allowed.
+        ends = list(vocabulary.end_ids) or [len(vocabulary.tokens)]
+        size = max(len(vocabulary.tokens), ends[-1] + 1)
+        self._num_bytes = -(-size // BITS) * (BITS // 8)
+        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            text = _text_of(spec)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(_plain(str(error))) from None
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(_plain(matcher.get_error()))
+        num_bytes = _LEAST_BYTES + _BYTES_EACH * len(spec.text)
+        return _GuidanceGrammar(matcher, num_bytes, self._num_bytes, self._end_ids)
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        nameless = [i for i, token in enumerate(vocabulary.tokens) if not token]
+        # Special ones have a name in its place, and no text of a grammar can spell it.
+        names = {i: f"<|{i}|>".encode() for i in nameless}
+        self.tokens = [names.get(i, token) for i, token in enumerate(vocabulary.tokens)]
+        self.special_token_ids = nameless
+        if not vocabulary.end_ids:
+            self.special_token_ids = [*nameless, len(self.tokens)]
+            self.tokens.append(b"<|end|>")
+        self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else len(self.tokens) - 1
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._vocabulary.spell(text.encode() if isinstance(text, str) else text)
+
+
+class _GuidanceGrammar(Grammar):
+    def __init__(
+        self,
+        prototype: llguidance.LLMatcher,
+        num_bytes: int,
+        num_mask_bytes: int,
+        end_ids: Sequence[int],
+    ) -> None:
+        self._prototype = prototype
+        self.num_bytes = num_bytes
+        self._num_mask_bytes = num_mask_bytes
+        self._end_ids = end_ids
+
+    def matcher(self) -> Matcher:
+        return _GuidanceMatcher(self._prototype.deep_copy(), self._num_mask_bytes, self._end_ids)
+
+
+class _GuidanceMatcher(Matcher):
+    def __init__(
+        self, matcher: llguidance.LLMatcher, num_mask_bytes: int, end_ids: Sequence[int]
+    ) -> None:
+        self._matcher = matcher
+        self._num_mask_bytes = num_mask_bytes
+        self._end_ids = end_ids
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def accept(self, token_id: int) -> bool:
+        if token_id in self._end_ids or self._matcher.is_stopped():
+            self._check()
+            return False
+        # To consume a wrong one would break the matcher for good.
+        if self._matcher.validate_tokens([token_id]) != 1:
+            self._check()
+            return False
+        self._matcher.consume_token(token_id)
+        self._check()
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        self._check()
+
+    def fill(self, words: Words) -> None:
+        if self._matcher.is_stopped():  # it has come to its end, or to one of its limits
+            self._check()
+            words[:] = 0
+            for token in self._end_ids:
+                words[token // BITS] |= np.uint32(1 << token % BITS).astype(np.int32)
+            return
+        if words.nbytes == self._num_mask_bytes:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, self._num_mask_bytes)
+        else:  # one token more than the model has
+            words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_plain(self._matcher.get_error()))
+
+
+def _text_of(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form. Raises ValueError."""
+    if spec.kind in (Kind.JSON, Kind.JSON_OBJECT):
+        overrides: Any = {}
+        if not spec.any_whitespace:
+            overrides["whitespace_flexible"] = False
+        if spec.whitespace_pattern:
+            overrides["whitespace_pattern"] = spec.whitespace_pattern
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            spec.text or _ANY_OBJECT, overrides=overrides or None
+        )
+    if spec.kind is Kind.REGEX:
+        return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
+    if spec.kind is Kind.CHOICE:
+        return llguidance.grammar_from("choice", spec.text)
+    if spec.kind is Kind.GRAMMAR:
+        return llguidance.grammar_from("grammar", spec.text)
+    triggers, tags = read_tags(spec.text)
+    made = []
+    for begin, schema, end in tags:
+        trigger = next(trigger for trigger in triggers if begin.startswith(trigger))
+        made.append(
+            llguidance.StructTag(trigger=trigger, begin=begin, grammar=json.dumps(schema), end=end)
+        )
+    return llguidance.StructTag.to_grammar(made, assume_special=False)
+
+
+def _plain(message: str) -> str:
+    """On one line, without what only its authors can use."""
+    return " ".join(message.replace("<non-verbose/>", "").split())

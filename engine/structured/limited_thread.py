@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread for work that nothing can stop: whoever waits for it can see how long it has been at one
+piece, and leave it behind.
+
+What counts is the processor's time, so that a busy machine fails nobody; the clock on the wall has
+a limit of its own, far beyond. A thread that was left behind ends with the piece it is at.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[["LimitedThread"], None]
+# Of threads left behind that still run: each takes a processor. Then nothing more is begun.
+MOST_LEFT_BEHIND = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """For one piece of work."""
+
+    cpu_seconds: float
+    seconds: float = 120.0  # for one that waits for something, as it never should
+
+
+class LimitedThread:
+    """Does jobs from a queue, which it may share. A job calls `next_piece` between its pieces, each
+    of which has the whole limit."""
+
+    def __init__(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._is_left = False
+        self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
+        self._clock: int | None = None
+        self.job: Job | None = None  # at which it is
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
+        """Called by the job: what follows is another piece. False where nobody waits any more, and
+        then `note` was not called, which says what the piece is."""
+        with self._lock:
+            if self._is_left:
+                return False
+            self._began = time.thread_time(), time.monotonic()
+            note()
+            return True
+
+    def is_over(self, limit: Limit) -> bool:
+        """Whether its present piece has taken longer than it may."""
+        with self._lock:
+            began = self._began
+            if began is None or self._clock is None or not self._thread.is_alive():
+                return False
+            cpu = time.clock_gettime(self._clock) - began[0]
+            return cpu > limit.cpu_seconds or time.monotonic() - began[1] > limit.seconds
+
+    def leave(self, limit: Limit) -> bool:
+        """Leave it behind where its present piece is over the limit; whether it was. What it does
+        from then on, it does for nobody."""
+        if not self.is_over(limit):
+            return False
+        with self._lock:
+            if self._began is None:
+                return False
+            self._is_left = True
+        logger.error("a grammar hangs: a thread is left behind with it")
+        return True
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end, for which a None must be in the queue."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        while not self._is_left and (job := self._jobs.get()) is not None:
+            self.job = job
+            if self.next_piece():
+                try:
+                    job(self)
+                except Exception:  # a job answers for its own faults
+                    logger.exception("a grammar's thread met a fault")
+            with self._lock:
+                self._began = None
+
+
+class LeftBehind:
+    """The threads that were left behind, as far as they still run."""
+
+    def __init__(self) -> None:
+        self._threads: list[LimitedThread] = []
+
+    def add(self, thread: LimitedThread) -> None:
+        self._threads.append(thread)
+
+    @property
+    def are_too_many(self) -> bool:
+        self._threads = [thread for thread in self._threads if thread.is_alive]
+        return len(self._threads) >= MOST_LEFT_BEHIND

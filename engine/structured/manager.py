@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammars of an engine core: requests that wait for theirs, and the masks of those that run.
+
+    ask ──► (compiled beside the steps) ──► take_compiled ──► follow ──► begin · masks, each step
+
+A mask is made of what the request's output holds by then, so nothing has to be told of tokens, of
+preemption or of steps that were given up. Called by the engine's step thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..request import Request
+from ..sampling.token_mask import TokenMask
+from ..wire import AddRequest
+from .backends import open_backend
+from .base import BITS, Backend
+from .compiler import (
+    COMPILE_LIMIT,
+    POLL_SECONDS,
+    Compilation,
+    GrammarCompiler,
+    TooManyGrammars,
+)
+from .limited_thread import Limit
+from .masks import MASK_LIMIT, Follower, MaskJob, MaskMaker
+from .vocabulary import Vocabulary
+
+_NO_DRAFTS: Mapping[str, Sequence[int]] = {}
+
+
+class Waiting(NamedTuple):
+    """A request that waits for its grammar. `built` was made of `message`."""
+
+    message: AddRequest
+    built: Request
+    compilation: Compilation
+
+
+class Ended(NamedTuple):
+    """A request that goes on no more: at the end of its grammar, or with an error."""
+
+    request: Request
+    error: str
+
+
+class Masks(NamedTuple):
+    """Of one step; `mask` is None where it restricts nobody."""
+
+    mask: TokenMask | None
+    ended: list[Ended]
+
+
+def _at_once(request: Request) -> int | None:
+    return 0
+
+
+class _Followed(NamedTuple):
+    request: Request
+    follower: Follower
+    end_ids: frozenset[int]  # of the model, as far as they end this request
+    own_ids: frozenset[int]  # its stop ids
+
+
+class GrammarManager:
+    """`starts_after` says how many tokens of an output lie before its grammar; None: more may come,
+    and until then the request has no mask. That is where a thought goes, which follows no grammar:
+    whoever knows its end sets it. By default every grammar starts at once.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        backend: str = "auto",
+        most_waiting: int,
+        opener: Callable[[], Backend] | None = None,
+        compile_limit: Limit = COMPILE_LIMIT,
+        mask_limit: Limit = MASK_LIMIT,
+    ) -> None:
+        """`backend` is that of the settings; `opener` is what opens another one."""
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
+        self._most_waiting = most_waiting
+
+        def read() -> Vocabulary:
+            return Vocabulary.load(model_path, vocab_size, eos_token_ids)
+
+        self._wakeup: Callable[[], None] = _nothing
+        self._compiler = GrammarCompiler(
+            opener or (lambda: open_backend(backend, read)),
+            self._wake_up,
+            limit=compile_limit,
+        )
+        self._maker = MaskMaker(vocab_size, mask_limit)
+        self._waiting: dict[str, Waiting] = {}
+        self._followed: dict[str, _Followed] = {}
+        self._begun: list[_Followed] = []
+        self.starts_after: Callable[[Request], int | None] = _at_once
+        self.num_failed = 0  # requests that ended with an error of their grammar
+
+    def __bool__(self) -> bool:
+        """Whether any request that runs, or may run, has a grammar."""
+        return bool(self._followed)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it waits for its grammar."""
+        return request_id in self._waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `take_compiled` would have something."""
+        if not self._waiting:
+            return False
+        self._compiler.collect()
+        return any(waiting.compilation.is_done for waiting in self._waiting.values())
+
+    @property
+    def idle_seconds(self) -> float:
+        """After which to ask `is_due` again, at the latest; no limit where nobody waits."""
+        return POLL_SECONDS if self._waiting else float("inf")
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """`wakeup` is called, from any thread, when `is_due` may have become True."""
+        self._wakeup = wakeup
+
+    def ask(self, message: AddRequest, built: Request) -> Waiting:
+        """Have the grammar of a request compiled, which has one. Where that is not done at once,
+        the request waits here. Raises TooManyGrammars."""
+        asked = built.sampling_params.structured_outputs
+        assert asked is not None
+        if len(self._waiting) >= self._most_waiting:
+            raise TooManyGrammars(f"{len(self._waiting)} requests wait for grammars; try later")
+        waiting = Waiting(message, built, self._compiler.ask(asked.spec))
+        if not waiting.compilation.is_done:
+            self._waiting[message.request_id] = waiting
+        return waiting
+
+    def take_compiled(self) -> list[Waiting]:
+        """Requests that wait no more: with their grammars, or with the reason why not."""
+        if not self.is_due:
+            return []
+        done = [each for each in self._waiting.values() if each.compilation.is_done]
+        for waiting in done:
+            del self._waiting[waiting.message.request_id]
+        return done
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nobody wants these any more, if they still wait."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+
+    def follow(self, waiting: Waiting) -> None:
+        """Its request may run: from now on its answer follows its grammar."""
+        built, grammar = waiting.built, waiting.compilation.grammar
+        assert grammar is not None
+        params = built.sampling_params
+        self._followed[built.request_id] = _Followed(
+            built,
+            Follower(grammar),
+            frozenset() if params.ignore_eos else self._eos_ids,
+            frozenset(params.stop_token_ids),
+        )
+
+    def begin(
+        self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
+    ) -> None:
+        """Start on the masks of those that choose a token in a step, all tokens before it being
+        known. `drafts` are draft tokens behind the outputs, by request id."""
+        if any(each.request.is_finished for each in self._followed.values()):
+            self._followed = {
+                name: each for name, each in self._followed.items() if not each.request.is_finished
+            }
+        self._begun = []
+        jobs = []
+        for request in requests:
+            followed = self._followed.get(request.request_id)
+            if followed is None or followed.request is not request:
+                continue
+            start = self.starts_after(request)
+            if start is None:
+                continue
+            follower, output = followed.follower, request.output_token_ids
+            new = output[max(start, follower.num_taken) :]
+            follower.num_taken = len(output)
+            jobs.append(MaskJob(follower, new, tuple(drafts.get(request.request_id, ()))))
+            self._begun.append(followed)
+        if jobs:
+            self._maker.begin(jobs)
+
+    def masks(
+        self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
+    ) -> Masks:
+        """Those of a step, as `begin` was told, which is done here where it was not. In the mask a
+        request with k drafts has 1 + k rows one after the other. Requests that are `ended` are not
+        in it."""
+        if not self._maker.has_begun:
+            self.begin(requests, drafts)
+        if not self._maker.has_begun:
+            return Masks(None, [])
+        followed, self._begun = self._begun, []
+        jobs, rows = self._maker.collect()
+        words = rows.view(np.uint32)
+        ids: list[str] = []
+        kept: list[int] = []
+        ended: list[Ended] = []
+        end = 0
+        for each, job in zip(followed, jobs, strict=True):
+            start, end = end, end + job.num_rows
+            error: str | None = job.error or self._settle_ends(each, job, words[start:end])
+            if error is None:
+                ids += [each.request.request_id] * job.num_rows
+                kept += range(start, end)
+            else:
+                ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
+                self.num_failed += bool(error)
+                del self._followed[each.request.request_id]
+        if len(kept) < len(words):
+            words = words[kept]
+        return Masks(TokenMask(ids, words) if ids else None, ended)
+
+    def stats(self) -> dict[str, int]:
+        """Part of the core's."""
+        compiler = self._compiler
+        return {
+            "num_waiting": len(self._waiting),
+            "num_followed": len(self._followed),
+            "compiled": compiler.num_compiled,
+            "compile_failed": compiler.num_failed,
+            "cache_hits": compiler.num_found,
+            "cached_bytes": compiler.num_cached_bytes,
+            "failed": self.num_failed,
+        }
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._waiting.clear()
+        self._maker.close()
+        self._compiler.close()
+
+    def _wake_up(self) -> None:
+        self._wakeup()
+
+    def _settle_ends(
+        self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32]
+    ) -> str | None:
+        """Allow the ids that end this request where its grammar may end, and no others that would.
+        None: it goes on; else it ends, and why: empty at the end of its grammar."""
+        request, own_ids = followed.request, followed.own_ids
+        params = request.sampling_params
+        missing = params.min_tokens - request.num_output_tokens
+        if own_ids or missing > 0 or followed.end_ids != self._eos_ids:
+            for offset, row in enumerate(rows):
+                may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end
+                if missing > offset:
+                    may_end = False
+                _write(row, self._eos_ids, allowed=may_end and bool(followed.end_ids))
+                _write(row, own_ids, allowed=may_end)
+        if rows[0].any():
+            return None
+        if not job.may_end:
+            return "there is no token by which it could go on"
+        if missing > 0:
+            return (
+                f"it ends after {request.num_output_tokens} tokens, and min_tokens is "
+                f"{params.min_tokens}; ask for fewer"
+            )
+        return ""
+
+
+def _nothing() -> None:
+    """Nobody is to be woken."""
+
+
+_FAILED = "the answer cannot follow its grammar any further"
+
+
+def _any_of(row: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
+    return any(int(row[token // BITS]) >> token % BITS & 1 for token in ids)
+
+
+def _write(row: npt.NDArray[np.uint32], ids: Iterable[int], *, allowed: bool) -> None:
+    for token in ids:
+        if token // BITS < len(row):
+            bit = np.uint32(1 << token % BITS)
+            row[token // BITS] = row[token // BITS] | bit if allowed else row[token // BITS] & ~bit

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose answers follow a grammar, beside free ones, through whole cores."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.structured.base import Backend, Grammar, GrammarError, Matcher, Words
+from stratakv.engine.structured.manager import GrammarManager
+from stratakv.engine.structured_params import GrammarSpec, StructuredOutputsParams
+from stratakv.engine.text.tokenizer import Tokenizer
+from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
+
+from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run
+
+END = VOCAB - 1
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "b": {"enum": ["x", "é"]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}  # fmt: skip
+ALL_BYTES = tuple((token,) for token in range(END))
+REGEX = "[a-f]{5,9}-[0-9]{2}"
+
+
+def following(
+    request_id: str, prompt: list[int], asked: dict[str, Any], **fields: Any
+) -> AddRequest:
+    params = StructuredOutputsParams(**asked)
+    defaults = {"max_tokens": 40, "ignore_eos": False, "structured_outputs": params}
+    return request(request_id, prompt, **(defaults | fields))
+
+
+@pytest.fixture
+def text_of(tiny_model: Path) -> Any:
+    tokenizer = Tokenizer.load(tiny_model)
+    return lambda output: tokenizer.decode(output.new_token_ids)
+
+
+def mixed(core: EngineCore) -> dict[str, TokenOutput]:
+    """Free, greedy and seeded requests, some with prompts of several chunks, a few at a time."""
+    asked: list[AddRequest] = []
+    for number in range(12):
+        prompt = prompt_of(10 + 23 * (number % 5), number)
+        name = f"{number}"
+        draws = {"temperature": 0.9, "seed": number} if number % 2 else {}
+        if number % 3 == 0:
+            asked.append(request(f"free-{name}", prompt))
+        elif number % 3 == 1:
+            asked.append(following(f"regex-{name}", prompt, {"regex": REGEX}, **draws))
+        else:
+            asked.append(following(
+                f"json-{name}", prompt,
+                {"json": SCHEMA, "disable_any_whitespace": True}, logprobs=1, **draws,
+            ))  # fmt: skip
+    outputs: list[TokenOutput] = []
+    for each in asked:
+        outputs += core.add(each)
+        outputs += core.step() if core.has_work() else []
+    return finish(core, outputs, len(asked))
+
+
+def test_answers_follow_and_others_are_untouched(
+    make_core: MakeCore, greedy_reference: Reference, text_of: Any
+) -> None:
+    """In float64, one step at a time, with steps that overlap, with too little room for all, and
+    with the model in a process of its own: the same answers."""
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"num_blocks": 26, "max_model_len": 150, "admit_below": 1.0, "preempt_above": 1.0},
+        {"distributed_executor_backend": "mp"},
+    ]
+    found = []
+    for options in wishes:
+        core = make_core(structured_outputs_backend="guidance", **options)
+        merged = mixed(core)
+        found.append({name: text_of(output) for name, output in merged.items()})
+        for name, output in merged.items():
+            kind, number = name.split("-")
+            if kind == "free":
+                prompt = prompt_of(10 + 23 * (int(number) % 5), int(number))
+                assert output.new_token_ids == greedy_reference(prompt, 6)
+                continue
+            assert output.finish_reason == "stop" and output.new_token_ids[-1] == END
+            text = found[-1][name].removesuffix("<end>")
+            if kind == "regex":
+                assert re.fullmatch(REGEX, text)
+            else:
+                jsonschema.validate(json.loads(text), SCHEMA)
+        assert (core.scheduler.counts["preemptions"] > 0) == ("num_blocks" in options)
+        assert core.call("stats", "")["grammar"]["compiled"] == 2
+    assert found[0] == found[1] == found[2]
+
+
+def overlapping(model: Path, **options: Any) -> Iterator[EngineCore]:
+    config = config_of(model, structured_outputs_backend="guidance", **options)
+    for depth in (1, 2):
+        core = EngineCore(config, max_steps_in_flight=depth)
+        try:
+            yield core
+        finally:
+            core.shutdown(5.0)
+
+
+def test_steps_that_overlap_make_the_masks_of_all_tokens(tiny_model: Path) -> None:
+    found = [
+        {name: output.new_token_ids for name, output in mixed(core).items()}
+        for core in overlapping(tiny_model)
+    ]
+    assert found[0] == found[1]
+
+
+def test_more_steps_at_once_than_masks_can_follow_are_refused(tiny_model: Path) -> None:
+    core = EngineCore(config_of(tiny_model), max_steps_in_flight=3)
+    try:
+        (output,) = core.add(following("r", prompt_of(5), {"regex": "a"}))
+        assert "in flight" in (output.error or "")
+    finally:
+        core.shutdown(5.0)
+
+
+def test_its_own_stop_ids_end_it_only_where_the_grammar_may_end(
+    make_core: MakeCore, text_of: Any
+) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    stops = [ord("Z"), 70]  # ids, not letters: what they say is of no account
+    answers = run(core, *(
+        following(f"r{i}", prompt_of(9, i), {"regex": "[0-9]{3}[0-9]*"}, stop_token_ids=stops,
+                  temperature=1.0, seed=i, ignore_eos=i % 2 == 0)
+        for i in range(10)
+    ))  # fmt: skip
+    for output in answers.values():
+        assert len(output.new_token_ids) >= 4
+        if output.finish_reason == "stop":
+            assert output.new_token_ids[-1] in (*stops, END)
+            text = text_of(output)[:3]
+            assert text.isdigit()
+
+
+def test_an_answer_that_no_token_may_end_ends_with_its_grammar(
+    make_core: MakeCore, text_of: Any
+) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    answers = run(core, following("r", prompt_of(9), {"choice": ["yes", "no"]}, ignore_eos=True))
+    assert answers["r"].finish_reason == "stop"
+    assert text_of(answers["r"]) in ("yes", "no")
+
+
+def test_a_minimum_beyond_the_grammar_is_told(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    answers = run(
+        core,
+        following("r", prompt_of(9), {"choice": ["yes"]}, min_tokens=9),
+        following("banned", prompt_of(9), {"choice": ["a"]}, bad_words_token_ids=ALL_BYTES),
+        request("free", prompt_of(30)),
+    )
+    assert answers["r"].finish_reason == "error"
+    assert "min_tokens is 9" in (answers["r"].error or "")
+    assert "the grammar of this request allows only tokens" in (answers["banned"].error or "")
+    assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+
+
+def test_a_grammar_that_does_not_compile_is_its_request_s_error(
+    make_core: MakeCore, greedy_reference: Reference
+) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    outputs = core.add(following("wrong", prompt_of(9), {"regex": "a[b"}))
+    outputs += core.add(request("free", prompt_of(30)))
+    answers = finish(core, outputs, 2)
+    assert "structured_outputs cannot be used" in (answers["wrong"].error or "")
+    assert "unclosed" in (answers["wrong"].error or "")
+    assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+    (again,) = core.add(following("again", prompt_of(9), {"regex": "a[b"}))
+    assert again.error_code == INVALID_GRAMMAR  # known, so nobody waits
+
+
+class _Stubborn(Backend):
+    """Grammars that allow everything; those named `dies` for three tokens only, `raises` break."""
+
+    def __init__(self, gate: Any = None) -> None:
+        self._gate = gate
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if self._gate is not None:
+            assert self._gate.wait(60)
+        return _AnyGrammar(spec.text)
+
+
+class _AnyGrammar(Grammar):
+    def __init__(self, text: str) -> None:
+        self.num_bytes, self.text = 1, text
+
+    def matcher(self) -> Matcher:
+        return _AnyMatcher(self.text)
+
+
+class _AnyMatcher(Matcher):
+    may_end = False
+
+    def __init__(self, text: str) -> None:
+        self.text, self.count = text, 0
+
+    def accept(self, token_id: int) -> bool:
+        self.count += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self.count -= num_tokens
+
+    def fill(self, words: Words) -> None:
+        if self.count == 3 and self.text == "dies":
+            raise GrammarError("there is a limit")
+        if self.count == 2 and self.text == "raises":
+            raise RuntimeError("out of luck")
+        words[:] = -1
+
+
+def with_backend(core: EngineCore, model: Path, backend: Backend) -> None:
+    core._grammars.close()
+    core._grammars = core._adder.grammars = GrammarManager(
+        model, VOCAB, [END], most_waiting=9, opener=lambda: backend
+    )
+
+
+def test_a_grammar_that_dies_is_nobody_else_s_error(
+    make_core: MakeCore, tiny_model: Path, greedy_reference: Reference
+) -> None:
+    core = make_core()
+    with_backend(core, tiny_model, _Stubborn())
+    prompt = prompt_of(20)
+    answers = run(
+        core,
+        *(
+            following(name, prompt, {"regex": name}, max_tokens=6)
+            for name in ("dies", "raises", "ok")
+        ),
+        request("free", prompt),
+    )
+    assert "further: there is a limit" in (answers["dies"].error or "")
+    assert answers["dies"].new_token_ids == greedy_reference(prompt, 6)[:3]
+    assert "out of luck" in (answers["raises"].error or "")
+    for name in ("ok", "free"):
+        assert answers[name].new_token_ids == greedy_reference(prompt, 6)
+        assert answers[name].finish_reason == "length"
+    assert core.call("stats", "")["grammar"]["failed"] == 2
+
+
+def test_requests_wait_for_their_grammar_and_may_leave(
+    make_core: MakeCore, tiny_model: Path, greedy_reference: Reference
+) -> None:
+    core, gate = make_core(), threading.Event()
+    with_backend(core, tiny_model, _Stubborn(gate))
+    woken = threading.Event()
+    core.set_wakeup(woken.set)
+    try:
+        for name in ("stays", "leaves"):
+            assert core.add(following(name, prompt_of(20), {"regex": name}, max_tokens=6)) == []
+        (refused,) = core.add(request("stays", prompt_of(3)))
+        assert "in use" in (refused.error or "")
+        answers = run(core, request("free", prompt_of(30)))
+        assert answers["free"].new_token_ids == greedy_reference(prompt_of(30), 6)
+        assert core.call("stats", "")["grammar"]["num_waiting"] == 2
+        assert not core.has_work() and core.idle_seconds() < 1.0
+        core.abort(["leaves"])
+    finally:
+        gate.set()
+    assert woken.wait(60)
+    answers = finish(core, [], 1)
+    assert answers["stays"].new_token_ids == greedy_reference(prompt_of(20), 6)
+    assert not core.has_work()
+
+
+def test_where_a_thought_goes_no_mask_is(
+    make_core: MakeCore, text_of: Any, greedy_reference: Reference
+) -> None:
+    """`starts_after`: free until it says otherwise, and from there on by the grammar."""
+    core = make_core(structured_outputs_backend="guidance")
+    core._grammars.starts_after = lambda request: 4 if request.num_output_tokens >= 4 else None
+    answers = run(core, following("r", prompt_of(20), {"choice": ["yes", "no"]}))
+    assert answers["r"].new_token_ids[:4] == greedy_reference(prompt_of(20), 4)
+    tail = TokenOutput("r", answers["r"].new_token_ids[4:])
+    assert text_of(tail).removesuffix("<end>") in ("yes", "no")
+
+
+def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Random) -> None:
+    core = make_core(structured_outputs_backend="guidance", num_blocks=40)
+    outputs: list[TokenOutput] = []
+    for number in range(15):
+        asked = {"regex": rng.choice([REGEX, "x+", "[0-9]{1,30}"])}
+        outputs += core.add(following(f"r{number}", prompt_of(1 + number, number), asked))
+        if core.has_work():
+            outputs += core.step()
+        if rng.random() < 0.4:
+            core.abort([f"r{rng.randrange(number + 1)}"])
+    while core.scheduler.requests or core._grammars.num_waiting:
+        outputs += core.step()
+    assert all(output.error is None for output in outputs)
+    core.step()
+    assert run(core, request("free", prompt_of(3)))["free"].finish_reason == "length"
+    core._grammars.begin([])
+    assert not core._grammars

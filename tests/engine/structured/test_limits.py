@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars that would take for ever: they end within limits, and other requests go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratakv.engine.core.engine_core import EngineCore
+from stratakv.engine.structured.backends import open_backend, why_missing
+from stratakv.engine.structured.base import Backend, Grammar, Matcher, Words
+from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
+from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Limit
+from stratakv.engine.structured.masks import HANGS, TOO_MANY_HANG, Follower, MaskJob, MaskMaker
+from stratakv.engine.structured_params import (
+    MAX_GRAMMAR_BYTES,
+    GrammarSpec,
+    Kind,
+    StructuredOutputsParams,
+)
+from stratakv.tiers.settings.values import ConfigError
+
+from ..conftest import Reference
+from ..core.conftest import config_of, finish, prompt_of, request
+
+SHORT = Limit(cpu_seconds=0.05)
+WAIT_SECONDS = 60.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Spinner(Backend):
+    """Takes the processor for every grammar that is called `spin`, until `stop` is set; compiling
+    it, or at its first token."""
+
+    def __init__(self, *, compiles: bool) -> None:
+        self.stop = threading.Event()
+        self.compiles = compiles
+
+    def spin(self, text: str) -> None:
+        while text == "spin" and not self.stop.is_set():
+            pass
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if not self.compiles:
+            self.spin(spec.text)
+        return SpinningGrammar(self, spec.text)
+
+
+class SpinningGrammar(Grammar):
+    num_bytes = 1000
+
+    def __init__(self, backend: Spinner, text: str) -> None:
+        self.backend, self.text = backend, text
+
+    def matcher(self) -> Matcher:
+        return SpinningMatcher(self)
+
+
+class SpinningMatcher(Matcher):
+    may_end = False
+
+    def __init__(self, grammar: SpinningGrammar) -> None:
+        self._grammar = grammar
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill(self, words: Words) -> None:
+        self._grammar.backend.spin(self._grammar.text)
+        words[:] = 7
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec(Kind.REGEX, text)
+
+
+@pytest.fixture
+def threads_end() -> Any:
+    """All threads of grammars have ended with the test."""
+    yield
+    wait_for(lambda: not any(t.name.startswith("stratakv-") for t in threading.enumerate()))
+
+
+def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None:
+    backend, woken = Spinner(compiles=False), threading.Event()
+    compiler = GrammarCompiler(lambda: backend, woken.set, limit=SHORT, num_threads=1)
+
+    def done(compilation: Compilation) -> bool:
+        compiler.collect()
+        return compilation.is_done
+
+    try:
+        hanging, behind = compiler.ask(spec("spin")), compiler.ask(spec("b"))
+        wait_for(lambda: done(hanging) and done(behind))
+        assert "more than 0.05 s" in hanging.error
+        assert behind.grammar is not None
+        assert compiler.ask(spec("spin")) is hanging  # known, and not tried again
+        assert (compiler.num_compiled, compiler.num_failed, compiler.num_found) == (1, 1, 1)
+        for number in range(MOST_LEFT_BEHIND - 1):
+            another = compiler.ask(
+                GrammarSpec(Kind.GRAMMAR, "spin", whitespace_pattern=str(number))
+            )
+            wait_for(lambda another=another: done(another))
+        assert "none is compiled any more" in compiler.ask(spec("c")).error
+    finally:
+        backend.stop.set()
+        compiler.close()
+
+
+def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None:
+    backend = Spinner(compiles=True)
+    maker = MaskMaker(40, SHORT)
+    try:
+        for last in ("", TOO_MANY_HANG):  # each round leaves two threads behind
+            rows_of = (("a", ()), ("spin", ()), ("b", (1,)), ("spin", (2,)), ("c", ()))
+            maker.begin([
+                MaskJob(Follower(backend.compile(spec(text))), [1, 2], drafts)
+                for text, drafts in rows_of
+            ])  # fmt: skip
+            done, rows = maker.collect()
+            assert [job.error for job in done] == ["", HANGS, "", HANGS, last]
+            assert rows.shape == (7, 2)
+            assert (rows[[0, 2, 3] if last else [0, 2, 3, 6]] == 7).all()
+        maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
+        [job], _ = maker.collect()
+        assert job.error == TOO_MANY_HANG
+        backend.stop.set()
+        wait_for(lambda: not maker._left.are_too_many)
+        maker.begin([MaskJob(Follower(backend.compile(spec("a"))), [])])
+        [job], rows = maker.collect()
+        assert job.error == "" and (rows == 7).all()
+    finally:
+        backend.stop.set()
+        maker.close()
+
+
+def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:
+    backend = Spinner(compiles=True)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, cache_bytes=2500)
+    try:
+        for text in "abacad":
+            compilation = compiler.ask(spec(text))
+            wait_for(lambda it=compilation: (compiler.collect(), it.is_done)[1])
+            compiler.collect()
+            assert compiler.num_cached_bytes <= 2000
+        assert compiler.num_compiled == 4 and compiler.num_found == 2  # a was always used last
+    finally:
+        compiler.close()
+
+
+QUICK: dict[str, dict[str, Any]] = {
+    "counts in counts": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "plus of plus": {"regex": "((a+)+)+b"},
+    "optional ones": {"regex": "(a?){200}a{200}"},
+    "ambiguous rules": {"grammar": 'root ::= "a" root "a" | root root | ""'},
+    "counted recursion": {"grammar": 'root ::= x{1,1000}\nx ::= ("a" | x){1,1000}'},
+    "only itself": {"json": {"$ref": "#"}},
+    "arrays of arrays": {"json": {"type": "array", "maxItems": 10**6, "items": {
+        "type": "array", "items": {"$ref": "#"}, "maxItems": 10**6}}},
+    "pattern": {"json": {"type": "string", "pattern": "^((a|b?)*c{0,1000}){0,1000}$"}},
+    "every choice": {"json": {"$defs": {"n": {"anyOf": [
+        {"type": "array", "items": {"$ref": "#/$defs/n"}}] * 30}}, "$ref": "#/$defs/n"}},
+    "properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(300)}}},
+}  # fmt: skip
+HUGE: dict[str, dict[str, Any]] = {
+    "properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}}},
+    "alternatives": {"grammar": "root ::= " + " | ".join(f'"{i}"' for i in range(20000))},
+    "choices": {"choice": [f"{i}" for i in range(4096)]},
+    "an enum": {"json": {"enum": [f"value {i}" for i in range(15000)]}},
+}
+
+
+def test_hostile_grammars_end_while_another_request_goes_on(
+    tiny_model: Path, greedy_reference: Reference, scale: str
+) -> None:
+    hostile = QUICK if scale == "ci" else QUICK | {f"huge {k}": v for k, v in HUGE.items()}
+    core = EngineCore(config_of(tiny_model, structured_outputs_backend="guidance"))
+    try:
+        outputs = []
+        for name, asked in hostile.items():
+            params = StructuredOutputsParams(**asked)
+            prompt = prompt_of(5, len(outputs))
+            outputs += core.add(
+                request(name, prompt, structured_outputs=params, max_tokens=60, ignore_eos=False)
+            )
+        outputs += core.add(request("free", prompt_of(20), max_tokens=40))
+        answers = finish(core, outputs, len(hostile) + 1)
+        assert answers["free"].new_token_ids == greedy_reference(prompt_of(20), 40)
+        for name in hostile:
+            answer = answers[name]
+            assert answer.finish_reason in ("stop", "length", "error"), name
+            if answer.finish_reason == "error":
+                assert "grammar" in (answer.error or "") or "structured" in (answer.error or "")
+    finally:
+        core.shutdown(5.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "at most 262144 bytes"),
+        ({"json": {"enum": ["a" * MAX_GRAMMAR_BYTES]}}, "at most 262144 bytes"),
+        ({"json": '{"a": ' * 40000}, "at most 100 deep"),
+        ({"json": '{"not":' * 200 + "{}" + "}" * 200}, "at most 100 deep"),
+        ({"json": '{"type": "string"'}, "line 1, column 18"),
+        ({"json": "[1]"}, "must be a JSON object, got list"),
+        ({"json": {"enum": [float("nan")]}}, "cannot be written as JSON"),
+        ({"choice": []}, "1 to 4096 different texts"),
+        ({"choice": ["a", "a"]}, "1 to 4096 different texts"),
+        ({"choice": "yes"}, "a list of texts"),
+        ({"choice": ["a", 1]}, "int in it"),
+        ({"regex": ""}, "must not be empty"),
+        ({"regex": "\ud800"}, "valid Unicode"),
+        ({"regex": "a", "json": {}}, "json and regex"),
+        ({}, "none of them"),
+        ({"json_object": False}, "none of them"),
+        ({"json_object": 1}, "True or False"),
+    ],
+)
+def test_what_can_be_told_at_once_is(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as raised:
+        StructuredOutputsParams(**fields)
+    assert str(raised.value).startswith("structured_outputs")
+
+
+def test_missing_packages_are_named(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tiny_model, structured_outputs_backend="xgrammar")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, packages in (("auto", "xgrammar or llguidance"), ("guidance", "llguidance")):
+        assert f"need the package {packages}" in why_missing(name)
+        with pytest.raises(ValueError, match=r"pip install '\.\[grammar\]'"):
+            open_backend(name, lambda: pytest.fail("nothing is read"))
+    with pytest.raises(
+        ConfigError, match=r"--structured-outputs-backend xgrammar: .* not installed"
+    ):
+        EngineCore(config)
