@@ -36,7 +36,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
-    "sampling": "batch logprobs reasoning sampling_params",
+    "sampling": "batch logprobs reasoning request sampling_params",
     "structured": "models request sampling structured_params wire",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
