@@ -37,7 +37,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs reasoning request sampling_params",
-    "structured": "models request sampling structured_params wire",
+    "structured": "models reasoning request sampling structured_params wire",
     "scheduler": "cache config embeds logprobs observer request sampling_params wire",
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"

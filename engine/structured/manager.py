@@ -4,7 +4,8 @@
     ask ──► (compiled beside the steps) ──► take_compiled ──► follow ──► begin · masks, each step
 
 A mask is made of what the request's output holds by then, so nothing has to be told of tokens, of
-preemption or of steps that were given up. Called by the engine's step thread.
+preemption or of steps that were given up. A thought follows no grammar: where an answer begins with
+one, its grammar begins behind that. Called by the engine's step thread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..reasoning import Mark
 from ..request import Request
 from ..sampling.token_mask import TokenMask
 from ..wire import AddRequest
@@ -57,22 +59,61 @@ class Masks(NamedTuple):
     ended: list[Ended]
 
 
-def _at_once(request: Request) -> int | None:
-    return 0
+# Tokens behind a start mark at the end of a prompt, with which it still opens a thought: a template
+# writes a line break there. Marks further back are somebody's words.
+_MOST_BEHIND_MARK = 1
+
+
+class _Thought:
+    """The thought that an answer begins with, if it does: where the prompt ends in a start mark, or
+    the answer's first token is one."""
+
+    __slots__ = ("_end", "_matched", "_num_seen", "_position", "opener")
+
+    def __init__(self, request: Request) -> None:
+        params = request.sampling_params
+        start = params.reasoning_start_token_ids
+        self._end = Mark(params.reasoning_end_token_ids) if start else None
+        self._matched = self._num_seen = 0
+        self._position: int | None = 0
+        # What may open a thought as the first token of the answer.
+        self.opener: int | None = None
+        if start:
+            tail = request.prompt_token_ids[-len(start) - _MOST_BEHIND_MARK :].tolist()
+            if any(
+                tuple(tail[at : at + len(start)]) == start for at in range(1 + _MOST_BEHIND_MARK)
+            ):
+                self._position = None
+            elif len(start) == 1:
+                self.opener = start[0]
+
+    def find_end(self, output: Sequence[int]) -> int | None:
+        """How many tokens of the output lie before its grammar; None while it thinks."""
+        if output and self.opener is not None:
+            if output[0] == self.opener:
+                self._position, self._num_seen = None, 1
+            self.opener = None
+        if self._position is None:
+            assert self._end is not None
+            for token in output[self._num_seen :]:
+                self._num_seen += 1
+                self._matched = self._end.matched_after(self._matched, token)
+                if self._matched == len(self._end):
+                    self._position = self._num_seen
+                    break
+        return self._position
 
 
 class _Followed(NamedTuple):
     request: Request
     follower: Follower
+    thought: _Thought
     end_ids: frozenset[int]  # of the model, as far as they end this request
     own_ids: frozenset[int]  # its stop ids
 
 
 class GrammarManager:
-    """`starts_after` says how many tokens of an output lie before its grammar; None: more may come,
-    and until then the request has no mask. That is where a thought goes, which follows no grammar:
-    whoever knows its end sets it. By default every grammar starts at once.
-    """
+    """Of one engine core."""
 
     def __init__(
         self,
@@ -104,7 +145,7 @@ class GrammarManager:
         self._waiting: dict[str, Waiting] = {}
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
-        self.starts_after: Callable[[Request], int | None] = _at_once
+        self._thinking: list[tuple[_Followed, int]] = []  # with their rows, in the step begun
         self.num_failed = 0  # requests that ended with an error of their grammar
 
     def __bool__(self) -> bool:
@@ -170,6 +211,7 @@ class GrammarManager:
         self._followed[built.request_id] = _Followed(
             built,
             Follower(grammar),
+            _Thought(built),
             frozenset() if params.ignore_eos else self._eos_ids,
             frozenset(params.stop_token_ids),
         )
@@ -183,19 +225,21 @@ class GrammarManager:
             self._followed = {
                 name: each for name, each in self._followed.items() if not each.request.is_finished
             }
-        self._begun = []
+        self._begun, self._thinking = [], []
         jobs = []
         for request in requests:
             followed = self._followed.get(request.request_id)
             if followed is None or followed.request is not request:
                 continue
-            start = self.starts_after(request)
-            if start is None:
-                continue
             follower, output = followed.follower, request.output_token_ids
+            behind = tuple(drafts.get(request.request_id, ()))
+            start = followed.thought.find_end(output)
+            if start is None:
+                self._thinking.append((followed, 1 + len(behind)))
+                continue
             new = output[max(start, follower.num_taken) :]
             follower.num_taken = len(output)
-            jobs.append(MaskJob(follower, new, tuple(drafts.get(request.request_id, ()))))
+            jobs.append(MaskJob(follower, new, behind))
             self._begun.append(followed)
         if jobs:
             self._maker.begin(jobs)
@@ -208,12 +252,14 @@ class GrammarManager:
         in it."""
         if not self._maker.has_begun:
             self.begin(requests, drafts)
+        thinking, self._thinking = self._thinking, []
+        free = self._free_rows(thinking)
+        ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
         if not self._maker.has_begun:
-            return Masks(None, [])
+            return Masks(TokenMask(ids, free) if ids else None, [])
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
-        ids: list[str] = []
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0
@@ -229,6 +275,8 @@ class GrammarManager:
                 del self._followed[each.request.request_id]
         if len(kept) < len(words):
             words = words[kept]
+        if len(free):
+            words = np.concatenate([free, words])
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
     def stats(self) -> dict[str, int]:
@@ -253,12 +301,24 @@ class GrammarManager:
     def _wake_up(self) -> None:
         self._wakeup()
 
+    def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
+        """Rows `[rows, words]` of those that think: every token but those that would end the
+        request, whose answer would not follow its grammar then."""
+        num_rows = sum(count for _, count in thinking)
+        rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
+        at = 0
+        for followed, count in thinking:
+            for row in rows[at : at + count]:
+                _write(row, self._eos_ids | followed.own_ids, allowed=False)
+            at += count
+        return rows
+
     def _settle_ends(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32]
     ) -> str | None:
         """Allow the ids that end this request where its grammar may end, and no others that would.
         None: it goes on; else it ends, and why: empty at the end of its grammar."""
-        request, own_ids = followed.request, followed.own_ids
+        request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens
         if own_ids or missing > 0 or followed.end_ids != self._eos_ids:
@@ -268,6 +328,8 @@ class GrammarManager:
                     may_end = False
                 _write(row, self._eos_ids, allowed=may_end and bool(followed.end_ids))
                 _write(row, own_ids, allowed=may_end)
+        if opener is not None:
+            _write(rows[0], (opener,), allowed=True)
         if rows[0].any():
             return None
         if not job.may_end:

@@ -81,11 +81,16 @@ def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMa
     return None
 
 
-def with_reasoning_marks(params: SamplingParams, marks: ReasoningMarks | None) -> SamplingParams:
+def with_reasoning_marks(
+    params: SamplingParams, marks: ReasoningMarks | None, *, are_split: bool = False
+) -> SamplingParams:
     """The same parameters with the token ids of the marks, where they have a budget for thoughts
-    and no marks of their own. Raises ValueError where no marks are known, and where the bad words
-    ban the end mark."""
-    if params.thinking_token_budget is None:
+    and no marks of their own; or a grammar, in answers from which thoughts `are_split` off, so that
+    it begins behind the thought. Raises ValueError where a budget has no known marks, and where the
+    bad words ban the end mark."""
+    if params.thinking_token_budget is None and (
+        not are_split or params.structured_outputs is None or marks is None
+    ):
         return params
     if not params.reasoning_end_token_ids:
         if marks is None:

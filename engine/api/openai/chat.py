@@ -137,6 +137,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         default_max_tokens(front, front.max_model_len) if max_tokens is None else max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
+        splits_thoughts=True,
     )
     num_tokens, asked = len(prompt) // BYTES_PER_TOKEN, max_tokens is not None
     params = fit_max_tokens(front, params, num_tokens, asked=asked)

@@ -42,6 +42,7 @@ def sampling_params(
     *,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    splits_thoughts: bool = False,
 ) -> SamplingParams:
     """The client's sampling parameters, which hold for any prompt. Raises ApiError, naming the
     field, for what it may not ask."""
@@ -86,7 +87,7 @@ def sampling_params(
             structured_outputs=structured_outputs,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
-        params = with_reasoning_marks(params, front.marks)
+        params = with_reasoning_marks(params, front.marks, are_split=splits_thoughts)
     except ValueError as error:
         raise _invalid(error) from None
     # A tokenizer may have more tokens than its model.

@@ -286,16 +286,48 @@ def test_requests_wait_for_their_grammar_and_may_leave(
     assert not core.has_work()
 
 
-def test_where_a_thought_goes_no_mask_is(
-    make_core: MakeCore, text_of: Any, greedy_reference: Reference
+START_MARK, END_MARK = 1, 2  # bytes that no text has
+THINKS: dict[str, Any] = {
+    "reasoning_start_token_ids": (START_MARK,),
+    "reasoning_end_token_ids": (END_MARK,),
+    "thinking_token_budget": 4,
+    # It would rather end at once.
+    "logit_bias": {END: 50.0},
+}
+
+
+@pytest.mark.parametrize("behind", [(), (ord("\n"),)])
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_grammar_begins_behind_the_thought_that_the_prompt_opens(
+    make_core: MakeCore, text_of: Any, behind: tuple[int, ...], executor: str
 ) -> None:
-    """`starts_after`: free until it says otherwise, and from there on by the grammar."""
-    core = make_core(structured_outputs_backend="guidance")
-    core._grammars.starts_after = lambda request: 4 if request.num_output_tokens >= 4 else None
-    answers = run(core, following("r", prompt_of(20), {"choice": ["yes", "no"]}))
-    assert answers["r"].new_token_ids[:4] == greedy_reference(prompt_of(20), 4)
-    tail = TokenOutput("r", answers["r"].new_token_ids[4:])
+    core = make_core(structured_outputs_backend="guidance", distributed_executor_backend=executor)
+    prompt = [*prompt_of(20), START_MARK, *behind]
+    answers = run(core, following("r", prompt, {"choice": ["yes", "no"]}, **THINKS))
+    tokens = answers["r"].new_token_ids
+    at = tokens.index(END_MARK)
+    assert at == 4 - len(behind) and END not in tokens[:at]
+    tail = TokenOutput("r", tokens[at + 1 :])
     assert text_of(tail).removesuffix("<end>") in ("yes", "no")
+    assert answers["r"].finish_reason == "stop"
+
+
+def test_a_model_may_open_a_thought_itself(make_core: MakeCore, text_of: Any) -> None:
+    core = make_core(structured_outputs_backend="guidance")
+    opens = THINKS | {"logit_bias": {START_MARK: 90.0}}
+    answers = run(core, following("r", prompt_of(20), {"choice": ["yes", "no"]}, **opens))
+    tokens = answers["r"].new_token_ids
+    assert tokens[0] == START_MARK and tokens.index(END_MARK) == 5
+    assert text_of(TokenOutput("r", tokens[6:])).removesuffix("<end>") in ("yes", "no")
+
+
+def test_a_mark_further_back_in_the_prompt_opens_nothing(make_core: MakeCore, text_of: Any) -> None:
+    """It may be somebody's words, who would be rid of the grammar by it."""
+    core = make_core(structured_outputs_backend="guidance")
+    prompt = [*prompt_of(20), START_MARK, *prompt_of(2)]
+    marks = {name: THINKS[name] for name in THINKS if name.startswith("reasoning")}
+    answers = run(core, following("r", prompt, {"choice": ["yes", "no"]}, **marks))
+    assert text_of(answers["r"]).removesuffix("<end>") in ("yes", "no")
 
 
 def test_random_aborts_leave_nothing_behind(make_core: MakeCore, rng: random.Random) -> None:

@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.structured_params import StructuredOutputsParams
 from stratakv.engine.text.output_processor import OutputProcessor, TextOutput
 from stratakv.engine.text.reasoning import (
     WELL_KNOWN_MARKS,
@@ -92,6 +93,11 @@ def test_parameters_get_the_marks() -> None:
     params = with_reasoning_marks(BUDGET, marks)
     assert (params.reasoning_start_token_ids, params.reasoning_end_token_ids) == ((257,), (258,))
     assert with_reasoning_marks(params, None) == params, "its own marks stay"
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    assert with_reasoning_marks(grammar, marks) is grammar, "its thoughts are not split off"
+    assert with_reasoning_marks(grammar, None, are_split=True) is grammar
+    behind = with_reasoning_marks(grammar, marks, are_split=True)
+    assert behind.reasoning_end_token_ids == params.reasoning_end_token_ids
     with pytest.raises(ValueError, match="thinking_token_budget needs the marks around a thought"):
         with_reasoning_marks(BUDGET, None)
     banned = SamplingParams(thinking_token_budget=4, bad_words_token_ids=((258,),))
