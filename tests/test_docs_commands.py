@@ -140,6 +140,7 @@ def test_flags_of_config() -> None:
     commands = _tables()["Configuration"]
     assert list(commands) == [
         "stratakv config show", "stratakv config check FILE", "stratakv config vllm",
+        "stratakv config lmcache", "stratakv config sglang",
     ]  # fmt: skip
     assert set(re.findall(r"`(--\S+)`", commands["stratakv config show"][0])) == {
         "--config", *own,

@@ -169,6 +169,35 @@ class Host(Generic[Own]):
             )
 
 
+MAX_LAYOUTS, MAX_CHUNK_BYTES = 16, 2**40
+
+
+def lmcache_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--l2-adapter` of LMCache's server takes, with these settings. Raises ConfigError for
+    what it would be refused for."""
+    ours = {name: value for name, value in given.items() if name not in ("layouts", "chunk_bytes")}
+    chunk_host("LMCache").read(ours)
+    return {
+        "type": "plugin",
+        "module_path": "stratakv.connector.lmcache",
+        "class_name": "StrataL2Adapter",
+        "adapter_params": dict(given),
+    }
+
+
+def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--hicache-storage-backend-extra-config` of SGLang takes for its back end `dynamic`,
+    with these settings. Raises ConfigError."""
+    chunk_host("SGLang").read(given)
+    return {
+        "backend_name": "stratakv",
+        "interface_v1": 1,
+        "module_path": "stratakv.connector.sglang",
+        "class_name": "StrataHiCacheStorage",
+        **given,
+    }
+
+
 def chunk_host(name: str) -> Host[ChunkSettings]:
     """A host that hands down what it has no room for: that was worth keeping to it, and it hands it
     down once."""

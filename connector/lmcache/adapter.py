@@ -25,7 +25,7 @@ from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..chunks.build import check_servers, chunk_layout
-from ..chunks.settings import chunk_host
+from ..chunks.settings import MAX_CHUNK_BYTES, MAX_LAYOUTS, chunk_host
 from ..chunks.tiers import ChunkTiers
 from ..chunks.versions import Supported
 from .identity import ChunkIdentity, read_identity
@@ -34,7 +34,6 @@ from .shelf import HOST, Shelf, identity_text
 log = logging.getLogger(__name__)
 
 SUPPORTED = Supported(HOST, "lmcache", (0, 5, 6), (0, 6, 0))
-MAX_LAYOUTS = 16
 STORE, LOOKUP, LOAD = "store", "lookup", "load"
 
 
@@ -62,7 +61,7 @@ class StrataL2Adapter(L2AdapterInterface):
         version = SUPPORTED.installed()
         given = dict(config)
         self._layouts = _number(given, "layouts", 1, MAX_LAYOUTS)
-        self._chunk_bytes = _number(given, "chunk_bytes", 0, 2**40)
+        self._chunk_bytes = _number(given, "chunk_bytes", 0, MAX_CHUNK_BYTES)
         self._settings = chunk_host(HOST).read(given)
         self._version = f"{version[0]}.{version[1]}"
         tiers = self._settings.tiers()

@@ -14,11 +14,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...connector.chunks.settings import (
+    MAX_CHUNK_BYTES,
+    MAX_LAYOUTS,
+    chunk_host,
+    lmcache_config,
+    sglang_config,
+)
 from ...connector.vllm.settings import OPTIONS as VLLM_OPTIONS
 from ...connector.vllm.settings import connector_config, transfer_config
 from ...tiers.settings import readers
 from ...tiers.settings.layers import MODEL
-from ...tiers.settings.option import flag_of
+from ...tiers.settings.option import Option, flag_of
 from ...tiers.settings.suggestions import did_you_mean
 from ...tiers.settings.values import GIB, ConfigError, size_within
 from ..options import engine_config
@@ -106,10 +113,57 @@ def add_vllm_arguments(parser: argparse._ActionsContainer) -> None:
         "--region-bytes", metavar="SIZE",
         help="memory that vLLM's own tier takes, through which all blocks pass (default: 1GiB)",
     )  # fmt: skip
-    for name, option in VLLM_OPTIONS.items():
+    _add_settings(parser, VLLM_OPTIONS)
+
+
+def _add_settings(parser: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
+    for name, option in options.items():
         switch = {"action": argparse.BooleanOptionalAction} if not option.metavar else {}
         more: dict[str, Any] = switch or {"metavar": option.metavar}
         parser.add_argument(flag_of(name), help=option.help, **more)
+
+
+def _lmcache(words: list[str]) -> int:
+    parser = Parser(
+        prog="stratakv config lmcache",
+        description="Print what --l2-adapter of LMCache's server takes, for our tiers below it.",
+    )
+    parser.add_argument("--layouts", metavar="N", help="layouts of chunks that there may be (1)")
+    parser.add_argument(
+        "--chunk-bytes", metavar="SIZE",
+        help="bytes of a chunk, which cache servers are then asked about at the start",
+    )  # fmt: skip
+    options = chunk_host("LMCache").options
+    _add_settings(parser, options)
+    args = vars(parser.parse_all(words))
+    given = _given(args, options)
+    for name, read, most in (
+        ("layouts", readers.integer, MAX_LAYOUTS), ("chunk_bytes", readers.size, MAX_CHUNK_BYTES),
+    ):  # fmt: skip
+        if args[name] is not None:
+            given[name] = read(flag_of(name), args[name])
+            if not 1 <= given[name] <= most:
+                raise ConfigError(f"{flag_of(name)} takes 1 to {most}, not {args[name]}")
+    print(json.dumps(lmcache_config(given), indent=2))
+    return 0
+
+
+def _sglang(words: list[str]) -> int:
+    parser = Parser(
+        prog="stratakv config sglang",
+        description=(
+            "Print what --hicache-storage-backend-extra-config of SGLang takes, for our tiers "
+            "below its host memory."
+        ),
+    )
+    options = chunk_host("SGLang").options
+    _add_settings(parser, options)
+    print(json.dumps(sglang_config(_given(vars(parser.parse_all(words)), options)), indent=2))
+    return 0
+
+
+def _given(args: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: args[name] for name in options if args[name] is not None}
 
 
 def _vllm(words: list[str]) -> int:
@@ -125,7 +179,7 @@ def _vllm(words: list[str]) -> int:
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
     """What the flags of `add_vllm_arguments` say to vLLM. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
-    given = {name: args[name] for name in VLLM_OPTIONS if args[name] is not None}
+    given = _given(args, VLLM_OPTIONS)
     if args["connector"]:
         if region is not None:
             raise ConfigError(f"{flag} is for StrataSpec; StrataConnector has no region of vLLM's")
@@ -145,6 +199,8 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
     "show": _show,
     "check": _check,
     "vllm": _vllm,
+    "lmcache": _lmcache,
+    "sglang": _sglang,
 }
 
 

@@ -111,8 +111,8 @@ def test_the_model_and_what_follows_from_it(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("config", ["takes show, check or vllm"]),
-        ("config shw", ["takes show, check or vllm, not 'shw'", "did you mean show"]),
+        ("config", ["takes show, check, vllm, lmcache or sglang"]),
+        ("config shw", ["vllm, lmcache or sglang, not 'shw'", "did you mean show"]),
         ("config show --block-siz 3", ["no option --block-siz", "did you mean --block-size"]),
         ("config show --num-blocks 1", ["--num-blocks must be at least 2, not 1"]),
         ("config show --config /nowhere.yaml", ["/nowhere.yaml cannot be read"]),
@@ -170,3 +170,40 @@ def test_generate_takes_the_same_layers(
     assert f"--num-blocks comes from num_blocks of {path}" in err.splitlines()[-1]
     assert main([*words, "--num-blocks", "60", "--num-threads", "1"]) == 0
     assert "[2 tokens in " in capsys.readouterr().err
+
+
+def test_configuration_of_other_hosts_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--ssd-path", "/nvme/kv", "--ssd-bytes", "200GiB", "--servers", "grpc://cache:9400"]
+    tiers = {"ssd_path": "/nvme/kv", "ssd_bytes": "200GiB", "servers": "grpc://cache:9400"}
+    assert main(["config", "lmcache", *given, "--layouts", "2", "--chunk-bytes", "8MiB"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "type": "plugin",
+        "module_path": "stratakv.connector.lmcache",
+        "class_name": "StrataL2Adapter",
+        "adapter_params": tiers | {"layouts": 2, "chunk_bytes": 8 * MIB},
+    }
+    assert main(["config", "sglang", *given]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "backend_name": "stratakv",
+        "interface_v1": 1,
+        "module_path": "stratakv.connector.sglang",
+        "class_name": "StrataHiCacheStorage",
+        **tiers,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lmcache"], "needs a place for chunks"),
+        (["lmcache", "--ssd-path", "/nvme", "--layouts", "17"], "--layouts takes 1 to 16, not 17"),
+        (["sglang", "--ssd-path", "/nvme", "--ssd-codec", "fp8"], "SGLang decides"),
+        (["sglang", "--ssd-path", "/nvme", "--ssd-bytes", "much"], "much"),
+    ],
+)
+def test_what_another_host_would_be_refused_for_is_not_printed(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["config", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and said in err
