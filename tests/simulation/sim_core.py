@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stratakv.connector.economics import Choice
@@ -18,8 +19,10 @@ from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import StepHandle
 from stratakv.engine.core.handover import HeldAnswers
+from stratakv.engine.core.request_adder import RequestAdder
 from stratakv.engine.core.request_builder import RequestBuilder
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from stratakv.engine.structured.manager import GrammarManager
 from stratakv.tiers.base import StoreTier
 from stratakv.tiers.hierarchy.hierarchy import Hierarchy
 from stratakv.tiers.policies.choice import policy_factory
@@ -136,3 +139,14 @@ class SimCore(EngineCore):
         self._stats = _NoStats()  # type: ignore[assignment]
         self._held = HeldAnswers(self.scheduler.manager, side)
         self._request_builder = RequestBuilder(VOCAB, 8, max_model_len, HASHER, b"", role)
+        self._ended = []
+        # Nobody asks for a grammar here, so no model's vocabulary is read.
+        self._grammars = GrammarManager(Path(), VOCAB, (), most_waiting=1)
+        self._adder = RequestAdder(
+            self.scheduler,
+            self._request_builder,
+            self._grammars,
+            self._held,
+            side,
+            max_steps_in_flight=1,
+        )

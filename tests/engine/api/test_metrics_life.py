@@ -201,7 +201,8 @@ def test_cold_then_warm_in_the_pool_then_in_the_cpu_tier(life: Life) -> None:
     assert grown["vllm:prompt_tokens_cached_by_source_total{source=pool}"] == FOUND
     assert grown["vllm:prompt_tokens_by_source_total{source=pool}"] == FOUND
     saved = grown["stratakv:prefill_seconds_saved_total{source=pool}"]
-    assert saved == pytest.approx(FOUND * price)
+    # Tokens at the beginning of a prompt are no dearer than the average one.
+    assert 0 < saved <= FOUND * price * (1 + 1e-9)
     assert grown[f"{gap}_count"] == FOUND // SIZE
 
     life.run(others(1))

@@ -238,7 +238,7 @@ def test_without_evidence_a_decode_core_computes_at_once(
 def test_a_request_that_is_aborted_and_an_engine_that_is_paused(
     make_node: MakeNode, greedy_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_waits, "ALWAYS_SECONDS", 1.0)
+    monkeypatch.setattr(prefill_waits, "ALWAYS_SECONDS", 4.0)
     decode = make_node("decode")
     walk = Walk(decode)
     walk.add(decode, "gone", prompt_of(LENGTH, 40), extras=ASKED)
