@@ -47,7 +47,7 @@ class SimExecutor:
     def dispatch(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)
 
-    def sample(self, handle: StepHandle) -> None:
+    def sample(self, handle: StepHandle, mask: object = None) -> None:
         pass
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:
