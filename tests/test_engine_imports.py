@@ -53,8 +53,10 @@ ENGINE_ROOMS: dict[str, str] = {
         "wire"
     ),
     "router": "api logs",
+    "outputs": "logprobs text",
     "llm": (
-        "client core embeds logprobs logs models options request sampling sampling_params text wire"
+        "api client core embeds logs models options outputs request sampling sampling_params text "
+        "wire"
     ),
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "

@@ -68,6 +68,10 @@ class RequestBuilder:
                 f"priority must be 0, got {request.priority}: requests are served in the order in "
                 "which they come"
             )
+        if request.sampling_params.n != 1:
+            raise ValueError(
+                f"n must be 1, got {request.sampling_params.n}: each answer is a request of its own"
+            )
         tokens = self._check_tokens(request.prompt_token_ids)
         embeds = self._check_embeds(request, len(tokens))
         params, extras = request.sampling_params, request.extras or NO_EXTRAS

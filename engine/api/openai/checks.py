@@ -8,6 +8,7 @@ from __future__ import annotations
 from ...logprobs import MAX_LOGPROBS
 from ..errors import ApiError
 from ..front import Front
+from ..settings import ApiSettings
 from .protocol import (
     NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,
@@ -59,9 +60,9 @@ def check_chat(front: Front, request: ChatRequest) -> None:
         raise _invalid("max_completion_tokens", message)
 
 
-def check_messages(front: Front, messages: list[ChatMessage]) -> None:
+def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
     """Raises ApiError naming the first message that the template cannot be given."""
-    most = front.settings.max_messages_per_request
+    most = settings.max_messages_per_request
     if not 1 <= len(messages) <= most:
         message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
         raise _invalid("messages", message)
