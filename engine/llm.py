@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,12 +27,14 @@ from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
 from .options import engine_config
-from .outputs import CompletionOutput, ProgressLine, RequestOutput
-from .request import pack_token_ids, unpack_token_ids
+from .outputs import EmbeddingRequestOutput, RequestOutput
+from .pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
+from .request import pack_token_ids
+from .runs import CheckedPrompt, PromptRunner
 from .sampling.loading import make_params_check
-from .sampling_params import SamplingParams, check_params_for_embeds, child_params
+from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
-from .text.reasoning import Thoughts, find_marks, with_reasoning_marks
+from .text.reasoning import find_marks, with_reasoning_marks
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
 from .wire import AddRequest, RequestExtras
 
@@ -88,32 +88,12 @@ class EventLoopThread:
             self._loop.close()
 
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
 # They can be gone through, but for other things than these, or in no order.
 _NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
-
-
-class _Prompt(NamedTuple):
-    """One prompt, checked."""
-
-    request: AddRequest  # of all its choices
-    text: str | None  # None for token ids and numbers
-    # Whether an answer begins inside a thought; None: thoughts are not split off.
-    is_inside: bool | None = None
-
-
-class _Run(NamedTuple):
-    """One choice on its way."""
-
-    request: AddRequest
-    answer: RequestOutput
-    child: int  # among the choices of its answer
-    thoughts: Thoughts | None
 
 
 class LLM:
@@ -179,8 +159,8 @@ class LLM:
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
             with _named(f"prompt {index}"):
                 request = self._request(prompt, own, cache_salt)
-            checked.append(_Prompt(request, prompt if isinstance(prompt, str) else None))
-        return self._answer(checked, use_tqdm)
+            checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
+        return self._run(checked, use_tqdm)
 
     def chat(
         self,
@@ -220,8 +200,37 @@ class LLM:
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
                 request = self._request(ids, own, cache_salt, splits_thoughts=True)
             is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
-            checked.append(_Prompt(request, text, is_inside))
-        return self._answer(checked, use_tqdm)
+            checked.append(CheckedPrompt(request, text, is_inside))
+        return self._run(checked, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        cache_salt: str = "",
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of prompts, each a text or a list of token ids: pooled hidden states, as the
+        option `pooling` says, of length 1 if `normalize`. Raises as `generate` does, and ValueError
+        for fewer `dimensions` where the model's config.json does not allow any."""
+        self._check_open()
+        _check_switch("use_tqdm", use_tqdm)
+        _check_switch("normalize", normalize)
+        path, pooling = self.config.model.path, self.config.model.pooling
+        Dimensions.load(path).check(dimensions, self._client.ready.hidden_size)
+        checked = []
+        for index, prompt in enumerate(_list_of(prompts)):
+            with _named(f"prompt {index}"):
+                request = self._request(prompt, EMBEDDING_PARAMS, cache_salt)
+            text = prompt if isinstance(prompt, str) else None
+            checked.append(CheckedPrompt(with_pooling(request, pooling), text))
+        answers = self._run(checked, use_tqdm)
+        return [
+            EmbeddingRequestOutput.of(each, normalize=normalize, dimensions=dimensions)
+            for each in answers
+        ]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -352,75 +361,19 @@ class LLM:
             )
         return self.tokenizer
 
-    def _answer(self, prompts: Sequence[_Prompt], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[CheckedPrompt], use_tqdm: bool) -> list[RequestOutput]:
         """Run every choice of every prompt to its end."""
-        answers, runs = [], []
-        for request, text, is_inside in prompts:
-            n, tiers = request.sampling_params.n, self._client.ready.tiers
-            ids = unpack_token_ids(request.prompt_token_ids)
-            choices = [
-                CompletionOutput(index, cached_tokens_by_tier=dict.fromkeys(tiers, 0))
-                for index in range(n)
-            ]
-            answer = RequestOutput(request.request_id, text, ids, choices)
-            answers.append(answer)
-            for index, own in enumerate(_choices_of(request)):
-                thoughts = None
-                if self.marks is not None and is_inside is not None:
-                    thoughts = Thoughts(self.marks, is_inside=is_inside)
-                runs.append(_Run(own, answer, index, thoughts))
-        line = ProgressLine.find(len(answers), len(runs)) if use_tqdm else None
-        self._loop.run(self._run_all(runs, line))
+        tokenizer, most = self.tokenizer, self.config.scheduler.max_waiting_requests
+        runner = PromptRunner(self._client, tokenizer, self.marks, max_at_once=most)
+        answers = self._loop.run(runner.run(prompts, use_tqdm=use_tqdm))
         asking = [
             answer
             for prompt, answer in zip(prompts, answers, strict=True)
             if prompt.request.sampling_params.logprobs is not None
         ]
         if asking:
-            self._name_logprobs(asking)
+            runner.name_logprobs(asking)
         return answers
-
-    def _name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        from .api.openai.token_texts import TokenTexts
-
-        texts = TokenTexts(self.tokenizer)
-
-        def text_of(token_id: int) -> str | None:
-            return None if self.tokenizer is None else texts.of(token_id).text
-
-        for answer in answers:
-            for choice in answer.outputs:
-                choice.name_logprobs(text_of)
-
-    async def _run_all(self, runs: Sequence[_Run], line: ProgressLine | None) -> None:
-        # The core refuses more than it may queue, so no more are offered.
-        places = asyncio.Semaphore(self.config.scheduler.max_waiting_requests)
-
-        async def run(one: _Run) -> None:
-            try:
-                async with places:
-                    parts = generate_text(self._client, one.request, self.tokenizer, one.thoughts)
-                    async for part in parts:
-                        one.answer.add(one.child, part)
-                        if line is not None:
-                            line.count(len(part.token_ids))
-            except EngineDead:
-                raise
-            except Exception as error:  # such as a panic of the tokenizer
-                logger.exception("request %s failed", one.request.request_id)
-                one.answer.outputs[one.child].fail(str(error) or type(error).__name__)
-            if line is not None:
-                line.count_answer()
-
-        tasks = [asyncio.ensure_future(run(one)) for one in runs]
-        showing = None if line is None else asyncio.ensure_future(line.follow())
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            also = [] if showing is None else [showing]
-            for task in (*tasks, *also):
-                task.cancel()
-            await asyncio.gather(*tasks, *also, return_exceptions=True)
 
     def _stream(self, request: AddRequest) -> Iterator[TextOutput]:
         parts = generate_text(self._client, request, self.tokenizer)
@@ -499,18 +452,6 @@ def _conversations_of(messages: Any) -> list[Any]:
         "messages are a list of dicts, each with `role` and `content`, or a list of such lists, "
         f"not {format_value(messages)}"
     )
-
-
-def _choices_of(request: AddRequest) -> Iterator[AddRequest]:
-    """A request of its own for each of the answers that one asks for."""
-    params, n = request.sampling_params, request.sampling_params.n
-    if n == 1:
-        yield request
-        return
-    for index in range(n):
-        own = child_params(params, index, with_prompt=index == 0)
-        name = f"{request.request_id}-{index}"
-        yield msgspec.structs.replace(request, request_id=name, sampling_params=own)
 
 
 @contextmanager

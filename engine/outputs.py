@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
 
 from .logprobs import PositionLogprobs, PromptLogprobs
+from .pooling import finish_vector
 from .text.output_processor import TextOutput
 
 # Calls that take no longer write no line; the others write it again as often.
@@ -102,12 +103,15 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]  # as many as `n`
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
 
     def add(self, index: int, part: TextOutput) -> None:
         """Take in what is new of one choice."""
         self.outputs[index].add(part)
         if part.prompt_logprobs is not None:
             self.prompt_logprobs = part.prompt_logprobs
+        if part.embedding is not None:
+            self.embedding = part.embedding
 
     @property
     def finished(self) -> bool:
@@ -158,6 +162,49 @@ class RequestOutput:
     def logprobs(self) -> list[PositionLogprobs]:
         """The first choice's `position_logprobs`; empty where none were asked for."""
         return self.outputs[0].position_logprobs
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt; empty where it failed."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` gives for one prompt."""
+
+    request_id: str
+    prompt: str | None  # None for a prompt given as token ids or numbers
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def of(
+        cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
+    ) -> EmbeddingRequestOutput:
+        """Of the answer to a request that asked for its embedding."""
+        vector: list[float] = []
+        error = answer.error
+        if error is None:
+            try:
+                made = finish_vector(answer.embedding, normalize=normalize, dimensions=dimensions)
+                vector = made.tolist()
+            except ValueError as failed:
+                error = str(failed)
+        return cls(
+            answer.request_id,
+            answer.prompt,
+            answer.prompt_token_ids,
+            EmbeddingOutput(vector),
+            answer.num_cached_tokens,
+            answer.cached_tokens_by_tier,
+            error,
+        )
 
 
 class ProgressLine:

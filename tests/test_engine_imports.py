@@ -33,6 +33,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "request": "logprobs sampling_params",
     "observer": "request",
     "wire": "handover logprobs sampling_params",
+    "pooling": "models sampling_params wire",
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
@@ -49,14 +50,15 @@ ENGINE_ROOMS: dict[str, str] = {
     "client": "config core wire",
     "text": "client handover logprobs models reasoning request sampling_params wire",
     "api": (
-        "client embeds handover logprobs request sampling_params settings structured_params text "
-        "wire"
+        "client embeds handover logprobs pooling request sampling_params settings "
+        "structured_params text wire"
     ),
     "router": "api logs",
-    "outputs": "logprobs text",
+    "outputs": "logprobs pooling text",
+    "runs": "api client outputs request sampling_params text wire",
     "llm": (
-        "api client core embeds logs models options outputs request sampling sampling_params text "
-        "wire"
+        "api client core embeds logs models options outputs pooling request runs sampling "
+        "sampling_params text wire"
     ),
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "

@@ -228,3 +228,8 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     # With the first token, for requests that asked: little-endian float64 `[hidden]`.
     embeddings: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether something comes along with tokens."""
+        return bool(self.logprobs or self.prompt_logprobs or self.embeddings)

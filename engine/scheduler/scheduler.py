@@ -331,8 +331,7 @@ class Scheduler:
         # One token for each of the others, but for those of whom several came.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
         self._places.counts["generated_tokens"] += num_tokens
-        told = runner_output
-        if told.logprobs or told.prompt_logprobs or told.embeddings:
+        if runner_output.has_figures:
             add_figures(outputs, runner_output)
         self._places.sweep()
         return outputs

@@ -335,7 +335,8 @@ class ModelRunner:
         pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
         pooled = self._pooling.plan(batch, rows, computed, counts)
         if pieces or pooled:
-            wanted = np.concatenate([last, *[piece.rows for piece in (*pieces, *pooled)]])
+            asked = [*[piece.rows for piece in pieces], *[piece.rows for piece in pooled]]
+            wanted = np.concatenate([last, *asked])
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)

@@ -277,8 +277,9 @@ def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
 @pytest.mark.slow
 def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     prompts = [prompt_of(n) for n in range(4)]
-    wishes = {"n": 2, "bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2, "prompt_logprobs": 1,
-              "thinking_token_budget": 1, "reasoning_start_token_ids": [prompts[1][-3]],
+    wishes = {"n": 2, "bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2,
+              "prompt_logprobs": 1, "thinking_token_budget": 1,
+              "reasoning_start_token_ids": [prompts[1][-3]],
               "reasoning_end_token_ids": [5, 6]}  # fmt: skip
     # Numbers of numpy's types are taken and travel as any other.
     drawn = SamplingParams(

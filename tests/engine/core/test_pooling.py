@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of prompts through a core equal transformers' hidden states, however steps cut, overlap
-or send back.
+"""Embeddings of prompts through a core equal transformers' hidden states, however steps cut
+prompts, overlap or send them back.
 """
 
 from __future__ import annotations
@@ -63,8 +63,15 @@ def embeddings(core: EngineCore, *requests: AddRequest) -> dict[str, Vectors]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_backend": "kernels"},
-                                     {"distributed_executor_backend": "mp"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_backend": "kernels"},
+        pytest.param({"distributed_executor_backend": "mp"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_both_poolings_are_those_of_transformers(
     make_core: MakeCore, reference: Reference, options: dict[str, Any]
 ) -> None:
@@ -126,8 +133,8 @@ def test_preemption_and_overlapping_steps_change_nothing(
 def test_an_answer_may_follow(make_core: MakeCore, reference: Reference) -> None:
     """The vector comes with its first token, and the tokens are those without it."""
     core, prompt = make_core(), prompt_of(40)
-    plain = [output for output in run_all(core, request("plain", prompt))]
-    both = [output for output in run_all(core, asking("both", prompt, "mean", max_tokens=6))]
+    plain = run_all(core, request("plain", prompt))
+    both = run_all(core, asking("both", prompt, "mean", max_tokens=6))
     tokens = [[token for each in outputs for token in each.new_token_ids]
               for outputs in (plain, both)]  # fmt: skip
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
@@ -145,17 +152,12 @@ def run_all(core: EngineCore, one: AddRequest) -> list[TokenOutput]:
 
 
 @pytest.mark.parametrize(
-    ("options", "fields", "words"),
+    ("fields", "words"),
     [
-        ({}, {"pooling": "max"}, "pooling takes last or mean, not 'max'"),
-        ({}, {"pooling": "last", "hand_over": True}, "hand nothing over"),
-        ({"role": "prefill", "kv_offload": "cpu", "kv_offload_cpu_bytes": "1MiB"},
-         {"pooling": "mean"}, "nodes of the role both"),
+        ({"pooling": "max"}, "pooling takes last or mean, not 'max'"),
+        ({"pooling": "last", "hand_over": True}, "hand nothing over"),
     ],
-)  # fmt: skip
-def test_poolings_that_cannot_be(
-    make_core: MakeCore, options: dict[str, Any], fields: dict[str, Any], words: str
-) -> None:
-    core = make_core(**options)
-    [output] = core.add(request("r", prompt_of(9), extras=RequestExtras(**fields)))
+)
+def test_poolings_that_cannot_be(make_core: MakeCore, fields: dict[str, Any], words: str) -> None:
+    [output] = make_core().add(request("r", prompt_of(9), extras=RequestExtras(**fields)))
     assert output.finish_reason == "error" and words in (output.error or "")

@@ -30,6 +30,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "max_model_len": (("64", 64), ("32", 32), ("16", 16)),
     "reasoning_start": (("<a>", "<a>"), ("none", "none"), ("b c", "b c")),
     "reasoning_end": (("</a>", "</a>"), ("none", "none"), ("b c", "b c")),
+    "pooling": (("mean", "mean"), ("last", "last"), ("mean", "mean")),
     "block_size": (("64", 64), ("32", 32), ("16", 16)),
     "num_blocks": (("64", 64), ("32", 32), ("16", 16)),
     "kv_cache_memory_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
