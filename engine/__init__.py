@@ -14,7 +14,7 @@ from .extras import explain_missing_module
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .outputs import CompletionOutput, RequestOutput
+    from .offline.outputs import CompletionOutput, RequestOutput
     from .sampling_params import SamplingParams
     from .structured_params import StructuredOutputsParams
 
@@ -22,8 +22,8 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 
 _HOMES = {
     "LLM": ".llm",
-    "CompletionOutput": ".outputs",
-    "RequestOutput": ".outputs",
+    "CompletionOutput": ".offline.outputs",
+    "RequestOutput": ".offline.outputs",
     "SamplingParams": ".sampling_params",
     "StructuredOutputsParams": ".structured_params",
 }

@@ -26,11 +26,11 @@ from .client.base import EngineClient, EngineDead
 from .embeds import read_embeds, write_embeds
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
+from .offline.outputs import EmbeddingRequestOutput, RequestOutput
+from .offline.runs import CheckedPrompt, PromptRunner
 from .options import engine_config
-from .outputs import EmbeddingRequestOutput, RequestOutput
 from .pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
 from .request import pack_token_ids
-from .runs import CheckedPrompt, PromptRunner
 from .sampling.loading import make_params_check
 from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text

@@ -54,10 +54,9 @@ ENGINE_ROOMS: dict[str, str] = {
         "structured_params text wire"
     ),
     "router": "api logs",
-    "outputs": "logprobs pooling text",
-    "runs": "api client outputs request sampling_params text wire",
+    "offline": "api client logprobs pooling request sampling_params text wire",
     "llm": (
-        "api client core embeds logs models options outputs pooling request runs sampling "
+        "api client core embeds logs models offline options pooling request sampling "
         "sampling_params text wire"
     ),
     "cli": (

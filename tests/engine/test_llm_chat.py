@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stratakv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, outputs
+from stratakv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from stratakv.engine.offline import outputs
 from stratakv.engine.sampling_params import MAX_N
 
 from ..tiers.store_contract import wait_until

@@ -97,6 +97,11 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("a:B,c.d:E", ("a:B", "c.d:E")),
         ("c:D.E", ("c:D.E",)),
     ),
+    "structured_outputs_backend": (
+        ("xgrammar", "xgrammar"),
+        ("llguidance", "guidance"),
+        ("auto", "auto"),
+    ),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),
     "port": (("1", 1), ("2", 2), ("0", 0)),

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TextIO
 
-from .logprobs import PositionLogprobs, PromptLogprobs
-from .pooling import finish_vector
-from .text.output_processor import TextOutput
+from ..logprobs import PositionLogprobs, PromptLogprobs
+from ..pooling import finish_vector
+from ..text.output_processor import TextOutput
 
 # Calls that take no longer write no line; the others write it again as often.
 PROGRESS_SECONDS = 1.0
