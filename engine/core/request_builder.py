@@ -92,8 +92,8 @@ class RequestBuilder:
             block_hasher=self._hasher,
             prompt_embeds=embeds,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_rows,
-            hands_over=self._role == "prefill" or extras.hand_over,
-            goes_on=self._role == "decode" or extras.ticket is not None,
+            hands_over=not extras.pooling and (self._role == "prefill" or extras.hand_over),
+            goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
             pooling=extras.pooling,
         )
 
@@ -102,6 +102,8 @@ class RequestBuilder:
         nodes that are asked the same at once, the one that decodes is to wait for the other."""
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
+            return Elsewhere.NO
+        if extras.pooling:
             return Elsewhere.NO
         if extras.computed_elsewhere or (decodes and extras.asked_elsewhere):
             return Elsewhere.TOLD
@@ -113,10 +115,10 @@ class RequestBuilder:
             return
         if pooling not in POOLINGS:
             raise ValueError(f"pooling takes {' or '.join(POOLINGS)}, not {format_value(pooling)}")
-        if self._role != "both" or extras.hand_over or extras.ticket is not None:
+        if extras.hand_over or extras.ticket is not None:
             raise ValueError(
-                "embeddings are made by nodes of the role both, which hand nothing over; send this "
-                "to another node"
+                "an embedding is made by one node alone, and nothing of it is handed over; send "
+                "the request without the fields of a router"
             )
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
+from stratakv.connector.base import Elsewhere
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.wire import AddRequest, RequestExtras, TokenOutput
 
@@ -155,9 +156,23 @@ def run_all(core: EngineCore, one: AddRequest) -> list[TokenOutput]:
     ("fields", "words"),
     [
         ({"pooling": "max"}, "pooling takes last or mean, not 'max'"),
-        ({"pooling": "last", "hand_over": True}, "hand nothing over"),
+        ({"pooling": "last", "hand_over": True}, "nothing of it is handed over"),
     ],
 )
 def test_poolings_that_cannot_be(make_core: MakeCore, fields: dict[str, Any], words: str) -> None:
     [output] = make_core().add(request("r", prompt_of(9), extras=RequestExtras(**fields)))
     assert output.finish_reason == "error" and words in (output.error or "")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_of_other_roles_make_them_alone(make_core: MakeCore, role: str) -> None:
+    """They wait for nobody, and keep nothing for others."""
+    core = make_core()
+    builder = core._adder._builder
+    builder._role = role
+    plain, pooled = request("plain", prompt_of(20)), asking("pooled", prompt_of(20), "last")
+    assert builder.make_request(plain).hands_over == (role == "prefill")
+    built = builder.make_request(pooled)
+    assert not built.hands_over and built.tail_hash is None
+    assert builder.elsewhere(pooled) is Elsewhere.NO
+    assert (builder.elsewhere(plain) is Elsewhere.PERHAPS) == (role == "decode")
