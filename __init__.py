@@ -13,10 +13,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+    from .engine import (
+        LLM,
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 from .extras import explain_missing_module
 
 if TYPE_CHECKING:
-    from .llm import LLM, RequestOutput
+    from .llm import LLM
+    from .offline.outputs import CompletionOutput, RequestOutput
     from .sampling_params import SamplingParams
     from .structured_params import StructuredOutputsParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
     "LLM": ".llm",
-    "RequestOutput": ".llm",
+    "CompletionOutput": ".offline.outputs",
+    "RequestOutput": ".offline.outputs",
     "SamplingParams": ".sampling_params",
     "StructuredOutputsParams": ".structured_params",
 }

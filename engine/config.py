@@ -37,6 +37,7 @@ EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in one o
 ROLES = ("both", "prefill", "decode")
 # What keeps an answer to a schema or a grammar (`structured/backends.py`).
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
+POOLINGS = LAST, MEAN = ("last", "mean")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 # On the CPU: the pool that every model gets where the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
@@ -64,6 +65,7 @@ class ModelConfig:
     # What the model writes around a thought; empty: looked for in the tokenizer, none: nothing.
     reasoning_start: str = ""
     reasoning_end: str = ""
+    pooling: str = LAST  # which hidden states of a prompt are its embedding
 
     def __post_init__(self) -> None:
         one_of("--dtype", self.dtype, DTYPES)
@@ -71,6 +73,7 @@ class ModelConfig:
         one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
         one_of("--compilation", self.compilation, COMPILATIONS)
         one_of("--load-format", self.load_format, LOAD_FORMATS)
+        one_of("--pooling", self.pooling, POOLINGS)
         if self.attention_backend == "gather" and self.device != "cpu":
             raise ConfigError(
                 f"--attention-backend gather computes on the CPU and --device is {self.device}; "

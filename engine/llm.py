@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python API: `LLM(model).generate(prompts)`.
+"""The Python API: `LLM(model).generate(prompts)`, and `chat` for conversations.
 
 Plain calls over an engine client, whose event loop runs in a thread of its own, so that this works
 from scripts, threads and notebooks alike.
@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,11 +24,13 @@ from ..tiers.settings.readers import one_of, switch
 from ..tiers.settings.values import ConfigError
 from .client.base import EngineClient, EngineDead
 from .embeds import read_embeds, write_embeds
-from .logprobs import PositionLogprobs, PromptLogprobs
 from .logs import LOG_LEVELS
 from .models.checkpoint.generation_config import load_default_sampling
+from .offline.outputs import EmbeddingRequestOutput, RequestOutput
+from .offline.runs import CheckedPrompt, PromptRunner
 from .options import engine_config
-from .request import pack_token_ids, unpack_token_ids
+from .pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
+from .request import pack_token_ids
 from .sampling.loading import make_params_check
 from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
@@ -87,46 +88,12 @@ class EventLoopThread:
             self._loop.close()
 
 
-logger = logging.getLogger(__name__)
-
 Prompt = str | Sequence[int] | npt.NDArray[Any]
+Conversation = Sequence[Mapping[str, Any]]
 # They can be gone through, but for other things than these, or in no order.
 _NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 # Beyond the time that the tiers are given to write back.
 _CLOSE_GRACE_SECONDS = 10.0
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The answer to one prompt. `timings` are seconds, by name; `cached_tokens_by_tier` has the
-    pool and each tier that the engine was given."""
-
-    prompt_token_ids: list[int]
-    prompt: str | None = None  # None for a prompt given as token ids
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | ...
-    stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    logprobs: list[PositionLogprobs] = field(default_factory=list)  # of `token_ids`, if asked for
-    prompt_logprobs: PromptLogprobs | None = None
-
-    def add(self, part: TextOutput) -> None:
-        """Take in what is new."""
-        self.text += part.text
-        self.token_ids.extend(part.token_ids)
-        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
-        self.error = part.error
-        if part.num_cached_tokens is not None:
-            self.num_cached_tokens = part.num_cached_tokens
-        self.cached_tokens_by_tier.update(part.cached_tokens_by_tier or {})
-        self.timings.update(part.timings or {})
-        self.logprobs.extend(part.logprobs or ())
-        if part.prompt_logprobs is not None:
-            self.prompt_logprobs = part.prompt_logprobs
 
 
 class LLM:
@@ -173,33 +140,97 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts, each a text or a list of token ids; one output each, in order.
+        """Continue prompts, each a text or a list of token ids; one answer each, in order.
 
-        Raises ValueError, before anything runs, for a prompt that cannot be used, and EngineDead.
-        A request that fails later has the finish reason "error", and the others go on.
+        A line on standard error counts answers, where that is a terminal and several prompts take
+        longer than a second; `use_tqdm=False` leaves it out. Raises ValueError, before anything
+        runs, for a prompt that cannot be used, and EngineDead. A request that fails later has the
+        finish reason "error", and the others go on.
         """
         self._check_open()
+        _check_switch("use_tqdm", use_tqdm)
         chosen = _list_of(prompts)
-        params = _params_for(len(chosen), sampling_params)
-        requests = []
-        for index, prompt in enumerate(chosen):
-            try:
-                requests.append(self._request(prompt, params[index], cache_salt))
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
-        outputs = [
-            RequestOutput(
-                unpack_token_ids(r.prompt_token_ids),
-                p if isinstance(p, str) else None,
-                cached_tokens_by_tier=dict.fromkeys(self._client.ready.tiers, 0),
-            )
-            for r, p in zip(requests, chosen, strict=True)
+        params = _params_for(len(chosen), sampling_params, "prompts")
+        checked = []
+        for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
+            with _named(f"prompt {index}"):
+                request = self._request(prompt, own, cache_salt)
+            checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
+        return self._run(checked, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Answer a conversation, which is a list of messages, or several; one answer each, in
+        order. Messages are dicts as in /v1/chat/completions.
+
+        The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
+        variables of it. `continue_final_message` goes on with the last message, else
+        the answer is a new one, unless `add_generation_prompt` is False. Thoughts are split off as
+        `reasoning` where the model's marks are known. The rest is as in `generate`.
+        """
+        self._check_open()
+        _check_switch("use_tqdm", use_tqdm)
+        from .api.openai.conversation import ChatOptions, ConversationRenderer
+
+        conversations = _conversations_of(messages)
+        params = _params_for(len(conversations), sampling_params, "conversations")
+        tokenizer, longest = self._need_tokenizer(), self._client.ready.max_model_len - 1
+        goes_on = continue_final_message
+        options = ChatOptions(add_generation_prompt, goes_on, chat_template_kwargs)
+        renderer = ConversationRenderer(self.config.model.path, tokenizer, chat_template)
+        checked = []
+        for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
+            with _named(f"conversation {index}"):
+                text = self._loop.run(renderer.render(conversation, options))
+                # The template has written the special tokens itself.
+                ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
+                request = self._request(ids, own, cache_salt, splits_thoughts=True)
+            is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
+            checked.append(CheckedPrompt(request, text, is_inside))
+        return self._run(checked, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        cache_salt: str = "",
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of prompts, each a text or a list of token ids: pooled hidden states, as the
+        option `pooling` says, of length 1 if `normalize`. Raises as `generate` does, and ValueError
+        for fewer `dimensions` where the model's config.json does not allow any."""
+        self._check_open()
+        _check_switch("use_tqdm", use_tqdm)
+        _check_switch("normalize", normalize)
+        path, pooling = self.config.model.path, self.config.model.pooling
+        Dimensions.load(path).check(dimensions, self._client.ready.hidden_size)
+        checked = []
+        for index, prompt in enumerate(_list_of(prompts)):
+            with _named(f"prompt {index}"):
+                request = self._request(prompt, EMBEDDING_PARAMS, cache_salt)
+            text = prompt if isinstance(prompt, str) else None
+            checked.append(CheckedPrompt(with_pooling(request, pooling), text))
+        answers = self._run(checked, use_tqdm)
+        return [
+            EmbeddingRequestOutput.of(each, normalize=normalize, dimensions=dimensions)
+            for each in answers
         ]
-        self._loop.run(self._generate_all(requests, outputs))
-        return outputs
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -207,6 +238,8 @@ class LLM:
         """Continue one prompt and yield what is new as it is made. Closing it early aborts the
         request. Raises as `generate` does, at once."""
         params = sampling_params or SamplingParams()
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise ValueError(f"n must be 1 in a stream, got {params.n}; use generate")
         return self._stream(self._request(prompt, params, cache_salt))
 
     def default_sampling_params(self) -> SamplingParams:
@@ -274,7 +307,14 @@ class LLM:
 
         return self._loop.run(ProcessClient.start(self.config, log_level=log_level))
 
-    def _request(self, prompt: Prompt, params: SamplingParams, cache_salt: str) -> AddRequest:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str,
+        *,
+        splits_thoughts: bool = False,
+    ) -> AddRequest:
         """Check a prompt and make it a request; raises ValueError."""
         self._check_open()
         if not isinstance(params, SamplingParams):
@@ -287,12 +327,7 @@ class LLM:
             extras = _embeds_extras(prompt, params, ready.hidden_size, longest)
             ids: Sequence[int] = [0] * len(prompt)
         elif isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{self.config.model.path} holds no tokenizer.json; copy the model's there, "
-                    "or give prompts as lists of token ids"
-                )
-            ids = self.tokenizer.encode(prompt, max_tokens=longest)
+            ids = self._need_tokenizer().encode(prompt, max_tokens=longest)
         elif isinstance(prompt, _NO_LISTS) or not hasattr(prompt, "__len__"):
             raise ValueError(
                 f"a prompt is a text or a list of token ids, not {_kind(prompt)}; put a single "
@@ -311,31 +346,34 @@ class LLM:
                 f"{min(ids) if min(ids) < 0 else max(ids)}"
             )
         params = with_spelt_bad_words(params, self.tokenizer)
-        params = with_reasoning_marks(params, self.marks)
+        params = with_reasoning_marks(params, self.marks, are_split=splits_thoughts)
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
         self._check_params(params)
         name = f"llm-{next(self._ids)}"
         return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)
 
-    async def _generate_all(
-        self, requests: Sequence[AddRequest], outputs: Sequence[RequestOutput]
-    ) -> None:
-        # The core refuses more than it may queue, so no more are offered.
-        places = asyncio.Semaphore(self.config.scheduler.max_waiting_requests)
+    def _need_tokenizer(self) -> Tokenizer:
+        """Raises ValueError where the model has none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.config.model.path} holds no tokenizer.json; copy the model's there, "
+                "or give prompts as lists of token ids"
+            )
+        return self.tokenizer
 
-        async def run(request: AddRequest, output: RequestOutput) -> None:
-            async with places:
-                async for part in generate_text(self._client, request, self.tokenizer):
-                    output.add(part)
-
-        pairs = zip(requests, outputs, strict=True)
-        tasks = [asyncio.ensure_future(run(request, output)) for request, output in pairs]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _run(self, prompts: Sequence[CheckedPrompt], use_tqdm: bool) -> list[RequestOutput]:
+        """Run every choice of every prompt to its end."""
+        tokenizer, most = self.tokenizer, self.config.scheduler.max_waiting_requests
+        runner = PromptRunner(self._client, tokenizer, self.marks, max_at_once=most)
+        answers = self._loop.run(runner.run(prompts, use_tqdm=use_tqdm))
+        asking = [
+            answer
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if prompt.request.sampling_params.logprobs is not None
+        ]
+        if asking:
+            runner.name_logprobs(asking)
+        return answers
 
     def _stream(self, request: AddRequest) -> Iterator[TextOutput]:
         parts = generate_text(self._client, request, self.tokenizer)
@@ -389,7 +427,7 @@ def _kind(value: object) -> str:
 
 
 def _params_for(
-    count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    count: int, given: SamplingParams | Sequence[SamplingParams] | None, what: str
 ) -> Sequence[SamplingParams]:
     """One for each prompt; raises ValueError where the numbers differ."""
     if given is None or isinstance(given, SamplingParams):
@@ -398,9 +436,36 @@ def _params_for(
         raise ValueError(f"sampling parameters are SamplingParams or a list, not {_kind(given)}")
     if len(given) != count:
         raise ValueError(
-            f"{count} prompts need one or {count} sampling parameters, not {len(given)}"
+            f"{count} {what} need one or {count} sampling parameters, not {len(given)}"
         )
     return given
+
+
+def _conversations_of(messages: Any) -> list[Any]:
+    """Several conversations, or the only one; raises ValueError for what can be neither."""
+    if isinstance(messages, list | tuple):
+        if all(isinstance(each, list | tuple) for each in messages):
+            return list(messages)
+        if all(isinstance(each, Mapping) for each in messages):
+            return [messages]
+    raise ValueError(
+        "messages are a list of dicts, each with `role` and `content`, or a list of such lists, "
+        f"not {format_value(messages)}"
+    )
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says of what it is that a ValueError is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} takes True or False, not {format_value(value)}")
 
 
 async def _in_process_client(core: EngineCore) -> EngineClient:

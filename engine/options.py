@@ -35,6 +35,7 @@ from .config import (
     EXECUTORS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    POOLINGS,
     ROLES,
     STRUCTURED_OUTPUTS_BACKENDS,
     CacheConfig,
@@ -146,6 +147,10 @@ OPTIONS: Mapping[str, Option] = {
     "reasoning_end": Option(
         "model", "reasoning_end", _mark, "the text behind a thought, such as </think>", "TEXT",
         "found in the tokenizer",
+    ),
+    "pooling": Option(
+        "model", "pooling", one_of(*POOLINGS),
+        "the embedding of a prompt: the hidden state of its last token, or the mean of all", "NAME",
     ),
     "block_size": Option("cache", "block_size", readers.integer, "tokens in a block", "N"),
     "num_blocks": Option(

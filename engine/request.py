@@ -125,6 +125,7 @@ class Request:
         "num_tokens",
         "num_told_tokens",
         "output_token_ids",
+        "pooling",
         "prompt_embeds",
         "repetition_detection",
         "request_id",
@@ -148,6 +149,7 @@ class Request:
         skip_reading_prefix_cache: bool = False,
         hands_over: bool = False,
         goes_on: bool = False,
+        pooling: str = "",
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -159,6 +161,7 @@ class Request:
         # [num_prompt_tokens, hidden]: what the model reads in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.pooling = pooling  # see `RequestExtras`
 
         self.num_prompt_tokens = len(prompt_token_ids)
         # At hand here, since they are asked for after every token.

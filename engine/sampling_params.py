@@ -7,6 +7,7 @@ whoever knows it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -19,6 +20,7 @@ from .logprobs import MAX_LOGPROBS
 from .reasoning import is_part
 from .structured_params import StructuredOutputsParams
 
+MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -72,7 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     most tokens of a thought, which stands between the marks that `reasoning_start_token_ids` and
     `reasoning_end_token_ids` are; whoever knows the model's marks fills them in, and without them
     it does nothing. `structured_outputs` says what the answer has to look like. `extra_args` are
-    copied. Raises ValueError, naming the field, for another type and for anything out of bounds.
+    copied. `n` is for whoever makes requests of prompts: one for each of so many answers, by
+    `child_params`. Raises ValueError, naming the field, for another type and for anything out of
+    bounds.
     """
 
     max_tokens: int = 16
@@ -101,6 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_end_token_ids: tuple[int, ...] = ()
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
     structured_outputs: StructuredOutputsParams | None = None
+    n: int = 1  # answers to the same prompt
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -185,6 +190,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check(isinstance(value, bool), name, "True or False", value)
 
     def _check_numbers(self) -> None:
+        _check(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}", self.n)
         _check(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _check(self.max_tokens < 2**63, "max_tokens", "a 64-bit integer", self.max_tokens)
         in_range = 0 <= self.min_tokens <= self.max_tokens
@@ -263,7 +269,30 @@ def check_params_for_embeds(params: SamplingParams) -> None:
         )
 
 
-_WHOLE = ("max_tokens", "min_tokens", "top_k")
+_SEEDS = 2**64
+
+
+def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
+    """The parameters of one of several answers to the same prompt. Each has a seed of its own;
+    the prompt's log-probabilities are computed for the one `with_prompt` only."""
+    changes: dict[str, int | None] = {"n": 1}
+    if params.seed is not None:  # beyond the greatest seed comes the least
+        changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+    if not with_prompt:
+        changes["prompt_logprobs"] = None
+    return with_changes(params, **changes)
+
+
+def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParams:
+    """A copy with other values that are known to be in range. To check a thousand biases again for
+    each of hundreds of answers would take a second."""
+    changed = copy.copy(params)
+    for name, value in changes.items():
+        msgspec.structs.force_setattr(changed, name, value)
+    return changed
+
+
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k")
 _WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
 _MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")
 _REAL = (

@@ -45,6 +45,8 @@ class RequestExtras(
     asked_elsewhere: bool = False  # another node, of another role, was asked the same at once
     # A safetensors file: what the model reads in place of the prompt's tokens, which are zeros.
     prompt_embeds: bytes = b""
+    # `last` or `mean`: the prompt's embedding is wanted, which comes with the first token.
+    pooling: str = ""
 
 
 NO_EXTRAS = RequestExtras()
@@ -102,6 +104,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: PromptLogprobs | None = None
     # With the last one, where the prompt was handed over.
     ticket: Ticket | None = None
+    # With the first token, where it was asked for: little-endian float64 `[hidden]`.
+    embedding: bytes | None = None
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):

@@ -21,6 +21,7 @@ from stratakv.engine.api.openai.protocol import (
     NEUTRAL_VALUES,
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     SamplingFields,
 )
 from stratakv.engine.api.settings import ApiSettings
@@ -186,7 +187,8 @@ def _check_meaning(name: str, here: str) -> None:
         assert settings.notes and not settings.given
     elif flags and here.startswith("`--"):
         option = OPTIONS.get(flags[0][2:].replace("-", "_"))
-        values = {"num_blocks": "9", "block_hash": "sha256", "structured_outputs_backend": "auto"}
+        values = {"num_blocks": "9", "block_hash": "sha256", "structured_outputs_backend": "auto",
+                  "pooling": '{"pooling_type": "MEAN"}'}  # fmt: skip
         value = values.get(
             option.field if option else "", "true" if name.startswith("disable") else "info"
         )
@@ -282,6 +284,10 @@ def test_fields_of_a_body(heading: str, kind: type[msgspec.Struct]) -> None:
     shared = _fields_of(SamplingFields)
     assert _tables()["Fields of both bodies"].keys() == shared
     assert _tables()[heading].keys() == _fields_of(kind) - shared
+
+
+def test_fields_of_embeddings() -> None:
+    assert _tables()["Fields of /v1/embeddings"].keys() == _fields_of(EmbeddingRequest)
 
 
 def test_limits() -> None:

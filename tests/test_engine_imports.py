@@ -33,6 +33,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "request": "logprobs sampling_params",
     "observer": "request",
     "wire": "handover logprobs sampling_params",
+    "pooling": "models sampling_params wire",
     "batch": "request sampling_params",
     "cache": "observer request",
     "settings": "config logprobs logs not_built offload_config options",
@@ -49,12 +50,14 @@ ENGINE_ROOMS: dict[str, str] = {
     "client": "config core wire",
     "text": "client handover logprobs models reasoning request sampling_params wire",
     "api": (
-        "client embeds handover logprobs request sampling_params settings structured_params text "
-        "wire"
+        "client embeds handover logprobs pooling request sampling_params settings "
+        "structured_params text wire"
     ),
     "router": "api logs",
+    "offline": "api client logprobs pooling request sampling_params text wire",
     "llm": (
-        "client core embeds logprobs logs models options request sampling sampling_params text wire"
+        "api client core embeds logs models offline options pooling request sampling "
+        "sampling_params text wire"
     ),
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.llm import RequestOutput
+from stratakv.engine.offline.outputs import RequestOutput
 
 from .tiers.cache_server.rig import RunningServer, running_server
 from .tiny_models import make_llama

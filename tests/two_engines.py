@@ -22,7 +22,8 @@ from typing import Any
 
 import trustme
 
-from stratakv.engine.llm import LLM, RequestOutput
+from stratakv.engine.llm import LLM
+from stratakv.engine.offline.outputs import RequestOutput
 from stratakv.engine.sampling_params import SamplingParams
 
 from .tiers.cache_server.rig import WAIT_SECONDS, Client, token_of

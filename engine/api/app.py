@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import __version__
 from ...tiers.settings.suggestions import did_you_mean
 from ..client.base import UNHEALTHY_FAILED_STEPS, EngineClient, EngineDead
+from ..pooling import Dimensions
 from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ from .openai.body import MAX_QUOTED_CHARACTERS
 from .openai.chat import create_chat_completion
 from .openai.chat_template import ChatTemplate
 from .openai.completions import create_completion
+from .openai.embeddings import create_embeddings
 from .openai.follow import FOLLOW
 from .openai.replies import ModelCard, ModelList, now
 from .openai.token_texts import TokenTexts
@@ -69,6 +71,7 @@ def create_app(
     default_sampling: Mapping[str, float | int] = NO_DEFAULTS,
     marks: ReasoningMarks | None = None,
     check_params: Callable[[SamplingParams], None] = lambda params: None,
+    pooling: str = "last",
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
@@ -76,7 +79,8 @@ def create_app(
     paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
     a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
     model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
-    logits processor refuses. Raises ConfigError for a chat template that cannot be used.
+    logits processor refuses. `pooling` is that of embeddings. Raises ConfigError for a chat
+    template that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
@@ -92,10 +96,13 @@ def create_app(
         tuple(model_aliases),
         marks,
         check_params,
+        pooling,
+        Dimensions.load(model_path),
     )
     routes = [
         _route("/v1/completions", ["POST"], front, create_completion, counted=True),
         _route("/v1/chat/completions", ["POST"], front, create_chat_completion, counted=True),
+        _route("/v1/embeddings", ["POST"], front, create_embeddings, counted=True),
         *[
             _route(FOLLOW + path, ["POST"], front, partial(create, follows=True))
             for path, create in (

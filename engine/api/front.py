@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..client.base import EngineClient
+from ..pooling import Dimensions
 from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import PromptTooLong, Tokenizer
@@ -88,6 +89,8 @@ class Front:
     marks: ReasoningMarks | None = None  # of the model's thoughts; None: none are known
     # Raises ValueError for parameters that a logits processor refuses.
     check_params: Callable[[SamplingParams], None] = lambda params: None
+    pooling: str = "last"  # of embeddings
+    dimensions: Dimensions = field(default_factory=Dimensions)
     in_flight: InFlight = field(default_factory=InFlight)
     _long_texts: asyncio.Semaphore = field(
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
@@ -119,29 +122,36 @@ class Front:
         return self.tokenizer
 
     async def resolve_prompts(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, keep_last: int | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        keep_last: int | None = None,
+        param: str = "prompt",
     ) -> list[bytes]:
         """Each prompt as int32 bytes, only the last `keep_last` tokens where given. All of them
         are checked before any is given back."""
-        prompts = as_list(prompt)
+        prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
         if len(prompts) > most:
             message = (
                 f"the request holds {len(prompts)} prompts and at most {most} are taken; send the "
                 "others in requests of their own"
             )
-            raise ApiError(message, param="prompt", code="too_many_prompts")
+            raise ApiError(message, param=param, code="too_many_prompts")
         texts = [item for item in prompts if isinstance(item, str)]
         limit = self.max_prompt_tokens if keep_last is None else None
         encoded = iter(
-            await self.encode(texts, add_special_tokens=add_special_tokens, max_tokens=limit)
+            await self.encode(
+                texts, add_special_tokens=add_special_tokens, max_tokens=limit, param=param
+            )
             if texts
             else ()
         )
         ids = [next(encoded) if isinstance(item, str) else item for item in prompts]
         one = prompts is not prompt
         return [
-            self.check_ids(item, "prompt" if one else f"prompt[{i}]", keep_last)
+            self.check_ids(item, param if one else f"{param}[{i}]", keep_last)
             for i, item in enumerate(ids)
         ]
 
@@ -224,7 +234,7 @@ class Front:
         return array
 
 
-def as_list(prompt: Prompt) -> Sequence[str | list[int]]:
+def as_list(prompt: Prompt, param: str = "prompt") -> Sequence[str | list[int]]:
     """The prompts of a request: a list of ids is one prompt, any other list is many and is given
     back as it is."""
     if isinstance(prompt, str):
@@ -233,11 +243,12 @@ def as_list(prompt: Prompt) -> Sequence[str | list[int]]:
     if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
     if not kinds:
-        raise ApiError("`prompt` is an empty list; send a prompt", param="prompt", code="no_prompt")
+        message = f"`{param}` is an empty list; send a prompt"
+        raise ApiError(message, param=param, code="no_prompt")
     if len(kinds) > 1:
         message = (
-            "`prompt` mixes kinds; send a string, a list of strings, a list of token ids, or a "
+            f"`{param}` mixes kinds; send a string, a list of strings, a list of token ids, or a "
             "list of lists of token ids"
         )
-        raise ApiError(message, param="prompt", code="invalid_type")
+        raise ApiError(message, param=param, code="invalid_type")
     return prompt  # type: ignore[return-value]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...tiers.settings.values import MIB, ConfigError
+from ..sampling_params import MAX_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class ApiSettings:
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
     # Answers of one request: for one prompt, and for all of its prompts together.
-    max_n: int = 64
+    max_n: int = MAX_N
     max_choices_per_request: int = 256
     # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
     max_prompt_logprobs_per_request: int = 1_000_000

@@ -181,6 +181,7 @@ async def _serve(
             default_sampling=default_sampling,
             marks=marks,
             check_params=check_params,
+            pooling=config.model.pooling,
         )
         return await _serve_app(app, client, config, server, sock, tls, told)
     finally:

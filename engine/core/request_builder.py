@@ -15,11 +15,13 @@ import numpy as np
 from ...connector.base import Elsewhere
 from ...tiers.block import tenant_salt
 from ...tiers.context import NO_CONTEXT, RequestContext
+from ...tiers.settings.format import format_value
+from ..config import MEAN, POOLINGS
 from ..embeds import EmbedArray, read_embeds
 from ..handover import Ticket, fits, is_possible
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams, check_params_for_embeds
-from ..wire import NO_EXTRAS, AddRequest
+from ..wire import NO_EXTRAS, AddRequest, RequestExtras
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,10 @@ class RequestBuilder:
                 f"priority must be 0, got {request.priority}: requests are served in the order in "
                 "which they come"
             )
+        if request.sampling_params.n != 1:
+            raise ValueError(
+                f"n must be 1, got {request.sampling_params.n}: each answer is a request of its own"
+            )
         tokens = self._check_tokens(request.prompt_token_ids)
         embeds = self._check_embeds(request, len(tokens))
         params, extras = request.sampling_params, request.extras or NO_EXTRAS
@@ -75,8 +81,9 @@ class RequestBuilder:
         most = self._max_model_len - len(tokens)
         if extras.asked_elsewhere and self._role == "prefill":
             most = min(most, 1)  # the other node makes the answer
-        # Cached tokens are not computed, so they have no logits to report.
-        needs_all_logits = params.prompt_logprobs is not None
+        self._check_pooling(extras)
+        # Cached tokens are not computed, so they have no logits and no hidden states to report.
+        needs_all_rows = params.prompt_logprobs is not None or extras.pooling == MEAN
         return Request(
             request.request_id,
             tokens,
@@ -84,9 +91,10 @@ class RequestBuilder:
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
             prompt_embeds=embeds,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_logits,
-            hands_over=self._role == "prefill" or extras.hand_over,
-            goes_on=self._role == "decode" or extras.ticket is not None,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_rows,
+            hands_over=not extras.pooling and (self._role == "prefill" or extras.hand_over),
+            goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
+            pooling=extras.pooling,
         )
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
@@ -95,9 +103,23 @@ class RequestBuilder:
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
             return Elsewhere.NO
+        if extras.pooling:
+            return Elsewhere.NO
         if extras.computed_elsewhere or (decodes and extras.asked_elsewhere):
             return Elsewhere.TOLD
         return Elsewhere.PERHAPS if decodes else Elsewhere.NO
+
+    def _check_pooling(self, extras: RequestExtras) -> None:
+        pooling = extras.pooling
+        if not pooling:
+            return
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling takes {' or '.join(POOLINGS)}, not {format_value(pooling)}")
+        if extras.hand_over or extras.ticket is not None:
+            raise ValueError(
+                "an embedding is made by one node alone, and nothing of it is handed over; send "
+                "the request without the fields of a router"
+            )
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
         """The embeddings that a request brings, as many as its tokens."""

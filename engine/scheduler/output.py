@@ -122,7 +122,7 @@ class OutputWriter:
         self._places.end(request, status)
 
 
-def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
+def add_figures(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutput) -> None:
     """Give outputs what the worker sent along with their tokens, as far as the tokens were kept.
     One without tokens may be of another request than the worker means: an id can be used again."""
     for output in outputs:
@@ -134,6 +134,7 @@ def add_logprobs(outputs: Iterable[TokenOutput], runner_output: ModelRunnerOutpu
         told = runner_output.prompt_logprobs.get(output.request_id)
         if told is not None:
             output.prompt_logprobs = told
+        output.embedding = runner_output.embeddings.get(output.request_id)
 
 
 def fault_of(
@@ -174,6 +175,7 @@ class NewRequestData:
     # float [num_prompt_tokens, hidden]: what the model reads instead of the prompt's ids, which
     # must be in the vocabulary all the same.
     prompt_embeds: EmbedArray | None = None
+    pooling: str = ""  # which hidden states of the prompt are wanted: `last`, `mean`, or none
 
 
 @dataclass(slots=True)
@@ -224,3 +226,10 @@ class ModelRunnerOutput:
     # For requests that asked: one entry for each sampled token; the prompt's come with the first.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    # With the first token, for requests that asked: little-endian float64 `[hidden]`.
+    embeddings: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether something comes along with tokens."""
+        return bool(self.logprobs or self.prompt_logprobs or self.embeddings)

@@ -48,7 +48,7 @@ from .output import (
     ModelRunnerOutput,
     OutputWriter,
     SchedulerOutput,
-    add_logprobs,
+    add_figures,
     fault_of,
 )
 from .places import Places
@@ -331,8 +331,8 @@ class Scheduler:
         # One token for each of the others, but for those of whom several came.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
         self._places.counts["generated_tokens"] += num_tokens
-        if runner_output.logprobs or runner_output.prompt_logprobs:
-            add_logprobs(outputs, runner_output)
+        if runner_output.has_figures:
+            add_figures(outputs, runner_output)
         self._places.sweep()
         return outputs
 

@@ -173,6 +173,7 @@ class StepBuilder:
                         num_computed_tokens=entry.num_computed_tokens,
                         output_token_ids=list(request.output_token_ids),
                         prompt_embeds=request.prompt_embeds,
+                        pooling=request.pooling,
                     )
                 )
                 continue

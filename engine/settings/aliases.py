@@ -7,6 +7,7 @@ with the reason and the way to go. Nothing is dropped in silence: what has no ef
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ...tiers.settings import readers
 from ...tiers.settings.format import format_value
 from ...tiers.settings.values import GIB, MAX_SIZE_BYTES, ConfigError
+from ..config import POOLINGS
 from ..logprobs import MAX_LOGPROBS
 
 
@@ -40,6 +42,8 @@ class Alias:
 
 _NOTHING = Meaning()
 _ONE_DEVICE = "the engine computes on one device, and models over several are not built"
+_POOLING_TYPES = ("pooling_type", "seq_pooling_type")
+_ALWAYS_ON = ("normalize", "use_activation")
 _MAX_GIB = MAX_SIZE_BYTES // GIB
 
 
@@ -92,6 +96,25 @@ def _no_log_stats(called: str, value: Any) -> Meaning:
     return Meaning({"log_stats": not readers.switch(called, value)})
 
 
+def _pooler_config(called: str, value: Any) -> Meaning:
+    """vLLM's object, as far as it says which hidden states are pooled."""
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError):
+            given = None
+    rest = dict(given) if isinstance(given, dict) else {}
+    kinds = {str(rest.pop(name, None)).lower() for name in _POOLING_TYPES if name in rest}
+    is_neutral = all(name in _ALWAYS_ON and on is True for name, on in rest.items())
+    if len(kinds) != 1 or not kinds <= set(POOLINGS) or not is_neutral:
+        raise ConfigError(
+            f'{called} takes {{"pooling_type": "LAST"}} or {{"pooling_type": "MEAN"}} here, not '
+            f"{format_value(value)}; vectors are normalised unless a request wants them not"
+        )
+    return Meaning({"pooling": kinds.pop()})
+
+
 ALIASES: Mapping[str, Alias] = {
     "kv_offloading_size": Alias(_offloading_size, "GIB"),
     "kv_offloading_backend": Alias(
@@ -105,6 +128,8 @@ ALIASES: Mapping[str, Alias] = {
         _renamed("structured_outputs_backend", readers.one_of("auto", "xgrammar", "guidance")),
         "NAME",
     ),
+    "pooler_config": Alias(_pooler_config, "JSON"),
+    "override_pooler_config": Alias(_pooler_config, "JSON"),
     "tensor_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "pipeline_parallel_size": Alias(_only("1", way=_ONE_DEVICE), "N"),
     "tokenizer_mode": Alias(

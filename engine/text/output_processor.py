@@ -110,6 +110,7 @@ class TextOutput:
     ticket: Ticket | None = None
     reasoning: str = ""  # the text of thoughts
     num_reasoning_tokens: int = 0  # that are known of now, perhaps of `token_ids` given before
+    embedding: bytes | None = None  # of the prompt, where it was asked for
 
 
 class OutputProcessor:
@@ -155,6 +156,7 @@ class OutputProcessor:
             timings=None if output.finish_reason is None else output.timings,
             prompt_logprobs=output.prompt_logprobs,
             ticket=output.ticket,
+            embedding=output.embedding,
         )
         if self._params.stop:
             self._take_until_stop(output, result)

@@ -32,6 +32,7 @@ class WorkerRequest:
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: embeddings stand for them
+    pooling: str = ""  # which hidden states of the prompt are wanted
 
     @property
     def num_tokens(self) -> int:

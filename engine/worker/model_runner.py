@@ -47,6 +47,7 @@ from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
 from .input_batch import ExpectedTokens, HeldRow, InputBatch, WorkerRequest
 from .kv_pool import KvPool, check_pool_size
+from .pooling import PoolingCollector
 from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
 from .runtime.device_config import Placement
@@ -93,6 +94,7 @@ class StepBatch:
                 new.sampling_params,
                 list(new.output_token_ids),
                 new.prompt_embeds is None,
+                new.pooling,
             )
             self.batch.add(request, new.block_ids, new.num_computed_tokens)
         self._follow_cached(output.cached_requests)
@@ -228,6 +230,7 @@ class ModelRunner:
             groups=groups,
         )
         self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
+        self._pooling = PoolingCollector()
         self._prompt_embeds = PromptEmbeds(spec.hidden_size)
         self._last_failed_id = 0
         self._due: BegunStep | None = None  # sampled, and its tokens are not known here
@@ -306,10 +309,12 @@ class ModelRunner:
     def _update_batch(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_request_ids:
             self._prompt_logprobs.forget(request_id)
+            self._pooling.forget(request_id)
             self._prompt_embeds.forget(request_id)
         self._steps.follow(output, self._sampler.update)
         for new in output.new_requests:
             self._prompt_logprobs.add(self._steps.requests[new.request_id])
+            self._pooling.add(self._steps.requests[new.request_id])
             self._prompt_embeds.add(new)
 
     def _compute(self, step: BegunStep) -> None:
@@ -328,8 +333,10 @@ class ModelRunner:
         last = wanted = (np.cumsum(counts) - 1)[ready]
         prompts = self._prompt_logprobs
         pieces = prompts.plan(batch, rows, computed, counts) if prompts.is_active else []
-        if pieces:
-            wanted = np.concatenate([last, *[piece.rows for piece in pieces]])
+        pooled = self._pooling.plan(batch, rows, computed, counts)
+        if pieces or pooled:
+            asked = [*[piece.rows for piece in pieces], *[piece.rows for piece in pooled]]
+            wanted = np.concatenate([last, *asked])
         embeds = None
         if self._prompt_embeds:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
@@ -356,8 +363,10 @@ class ModelRunner:
             self._note_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.logits, step.rows = self.model.logits(hidden[: len(last)]), rows[ready]
+        behind = hidden[len(last) :]
         if prompts.is_active:
-            prompts.collect(pieces, hidden[len(last) :])
+            behind = behind[prompts.collect(pieces, behind) :]
+        self._pooling.collect(pooled, behind)
 
     def _scheduled_rows(self, scheduled: dict[str, int]) -> tuple[IntArray, IntArray]:
         """Rows in the order of the step, and their token counts."""
@@ -408,8 +417,10 @@ class ModelRunner:
         try:
             if due.sampled is not None:
                 self._take_sampled(due.sampled, due.result)
+                requests = due.sampled.expected.requests
                 if self._prompt_logprobs.is_active:
-                    self._prompt_logprobs.deliver(due.sampled.expected.requests, due.result)
+                    self._prompt_logprobs.deliver(requests, due.result)
+                self._pooling.deliver(requests, due.result)
         except Exception as error:  # noqa: BLE001 - `collect` raises it
             due.error = error
             self.batch.forget_expected()

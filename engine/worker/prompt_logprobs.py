@@ -96,8 +96,9 @@ class PromptLogprobsCollector:
                 pieces.append(PromptPiece(wish, start, stop, int(first_rows[index])))
         return pieces
 
-    def collect(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> None:
-        """Take in the hidden states of the pieces' rows, one piece after the other."""
+    def collect(self, pieces: Sequence[PromptPiece], hidden: Tensor) -> int:
+        """Take in the hidden states of the pieces' rows, one piece after the other; how many
+        these are."""
         offset = 0
         for wish, start, stop, _ in pieces:
             for begin in range(start, stop, LOGITS_ROWS):
@@ -107,6 +108,7 @@ class PromptLogprobsCollector:
                 made = prompt_logprobs(logits, to_device(tokens, logits.device), wish.count)
                 wish.entries[begin + 1 : end + 1] = made
                 offset += end - begin
+        return offset
 
     def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
         """Hand over the prompts of those of `requests`, for which this step was to sample, that

@@ -277,8 +277,9 @@ def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
 @pytest.mark.slow
 def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     prompts = [prompt_of(n) for n in range(4)]
-    wishes = {"bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2, "prompt_logprobs": 1,
-              "thinking_token_budget": 1, "reasoning_start_token_ids": [prompts[1][-3]],
+    wishes = {"n": 2, "bad_words": "a", "logit_bias": {70: 3.0}, "logprobs": 2,
+              "prompt_logprobs": 1, "thinking_token_budget": 1,
+              "reasoning_start_token_ids": [prompts[1][-3]],
               "reasoning_end_token_ids": [5, 6]}  # fmt: skip
     # Numbers of numpy's types are taken and travel as any other.
     drawn = SamplingParams(
@@ -290,7 +291,8 @@ def test_both_modes_give_the_same_tokens(llm: LLM, tiny_model: Path) -> None:
     expected = llm.generate(prompts, params)
     with LLM(tiny_model, in_process=False, **OPTIONS) as other:
         for output, wanted in zip(other.generate(prompts, params), expected, strict=True):
-            assert output.token_ids == wanted.token_ids
+            choices, others = output.outputs, wanted.outputs
+            assert [each.token_ids for each in choices] == [each.token_ids for each in others]
             check_same(output.logprobs, wanted.logprobs)
             check_same(output.prompt_logprobs or (), wanted.prompt_logprobs or ())
         other.reset_prefix_cache(reset_tiers=True)

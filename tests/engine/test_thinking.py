@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stratakv.engine import LLM, SamplingParams
-from stratakv.engine.llm import RequestOutput
+from stratakv.engine.offline.outputs import RequestOutput
 from stratakv.tiers.settings.values import ConfigError
 
 START, END = "<think>", "</think>"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ...logprobs import MAX_LOGPROBS
 from ..errors import ApiError
 from ..front import Front
+from ..settings import ApiSettings
 from .protocol import (
     NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,
@@ -59,9 +60,9 @@ def check_chat(front: Front, request: ChatRequest) -> None:
         raise _invalid("max_completion_tokens", message)
 
 
-def check_messages(front: Front, messages: list[ChatMessage]) -> None:
+def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
     """Raises ApiError naming the first message that the template cannot be given."""
-    most = front.settings.max_messages_per_request
+    most = settings.max_messages_per_request
     if not 1 <= len(messages) <= most:
         message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
         raise _invalid("messages", message)
@@ -80,6 +81,18 @@ def check_messages(front: Front, messages: list[ChatMessage]) -> None:
             raise ApiError(message, param=f"{place}.content", code="missing_field")
 
 
+def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None:
+    """Raises ApiError for one that is too long."""
+    if len(cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
+        message = (
+            f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"
+        )
+        raise _invalid("cache_salt", message)
+    if len(request_id or "") > MAX_REQUEST_ID_CHARACTERS:
+        message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
+        raise _invalid("request_id", f"{message}; send a shorter one")
+
+
 def _check_shared(front: Front, request: SamplingFields) -> None:
     front.check_model(request.model)
     refuse_unsupported(request, NEUTRAL_VALUES)
@@ -92,14 +105,7 @@ def _check_shared(front: Front, request: SamplingFields) -> None:
     if request.stream and request.prompt_logprobs is not None:
         message = "`prompt_logprobs` come with whole answers only; leave out `stream`"
         raise _invalid("prompt_logprobs", message)
-    if len(request.cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
-        message = (
-            f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"
-        )
-        raise _invalid("cache_salt", message)
-    if len(request.request_id or "") > MAX_REQUEST_ID_CHARACTERS:
-        message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
-        raise _invalid("request_id", f"{message}; send a shorter one")
+    check_ids_of_request(request.cache_salt, request.request_id)
     if request.priority:
         message = "`priority` must be 0, since requests are served in the order in which they come"
         raise _invalid("priority", f"{message}; got {request.priority}, leave it out")

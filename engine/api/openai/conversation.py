@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from ....tiers.settings.format import format_value
+from ...text.tokenizer import Tokenizer
 from ..errors import ApiError
-from ..front import Front
-from .chat_template import RESERVED_VARIABLES, TemplateRefused
+from ..settings import ApiSettings
+from .chat_template import RESERVED_VARIABLES, SPECIAL_TOKENS, ChatTemplate, TemplateRefused
 from .checks import check_messages
 from .protocol import ChatMessage
 
@@ -20,15 +24,27 @@ from .protocol import ChatMessage
 class TemplateFields(Protocol):
     """What requests say about the template."""
 
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
-async def render(front: Front, messages: list[ChatMessage], fields: TemplateFields) -> str:
+class Renders(Protocol):
+    """What a rendering needs of the HTTP front."""
+
+    @property
+    def template(self) -> ChatTemplate | None: ...
+    @property
+    def settings(self) -> ApiSettings: ...
+
+
+async def render(front: Renders, messages: list[ChatMessage], fields: TemplateFields) -> str:
     """The prompt. Raises ApiError for messages that are no conversation, for fields that contradict
     each other, and where the template refuses."""
-    check_messages(front, messages)
+    check_messages(front.settings, messages)
     if front.template is None:
         message = "the model has no chat template; use /v1/completions with a prompt"
         raise ApiError(message, param="messages", code="no_chat_template")
@@ -73,7 +89,7 @@ def _as_template_sees(message: ChatMessage) -> dict[str, object]:
     return seen
 
 
-def _variables(front: Front, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _variables(front: Renders, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The client's own variables, such as `enable_thinking`."""
     param = "chat_template_kwargs"
     taken = RESERVED_VARIABLES.intersection(given)
@@ -96,3 +112,64 @@ def _until(mark: str, text: str) -> str:
         )
         raise ApiError(message, param="continue_final_message", code="chat_template_failed")
     return before.replace(mark, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The fields of a request that are about the template, for callers without HTTP. Raises
+    ValueError for another type."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name} takes True or False, not {format_value(value)}")
+        given = self.chat_template_kwargs
+        is_plain = given is None or isinstance(given, dict)
+        try:
+            msgspec.json.encode(given)
+        except (TypeError, ValueError, RecursionError):
+            is_plain = False
+        if not is_plain:
+            raise ValueError(
+                "chat_template_kwargs takes a dict of plain values of JSON, not "
+                f"{format_value(given)}"
+            )
+
+
+class ConversationRenderer:
+    """Renders the conversations of callers without HTTP, under the limits that HTTP has without
+    settings. `source` is a template in place of the model's own one.
+
+    Raises ValueError where there is no template, or one that cannot be compiled.
+    """
+
+    def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
+        self.settings = ApiSettings()
+        self.template: ChatTemplate | None
+        if source is None:
+            self.template = ChatTemplate.load(model_path, tokenizer)
+        elif isinstance(source, str):
+            found = {name: tokenizer.special_token(name) for name in SPECIAL_TOKENS}
+            tokens = {name: text for name, text in found.items() if text}
+            self.template = ChatTemplate(source, tokens, "chat_template")
+        else:
+            raise ValueError(f"chat_template takes a Jinja template, not {format_value(source)}")
+        if self.template is None:
+            raise ValueError(
+                f"{model_path} has no chat template; give one as chat_template, or use `generate` "
+                "with a prompt"
+            )
+
+    async def render(self, messages: object, options: ChatOptions) -> str:
+        """The prompt of a list of messages, which are as in HTTP's JSON. Raises ValueError."""
+        try:
+            return await render(self, msgspec.convert(messages, list[ChatMessage]), options)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"messages cannot be used: {error}") from None
+        except ApiError as error:
+            raise ValueError(error.message) from None

@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
-from ...sampling_params import SamplingParams
+from ...sampling_params import SamplingParams, child_params
 from ...text.output_processor import TextOutput, generate_text
 from ...text.reasoning import Thoughts
 from ...wire import INVALID_GRAMMAR, NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
@@ -26,7 +26,6 @@ from ..front import Front
 from .handover import read_params, without_routers_least
 from .protocol import SamplingFields
 from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
-from .sampling import child_params
 
 MAX_TENANT_CHARACTERS = 256
 

@@ -119,6 +119,21 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     suffix: Any = None
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    input: Prompt
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    user: str | None = None  # for the records of OpenAI's service; ignored
+
+
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One part of a message's content."""
 

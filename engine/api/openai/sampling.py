@@ -5,11 +5,8 @@ that it leaves out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sized
 from typing import Any
-
-import msgspec
 
 from ...sampling_params import (
     MAX_BAD_WORDS,
@@ -17,6 +14,7 @@ from ...sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
+    with_changes,
 )
 from ...text.reasoning import with_reasoning_marks
 from ...text.tokenizer import with_spelt_bad_words
@@ -25,7 +23,6 @@ from ..front import Front
 from .protocol import SamplingFields
 from .structured import structured_outputs_of
 
-_SEEDS = 2**64
 # Before anything is done with each entry: a body has room for millions.
 _MOST_ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "strings"),
@@ -129,7 +126,7 @@ def fit_max_tokens(
             f"context of {front.max_model_len} tokens has {left} left; ask for less"
         )
         raise ApiError(message, param="min_tokens", code="context_length_exceeded")
-    return _changed(params, max_tokens=left)
+    return with_changes(params, max_tokens=left)
 
 
 def fit_logprobs(
@@ -151,7 +148,7 @@ def fit_logprobs(
             "ask for fewer answers, tokens or likely tokens"
         )
         raise ApiError(message, param="max_tokens", code="too_many_logprobs")
-    return _changed(params, max_tokens=fit)
+    return with_changes(params, max_tokens=fit)
 
 
 def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> int | None:
@@ -169,26 +166,6 @@ def num_kept_tokens(front: Front, asked: int | None, max_tokens: int | None) -> 
         )
         raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
     return asked
-
-
-def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> SamplingParams:
-    """The parameters of one of several answers to the same prompt. Each has a seed of its own;
-    the prompt's log-probabilities are computed for the one `with_prompt` only."""
-    changes: dict[str, int | None] = {}
-    if params.seed is not None:  # beyond the greatest seed comes the least
-        changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
-    if not with_prompt:
-        changes["prompt_logprobs"] = None
-    return _changed(params, **changes)
-
-
-def _changed(params: SamplingParams, **changes: int | None) -> SamplingParams:
-    """A copy with other values that are known to be in range. To check a thousand biases again for
-    each of hundreds of answers would take a second."""
-    changed = copy.copy(params)
-    for name, value in changes.items():
-        msgspec.structs.force_setattr(changed, name, value)
-    return changed
 
 
 def _check_counts(request: SamplingFields) -> None:

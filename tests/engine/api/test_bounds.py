@@ -21,9 +21,8 @@ from stratakv.engine.api.errors import ApiError
 from stratakv.engine.api.http import server as http_server
 from stratakv.engine.api.openai.body import decode_body
 from stratakv.engine.api.openai.protocol import CompletionRequest
-from stratakv.engine.api.openai.sampling import child_params
 from stratakv.engine.api.settings import ApiSettings
-from stratakv.engine.sampling_params import SamplingParams
+from stratakv.engine.sampling_params import SamplingParams, child_params
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -30,6 +30,7 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
     "max_model_len": (("64", 64), ("32", 32), ("16", 16)),
     "reasoning_start": (("<a>", "<a>"), ("none", "none"), ("b c", "b c")),
     "reasoning_end": (("</a>", "</a>"), ("none", "none"), ("b c", "b c")),
+    "pooling": (("mean", "mean"), ("last", "last"), ("mean", "mean")),
     "block_size": (("64", 64), ("32", 32), ("16", 16)),
     "num_blocks": (("64", 64), ("32", 32), ("16", 16)),
     "kv_cache_memory_bytes": (("1GiB", GIB), ("2MiB", 2 * MIB), ("5", 5)),
@@ -97,9 +98,9 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("c:D.E", ("c:D.E",)),
     ),
     "structured_outputs_backend": (
-        ("auto", "auto"),
         ("xgrammar", "xgrammar"),
         ("llguidance", "guidance"),
+        ("auto", "auto"),
     ),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),

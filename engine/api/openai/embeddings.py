@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""POST /v1/embeddings: prompts in, a vector for each out.
+
+Every prompt is checked before the first one starts. The vectors are pooled hidden states of the
+model that is served, as `--pooling` says, and of length 1 unless a request wants them as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from contextlib import aclosing
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ...pooling import EMBEDDING_PARAMS, Vector, finish_vector, with_pooling
+from ...wire import AddRequest
+from ..errors import ENGINE, ApiError
+from ..front import Front
+from .body import decode_body, read_body
+from .checks import check_ids_of_request
+from .generation import Generation, Tally, run_all, tenant_of
+from .protocol import EmbeddingRequest
+from .replies import Usage, now
+from .sampling import num_kept_tokens
+from .streaming import until_disconnect
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
+_encoder = msgspec.json.Encoder()
+
+
+class Embedding(msgspec.Struct):
+    """One vector: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct):
+    """The whole answer."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+async def create_embeddings(front: Front, http: Request) -> ASGIApp:
+    """The route."""
+    arrival_seconds = time.monotonic()
+    request = decode_body(await read_body(http, front.settings), _decoder)
+    front.check_model(request.model)
+    check_ids_of_request(request.cache_salt, request.request_id)
+    try:
+        front.dimensions.check(request.dimensions, front.client.ready.hidden_size)
+    except ValueError as error:
+        raise ApiError(str(error), param="dimensions", code="invalid_value") from None
+    prompts = await front.resolve_prompts(
+        request.input,
+        add_special_tokens=request.add_special_tokens is not False,
+        keep_last=num_kept_tokens(front, request.truncate_prompt_tokens, 1),
+        param="input",
+    )
+    own_id, tenant = uuid.uuid4().hex, tenant_of(front, http)
+    generations = []
+    for index, prompt in enumerate(prompts):
+        message = AddRequest(
+            f"embd-{own_id}-{index}",
+            prompt,
+            EMBEDDING_PARAMS,
+            cache_salt=request.cache_salt or "",
+            tenant=tenant,
+        )
+        message = with_pooling(message, front.pooling)
+        generations.append(
+            Generation(index, message, keeps_tokens=False, arrival_seconds=arrival_seconds)
+        )
+    async with asyncio.timeout(front.settings.request_timeout_seconds):
+        work = _collect_all(front, request, generations, request.request_id or own_id)
+        body = await until_disconnect(http.receive, work, front.in_flight.ended)
+    return Response(body, media_type="application/json")
+
+
+async def _collect_all(
+    front: Front, request: EmbeddingRequest, generations: list[Generation], answer_id: str
+) -> bytes:
+    tally = Tally.of(front, generations)
+    found: dict[int, bytes | None] = {}
+
+    async def collect(generation: Generation) -> None:
+        async with aclosing(generation.run(front)) as outputs:
+            async for output in outputs:
+                tally.add(generation, output)
+                if output.embedding is not None:
+                    found[generation.index] = output.embedding
+
+    await run_all(generations, collect)
+
+    def encode() -> bytes:
+        data = [
+            Embedding("embedding", each.index, _in_form(request, found.get(each.index)))
+            for each in generations
+        ]
+        name, usage = front.model_name, tally.usage()
+        return _encoder.encode(EmbeddingList(f"embd-{answer_id}", "list", now(), name, data, usage))
+
+    try:
+        return await front.off_loop(encode, len(found) * front.client.ready.hidden_size)
+    except ValueError as error:
+        raise ApiError(str(error), status=500, kind=ENGINE, code="no_embedding") from None
+
+
+def _in_form(request: EmbeddingRequest, data: bytes | None) -> list[float] | str:
+    """Raises ValueError for a vector that cannot be given."""
+    normalize = request.normalize is not False
+    vector: Vector = finish_vector(data, normalize=normalize, dimensions=request.dimensions)
+    numbers = vector.astype("<f4")
+    if request.encoding_format == "base64":
+        return base64.b64encode(numbers.tobytes()).decode()
+    listed: list[float] = numbers.tolist()
+    return listed

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Python API gives back: an answer to each prompt, of one choice or several.
+
+The names are vLLM's where it has the same. Also the line that counts answers on a terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TextIO
+
+from ..logprobs import PositionLogprobs, PromptLogprobs
+from ..pooling import finish_vector
+from ..text.output_processor import TextOutput
+
+# Calls that take no longer write no line; the others write it again as often.
+PROGRESS_SECONDS = 1.0
+
+
+class Logprob(NamedTuple):
+    """One token's natural log-probability at one position. `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None  # None without a tokenizer
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. `logprobs` has a map of token ids for each of `token_ids`, that token first, or
+    is None where none were asked for; `position_logprobs` is what it is made of. `timings` are
+    seconds, by name; `cached_tokens_by_tier` has the pool and each tier of the engine."""
+
+    index: int  # among the choices of its prompt
+    text: str = ""  # of chats, without their thoughts
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | ...
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+    logprobs: list[dict[int, Logprob]] | None = None
+    reasoning: str = ""  # the thoughts of a chat's answer
+    num_reasoning_tokens: int = 0
+    error: str | None = None
+    num_cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    position_logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of the whole choice; None where none were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry.logprobs[0] for entry in self.position_logprobs)
+
+    def finished(self) -> bool:
+        """Whether it has ended, be it by an error. A method, as in vLLM."""
+        return self.finish_reason is not None
+
+    def add(self, part: TextOutput) -> None:
+        """Take in what is new."""
+        self.text += part.text
+        self.token_ids.extend(part.token_ids)
+        self.finish_reason, self.stop_reason = part.finish_reason, part.stop_reason
+        self.reasoning += part.reasoning
+        self.num_reasoning_tokens += part.num_reasoning_tokens
+        self.error = part.error
+        if part.num_cached_tokens is not None:
+            self.num_cached_tokens = part.num_cached_tokens
+        self.cached_tokens_by_tier.update(part.cached_tokens_by_tier or {})
+        self.timings.update(part.timings or {})
+        self.position_logprobs.extend(part.logprobs or ())
+
+    def fail(self, error: str) -> None:
+        """It ends here, and this is why."""
+        self.finish_reason, self.stop_reason, self.error = "error", None, error
+
+    def name_logprobs(self, text_of: Callable[[int], str | None]) -> None:
+        """Make `logprobs`, with the texts of tokens as `text_of` gives them."""
+        self.logprobs = [_by_token(entry, text_of) for entry in self.position_logprobs]
+
+
+def _by_token(entry: PositionLogprobs, text_of: Callable[[int], str | None]) -> dict[int, Logprob]:
+    first, *likeliest = entry.token_ids
+    found = {first: Logprob(entry.logprobs[0], entry.rank, text_of(first))}
+    for rank, token in enumerate(likeliest, 1):
+        if token not in found:
+            found[token] = Logprob(entry.logprobs[rank], rank, text_of(token))
+    return found
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt. What stands beside `outputs` is of the first choice, but for
+    `error`, which is that of the first choice that failed."""
+
+    request_id: str
+    prompt: str | None  # None for a prompt given as token ids or numbers
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]  # as many as `n`
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
+
+    def add(self, index: int, part: TextOutput) -> None:
+        """Take in what is new of one choice."""
+        self.outputs[index].add(part)
+        if part.prompt_logprobs is not None:
+            self.prompt_logprobs = part.prompt_logprobs
+        if part.embedding is not None:
+            self.embedding = part.embedding
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended, be it by an error."""
+        return all(choice.finished() for choice in self.outputs)
+
+    @property
+    def error(self) -> str | None:
+        """Why a choice failed; None where none did."""
+        return next((each.error for each in self.outputs if each.error is not None), None)
+
+    @property
+    def text(self) -> str:
+        """See `CompletionOutput`."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """See `CompletionOutput`."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """See `CompletionOutput`."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """See `CompletionOutput`."""
+        return self.outputs[0].num_cached_tokens
+
+    @property
+    def cached_tokens_by_tier(self) -> dict[str, int]:
+        """See `CompletionOutput`."""
+        return self.outputs[0].cached_tokens_by_tier
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """See `CompletionOutput`."""
+        return self.outputs[0].timings
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs]:
+        """The first choice's `position_logprobs`; empty where none were asked for."""
+        return self.outputs[0].position_logprobs
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt; empty where it failed."""
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` gives for one prompt."""
+
+    request_id: str
+    prompt: str | None  # None for a prompt given as token ids or numbers
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def of(
+        cls, answer: RequestOutput, *, normalize: bool, dimensions: int | None
+    ) -> EmbeddingRequestOutput:
+        """Of the answer to a request that asked for its embedding."""
+        vector: list[float] = []
+        error = answer.error
+        if error is None:
+            try:
+                made = finish_vector(answer.embedding, normalize=normalize, dimensions=dimensions)
+                vector = made.tolist()
+            except ValueError as failed:
+                error = str(failed)
+        return cls(
+            answer.request_id,
+            answer.prompt,
+            answer.prompt_token_ids,
+            EmbeddingOutput(vector),
+            answer.num_cached_tokens,
+            answer.cached_tokens_by_tier,
+            error,
+        )
+
+
+class ProgressLine:
+    """`3 of 12 answers, 250 tokens/s`, written over itself while `follow` runs."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._total, self._stream = total, stream
+        self._began = time.monotonic()
+        self._num_answers = self._num_tokens = self._length = 0
+
+    @classmethod
+    def find(cls, num_prompts: int, total: int) -> ProgressLine | None:
+        """The line on standard error where that is a terminal and there are several prompts."""
+        stream = sys.stderr
+        if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
+            return None
+        return cls(total, stream)
+
+    def count(self, num_tokens: int) -> None:
+        """So many tokens have come."""
+        self._num_tokens += num_tokens
+
+    def count_answer(self) -> None:
+        """One answer has ended."""
+        self._num_answers += 1
+
+    async def follow(self) -> None:
+        """Write the line, again and again. Runs until it is cancelled; then the line ends."""
+        # A terminal may go away, which is no reason to lose the answers.
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                while True:
+                    await asyncio.sleep(PROGRESS_SECONDS)
+                    self._write()
+            finally:
+                if self._length:
+                    self._write("\n")
+
+    def _write(self, end: str = "") -> None:
+        rate = self._num_tokens / max(time.monotonic() - self._began, 1e-9)
+        line = f"{self._num_answers} of {self._total} answers, {rate:.0f} tokens/s"
+        self._stream.write(f"\r{line:<{self._length}}{end}")
+        self._stream.flush()
+        self._length = len(line)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of the Python API on their way: a request for each choice, all of them at once.
+
+What fails alone ends alone. Belongs to the event loop that runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+import msgspec
+
+from ..client.base import EngineClient, EngineDead
+from ..request import unpack_token_ids
+from ..sampling_params import child_params
+from ..text.output_processor import generate_text
+from ..text.reasoning import ReasoningMarks, Thoughts
+from ..text.tokenizer import Tokenizer
+from ..wire import AddRequest
+from .outputs import CompletionOutput, ProgressLine, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+class CheckedPrompt(NamedTuple):
+    """One prompt, checked."""
+
+    request: AddRequest  # of all its choices
+    text: str | None  # None for token ids and numbers
+    # Whether an answer begins inside a thought; None: thoughts are not split off.
+    is_inside: bool | None = None
+
+
+class Run(NamedTuple):
+    """One choice on its way."""
+
+    request: AddRequest
+    answer: RequestOutput
+    child: int  # among the choices of its answer
+    thoughts: Thoughts | None
+
+
+class PromptRunner:
+    """Runs prompts to their ends, at most `max_at_once` choices at a time."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        marks: ReasoningMarks | None,
+        *,
+        max_at_once: int,
+    ) -> None:
+        self._client, self._tokenizer, self._marks = client, tokenizer, marks
+        self._max_at_once = max_at_once
+
+    async def run(self, prompts: Sequence[CheckedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
+        """The answers, in order. What a choice fails of stands in it; raises EngineDead."""
+        answers = [self._new_answer(prompt) for prompt in prompts]
+        runs = [
+            run
+            for prompt, answer in zip(prompts, answers, strict=True)
+            for run in self._runs_of(prompt, answer)
+        ]
+        line = ProgressLine.find(len(answers), len(runs)) if use_tqdm else None
+        places = asyncio.Semaphore(self._max_at_once)  # the core refuses more than it may queue
+        tasks = [asyncio.ensure_future(self._run_one(run, places, line)) for run in runs]
+        showing = [] if line is None else [asyncio.ensure_future(line.follow())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (*tasks, *showing):
+                task.cancel()
+            await asyncio.gather(*tasks, *showing, return_exceptions=True)
+        return answers
+
+    def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
+        """Make the maps by token of the choices that have log-probabilities. Takes some time for
+        many, so it is no work for an event loop."""
+        from ..api.openai.token_texts import TokenTexts
+
+        texts = TokenTexts(self._tokenizer)
+
+        def text_of(token_id: int) -> str | None:
+            return None if self._tokenizer is None else texts.of(token_id).text
+
+        for answer in answers:
+            for choice in answer.outputs:
+                choice.name_logprobs(text_of)
+
+    def _new_answer(self, prompt: CheckedPrompt) -> RequestOutput:
+        request, tiers = prompt.request, self._client.ready.tiers
+        choices = [
+            CompletionOutput(index, cached_tokens_by_tier=dict.fromkeys(tiers, 0))
+            for index in range(request.sampling_params.n)
+        ]
+        ids = unpack_token_ids(request.prompt_token_ids)
+        return RequestOutput(request.request_id, prompt.text, ids, choices)
+
+    def _runs_of(self, prompt: CheckedPrompt, answer: RequestOutput) -> Iterator[Run]:
+        """A request of its own for each choice."""
+        request, params = prompt.request, prompt.request.sampling_params
+        for child in range(params.n):
+            own = request
+            if params.n > 1:
+                own = msgspec.structs.replace(
+                    request,
+                    request_id=f"{request.request_id}-{child}",
+                    sampling_params=child_params(params, child, with_prompt=child == 0),
+                )
+            thoughts = None
+            if self._marks is not None and prompt.is_inside is not None:
+                thoughts = Thoughts(self._marks, is_inside=prompt.is_inside)
+            yield Run(own, answer, child, thoughts)
+
+    async def _run_one(
+        self, run: Run, places: asyncio.Semaphore, line: ProgressLine | None
+    ) -> None:
+        request, answer, child, thoughts = run
+        try:
+            async with places:
+                parts = generate_text(self._client, request, self._tokenizer, thoughts)
+                async with aclosing(parts):
+                    async for part in parts:
+                        answer.add(child, part)
+                        if line is not None:
+                            line.count(len(part.token_ids))
+        except EngineDead:
+            raise
+        except Exception as error:  # such as a panic of the tokenizer
+            logger.exception("request %s failed", request.request_id)
+            answer.outputs[child].fail(str(error) or type(error).__name__)
+        if line is not None:
+            line.count_answer()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings of prompts: pooled hidden states, put together over the steps that compute them.
+
+    last    the hidden state of the prompt's last token
+    mean    the mean over all of its tokens; each chunk adds to a sum in float64
+
+The states are those behind the last norm. A prompt that is computed again after a preemption begins
+again with its first token, and so does its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..batch.batch_update import IntArray
+from ..config import MEAN
+from ..sampling.copies import HostCopies, begin_to_host
+from ..scheduler.output import ModelRunnerOutput
+from .input_batch import InputBatch, WorkerRequest
+
+
+@dataclass(slots=True)
+class PoolingWish:
+    """A request whose embedding is wanted, until it ends."""
+
+    request: WorkerRequest
+    total: Tensor | None = None  # float64 [hidden]: the sum over the first `num_summed` tokens
+    num_summed: int = 0
+    pooled: HostCopies | None = None  # of the whole prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+
+class PooledPiece(NamedTuple):
+    """The positions from `start` to before `stop` of one prompt, whose states are wanted."""
+
+    wish: PoolingWish
+    start: int
+    stop: int
+    first_row: int  # of `start` among the tokens of the step
+
+    @property
+    def rows(self) -> IntArray:
+        return np.arange(self.first_row, self.first_row + self.stop - self.start)
+
+
+class PoolingCollector:
+    """The wishes that are open. In every step `plan`, then `collect`, then `deliver`."""
+
+    def __init__(self) -> None:
+        self._wishes: dict[str, PoolingWish] = {}
+
+    def add(self, request: WorkerRequest) -> None:
+        """Note a new request, if it asks. One with output has had its embedding in another life."""
+        if request.pooling and not request.output_token_ids:
+            self._wishes[request.request_id] = PoolingWish(request)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended; one that never asked is ignored."""
+        self._wishes.pop(request_id, None)
+
+    def plan(
+        self, batch: InputBatch, rows: IntArray, computed: IntArray, counts: IntArray
+    ) -> list[PooledPiece]:
+        """The rows that are wanted of a step which computes `counts` tokens of each of these rows
+        of the batch, after `computed` ones. Raises RuntimeError where tokens before them are to
+        be part of a mean and were not computed."""
+        if not self._wishes:
+            return []
+        first_rows = np.cumsum(counts) - counts
+        row_index = {row: index for index, row in enumerate(rows.tolist())}
+        pieces = []
+        for request_id, wish in self._wishes.items():
+            index = row_index.get(batch.row_of.get(request_id, -1))
+            if index is None:
+                continue
+            begin = start = int(computed[index])
+            stop = min(start + int(counts[index]), wish.num_tokens)
+            if wish.request.pooling != MEAN:
+                start = wish.num_tokens - 1
+            elif start not in (0, wish.num_summed) and start < stop:
+                raise RuntimeError(
+                    f"the mean of {request_id} needs the states of all tokens, and after the first "
+                    f"{wish.num_summed} come those from {start} on"
+                )
+            if begin <= start < stop:
+                first_row = int(first_rows[index]) + start - begin
+                pieces.append(PooledPiece(wish, start, stop, first_row))
+        return pieces
+
+    def collect(self, pieces: Sequence[PooledPiece], hidden: Tensor) -> None:
+        """Take in the hidden states of the pieces' rows, one piece after the other."""
+        offset = 0
+        for wish, start, stop, _ in pieces:
+            part = hidden[offset : offset + stop - start].sum(0, dtype=torch.float64)
+            offset += stop - start
+            if wish.request.pooling == MEAN:
+                wish.total = part if start == 0 or wish.total is None else wish.total + part
+                wish.num_summed = stop
+                part = wish.total / wish.num_tokens
+            if stop == wish.num_tokens:
+                wish.pooled = begin_to_host([part])
+
+    def deliver(self, requests: Iterable[WorkerRequest], result: ModelRunnerOutput) -> None:
+        """Hand over the embeddings of those of `requests`, for which this step was to sample, that
+        got their first token. One that the scheduler drops, because the request was sent back, is
+        made once more. Another request may have taken the id of one of them since."""
+        for request in requests if self._wishes else ():
+            wish = self._wishes.get(request.request_id)
+            if wish is None or wish.request is not request or wish.pooled is None:
+                continue
+            if result.sampled_token_ids.get(request.request_id):
+                (vector,) = wish.pooled.wait()
+                result.embeddings[request.request_id] = vector.numpy().astype("<f8").tobytes()
+                wish.pooled = None
