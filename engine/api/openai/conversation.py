@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from ....tiers.settings.format import format_value
 from ..errors import ApiError
 from ..front import Front
 from .chat_template import RESERVED_VARIABLES, TemplateRefused
 from .checks import check_messages
-from .protocol import ChatMessage
+from .protocol import ChatMessage, MadeCall
 
 
 class TemplateFields(Protocol):
@@ -25,9 +26,14 @@ class TemplateFields(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
-async def render(front: Front, messages: list[ChatMessage], fields: TemplateFields) -> str:
-    """The prompt. Raises ApiError for messages that are no conversation, for fields that contradict
-    each other, and where the template refuses."""
+async def render(
+    front: Front,
+    messages: list[ChatMessage],
+    fields: TemplateFields,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
+    """The prompt, with `tools` as the template is to show them. Raises ApiError for messages that
+    are no conversation, for fields that contradict each other, and where the template refuses."""
     check_messages(front, messages)
     if front.template is None:
         message = "the model has no chat template; use /v1/completions with a prompt"
@@ -39,7 +45,7 @@ async def render(front: Front, messages: list[ChatMessage], fields: TemplateFiel
             "begins a new one; send one of them"
         )
         raise ApiError(message, param="continue_final_message", code="invalid_value")
-    seen = [_as_template_sees(each) for each in messages]
+    seen = [_as_template_sees(each, f"messages[{i}]") for i, each in enumerate(messages)]
     # Where the last message ends in the prompt is only known to the template.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
     seen[-1]["content"] = f"{seen[-1]['content']}{mark}"
@@ -53,13 +59,14 @@ async def render(front: Front, messages: list[ChatMessage], fields: TemplateFiel
                 variables=_variables(front, fields.chat_template_kwargs or {}),
                 max_characters=settings.max_rendered_characters,
                 timeout_seconds=settings.template_timeout_seconds,
+                tools=tools,
             )
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
     return _until(mark, text) if goes_on else text
 
 
-def _as_template_sees(message: ChatMessage) -> dict[str, object]:
+def _as_template_sees(message: ChatMessage, place: str) -> dict[str, object]:
     """Most templates know only text, so the parts of a message are joined line by line."""
     content = message.content or ""
     if not isinstance(content, str):
@@ -70,7 +77,29 @@ def _as_template_sees(message: ChatMessage) -> dict[str, object]:
     thought = message.reasoning_content or message.reasoning
     if thought:
         seen["reasoning_content"] = thought
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        seen["tool_calls"] = [
+            _call(each, f"{place}.tool_calls[{i}]") for i, each in enumerate(message.tool_calls)
+        ]
     return seen
+
+
+def _call(call: MadeCall, place: str) -> dict[str, object]:
+    """Templates write arguments out themselves, so they get them as an object."""
+    given = call.function.arguments
+    try:
+        arguments = msgspec.json.decode(given or b"{}") if isinstance(given, str) else given
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        place = f"{place}.function.arguments"
+        message = f"`{place}` must be a JSON object as text, got {format_value(given)}; correct it"
+        raise ApiError(message, param=place, code="invalid_value")
+    function = {"name": call.function.name, "arguments": arguments}
+    seen: dict[str, object] = {"type": "function", "function": function}
+    return seen if call.id is None else {"id": call.id, **seen}
 
 
 def _variables(front: Front, given: Mapping[str, Any]) -> Mapping[str, Any]:

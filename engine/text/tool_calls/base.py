@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import ClassVar, NamedTuple
 
 WHITESPACE = " \t\r\n"
@@ -26,7 +26,7 @@ WHITESPACE = " \t\r\n"
 class CallPiece(NamedTuple):
     """What is added to a call."""
 
-    index: int
+    number: int  # of the call, from 0
     name: str = ""  # with the first piece
     arguments: str = ""
 
@@ -62,8 +62,8 @@ class ToolCallParser(ABC):
 
 
 class Output:
-    """What a parser has found since the last `take`. White space before a call is no content, nor is
-    that behind one, but between two words."""
+    """What a parser has found since the last `take`. White space beside a call is no content, but
+    between two words."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -93,10 +93,10 @@ class Output:
 
     def add_arguments(self, text: str) -> None:
         """More of the arguments of the call that was begun last."""
-        index = self._count - 1
-        piece = self._calls.get(index, CallPiece(index))
+        number = self._count - 1
+        piece = self._calls.get(number, CallPiece(number))
         if text:
-            self._calls[index] = piece._replace(arguments=piece.arguments + text)
+            self._calls[number] = piece._replace(arguments=piece.arguments + text)
 
     def take(self, *, is_last: bool = False) -> Found:
         """All of it, held white space too where it `is_last`."""
@@ -106,6 +106,15 @@ class Output:
         found = Found("".join(self._content), list(self._calls.values()))
         self._content, self._calls = [], {}
         return found
+
+
+def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:
+    """One piece for each call, of all of its pieces."""
+    whole: dict[int, CallPiece] = {}
+    for number, name, arguments in pieces:
+        known = whole.get(number, CallPiece(number))
+        whole[number] = CallPiece(number, known.name or name, known.arguments + arguments)
+    return list(whole.values())
 
 
 def num_begun(text: str, mark: str) -> int:

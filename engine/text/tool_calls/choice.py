@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parser reads a model's calls of tools: ours by name, those of other packages by entry point,
-or the one whose form the model's chat template shows.
+"""Which parser reads a model's calls of tools: ours by name, those of other packages by entry
+point, or the one whose form the model's chat template shows.
 
     [project.entry-points."stratakv.tool_parsers"]
     myform = "mypackage.parser:MyParser"      # a subclass of base.ToolCallParser
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ....tiers.errors import TierConfigError
 from ....tiers.registry import find_entry, installed
 from ....tiers.settings.suggestions import did_you_mean
 from ....tiers.settings.values import ConfigError
+from ..reasoning import ReasoningMarks
+from ..tokenizer import Tokenizer
 from .base import ToolCallParser
 from .json_calls import HermesParser, Llama3Parser, MistralParser
 from .pythonic import PythonicParser
@@ -39,8 +42,31 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",), ("<function=", "<arg_key>", "<|tool_call>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("pythonic", ("func_name1(",), ()),
-    ("llama3_json", ("<|python_tag|>", '"parameters": '), ("<tool_call", "<|tool", "<｜tool")),
+    ("llama3_json", ("<|python_tag|>", '"parameters": '), ("<tool_call", "<|tool", "<\uff5ctool")),
 )
+
+
+class ToolFormat(NamedTuple):
+    """How a model calls tools. `hidden_token_ids` are the special tokens that stay out of a text in
+    which calls and thoughts are to be found; None where it needs no others than usual."""
+
+    parser: type[ToolCallParser]
+    hidden_token_ids: frozenset[int] | None = None
+
+
+def make_tool_format(
+    parser: type[ToolCallParser] | None, tokenizer: Tokenizer | None, marks: ReasoningMarks | None
+) -> ToolFormat | None:
+    """The format that this parser reads."""
+    if parser is None or tokenizer is None:
+        return None
+    special = tokenizer.special_token_ids
+    needed = special.intersection(map(tokenizer.token_id, parser.MARKS))
+    if not needed:
+        return ToolFormat(parser)
+    if marks is not None:
+        needed |= {*marks.start_token_ids, *marks.end_token_ids}
+    return ToolFormat(parser, special - needed)
 
 
 def find_tool_parser(name: str, template: str | None) -> type[ToolCallParser] | None:

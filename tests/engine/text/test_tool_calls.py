@@ -102,14 +102,14 @@ def joined(pieces: list[Found]) -> tuple[str, Calls]:
     names: list[str] = []
     arguments: list[str] = []
     for piece in pieces:
-        assert len({call.index for call in piece.calls}) == len(piece.calls)
+        assert len({call.number for call in piece.calls}) == len(piece.calls)
         for call in piece.calls:
-            if call.index == len(names):
+            if call.number == len(names):
                 assert call.name, "the first piece of a call has its name"
                 names.append(call.name)
                 arguments.append(call.arguments)
             else:
-                assert call.index == len(names) - 1, "one after the other"
+                assert call.number == len(names) - 1, "one after the other"
                 assert not call.name and call.arguments, "a later piece has arguments alone"
                 arguments[-1] += call.arguments
     return "".join(p.content for p in pieces), list(zip(names, arguments, strict=True))
@@ -134,7 +134,8 @@ def test_any_text_is_taken_and_cuts_change_nothing(kind: type[ToolCallParser], s
     """Random orders of the parts that calls are made of."""
     parts = [*HermesParser.MARKS, *Llama3Parser.MARKS, *MistralParser.MARKS, "[", "]", "{", "}",
              '"name": ', '"f"', ", ", '"arguments": ', "{}", "f", "(", ")", "a=", "1", "'", "\\",
-             " ", "\n", ";", ":", '{"name": "f", "parameters": {"a": 1}}', "<tool", "word"]  # fmt: skip
+             " ", "\n", ";", ":", '{"name": "f", "parameters": {"a": 1}}', "<tool",
+             "word"]  # fmt: skip
     rng = random.Random(seed)
     for _ in range(300):
         text = "".join(rng.choices(parts, k=rng.randint(1, 14)))
