@@ -208,13 +208,20 @@ class MistralParser(_StepParser):
 
 
 class ListParser(MistralParser):
-    """Of a JSON list and nothing else, which is what a grammar makes of a required call."""
+    """Of a JSON list and nothing else, which is what a grammar makes of a required call. A call that
+    is cut before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._state = self._head
+
+    def push(self, text: str) -> Found:
+        return super().push(text)._replace(content="")
+
+    def finish(self) -> Found:
+        return super().finish()._replace(content="")
 
 
 class ArgumentsParser(ToolCallParser):

@@ -94,6 +94,7 @@ CASES: list[tuple[type[ToolCallParser], str, str, Calls]] = [
     (ListParser, '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]', "",
      [("f", '{"a": 1}'), ("f", "{}")]),
     (ListParser, '[{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
+    (ListParser, '[{"name": "f", "parameters": {}}, {"name": "f", "para', "", [("f", "{}")]),
 ]  # fmt: skip
 
 
