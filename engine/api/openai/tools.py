@@ -240,7 +240,7 @@ def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) 
     """The answer is one call or a list of them and nothing else. White space that means nothing is
     left out, since small models write it for ever."""
     names = [tool.function.name for tool in tools]
-    schemas = [{"type": "object", **(tool.function.parameters or {})} for tool in tools]
+    schemas = [_schema_of(tool.function) for tool in tools]
     make_parser: Callable[[], ToolCallParser]
     if choice.mode == _NAMED:
         schema = schemas[names.index(choice.name)]
@@ -253,6 +253,12 @@ def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) 
     except ValueError as error:
         raise _invalid("tools", f"`tools` cannot be followed: {error}") from None
     return replace(use, structured_outputs=outputs, make_parser=make_parser)
+
+
+def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
+    if function.parameters is None:  # it takes none
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **function.parameters}
 
 
 def _list_schema(

@@ -208,8 +208,8 @@ class MistralParser(_StepParser):
 
 
 class ListParser(MistralParser):
-    """Of a JSON list and nothing else, which is what a grammar makes of a required call. A call that
-    is cut before its arguments is left out."""
+    """Of a JSON list and nothing else, which is what a grammar makes of required calls. One that is
+    cut before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 

@@ -244,9 +244,9 @@ def test_a_named_tool_is_called_as_its_schema_says(client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize("parallel", [False, None])
 def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI, parallel: bool | None) -> None:
-    tools = [WEATHER, {"type": "function", "function": {
-        "name": "set", "parameters": {"properties": {"on": {"type": "boolean"}},
-                                      "required": ["on"], "additionalProperties": False}}}]  # fmt: skip
+    switch: dict[str, Any] = {"properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    switch["additionalProperties"] = False
+    tools = [WEATHER, {"type": "function", "function": {"name": "set", "parameters": switch}}]
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
     fields = made_by_grammar(tool_choice="required", tools=tools, seed=1, temperature=3.0)
     if parallel is not None:

@@ -96,11 +96,17 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("a:B,c.d:E", ("a:B", "c.d:E")),
         ("c:D.E", ("c:D.E",)),
     ),
+    "structured_outputs_backend": (
+        ("auto", "auto"),
+        ("xgrammar", "xgrammar"),
+        ("guidance", "guidance"),
+    ),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),
     "port": (("1", 1), ("2", 2), ("0", 0)),
     "api_key": (("a", "a"), ("b", "b"), ("c", "c")),
     "generation_config": (("none", "none"), ("auto", "auto"), ("vllm", "none")),
+    "tool_call_parser": (("hermes", "hermes"), ("none", "none"), ("mine", "mine")),
     "enable_dev_routes": (("yes", True), ("false", False), ("1", True)),
     "log_level": (("debug", "debug"), ("info", "info"), ("error", "error")),
     "log_json": (("yes", True), ("false", False), ("1", True)),
