@@ -76,14 +76,16 @@ class Output:
 
     def add_content(self, text: str) -> None:
         """Text that is no part of a call."""
-        text = self._space + text
-        if self._follows_call and not self._has_content:
-            text = text.lstrip(WHITESPACE)
         kept = text.rstrip(WHITESPACE)
+        if not kept:  # a model may write nothing else for ever
+            self._space += text
+            return
+        begun = self._space + kept
+        if self._follows_call and not self._has_content:
+            begun = begun.lstrip(WHITESPACE)
+        self._content.append(begun)
         self._space = text[len(kept) :]
-        if kept:
-            self._content.append(kept)
-            self._follows_call, self._has_content = False, True
+        self._follows_call, self._has_content = False, True
 
     def begin_call(self, name: str) -> None:
         """The next call."""

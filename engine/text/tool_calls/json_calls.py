@@ -25,7 +25,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?\{"
 )
-_MOST_HEAD_CHARACTERS = 256
+_MOST_HEAD_CHARACTERS = 256  # of it, and of white space before a call without a mark
 
 
 class _StepParser(ToolCallParser):
@@ -93,15 +93,18 @@ class _StepParser(ToolCallParser):
     def _between(self, separators: str, then: Callable[[], bool]) -> bool:
         """Behind an object: another one where a separator or `{` follows, else text."""
         rest = self._rest.lstrip(WHITESPACE)
-        bare = rest[1:].lstrip(WHITESPACE) if rest[:1] in tuple(separators) else rest
+        has_separator = rest[:1] in tuple(separators)
+        bare = rest[1:].lstrip(WHITESPACE) if has_separator else rest
+        # Of white space one character is kept, however much there is.
+        before = self._rest[: len(self._rest) > len(rest)] + rest[:has_separator]
         if not bare and not self._has_ended:
+            self._rest = before
             return False
-        if not bare:
-            self._rest = ""
         if bare.startswith("{"):
             self._rest = bare
             self._expect_object(then)
         else:
+            self._rest = before + bare if bare else ""
             self._state = self._in_text
         return True
 
@@ -120,6 +123,7 @@ class HermesParser(_StepParser):
         end, rest = self.MARKS[1], self._rest.lstrip(WHITESPACE + "}]")
         is_begun = rest != end and end.startswith(rest)
         if is_begun and not self._has_ended:
+            self._rest = rest
             return False
         self._rest = "" if is_begun else rest.removeprefix(end)
         self._state = self._in_text
@@ -142,9 +146,10 @@ class Llama3Parser(_StepParser):
 
     def _start(self) -> bool:
         bare = self._rest.lstrip(WHITESPACE)
-        if not bare and not self._has_ended:
+        is_far = len(self._rest) - len(bare) > _MOST_HEAD_CHARACTERS
+        if not bare and not is_far and not self._has_ended:
             return False
-        if bare.startswith("{"):
+        if bare.startswith("{") and not is_far:
             self._expect_object(self._next_object, only_known=True)
         else:
             self._state = self._in_text
