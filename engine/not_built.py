@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 _ONE_DEVICE = "an engine computes on one device; start an engine for each"
 _LORA = "adapters are not loaded; serve weights that they are merged into"
-_TOOLS = "the server calls no tools and parses no calls"
+_TOOLS = "see --tool-call-parser; other packages bring parsers as entry points"
 _REASONING = (
     "thoughts are split off by their marks, which are looked for in the tokenizer; "
     "--reasoning-start and --reasoning-end name others"
@@ -48,10 +48,7 @@ _BY_REASON: Mapping[str, str] = {
         enable_prompt_adapter
     """,
     _SPECULATIVE: "speculative_config speculative_model num_speculative_tokens spec_token_tree",
-    _TOOLS: """
-        tool_call_parser enable_auto_tool_choice tool_parser_plugin tool_server
-        exclude_tools_when_tool_choice_none
-    """,
+    _TOOLS: "tool_parser_plugin tool_server",
     _REASONING: "reasoning_parser reasoning_parser_plugin enable_reasoning reasoning_config",
     _STRUCTURED: """
         structured_outputs_config guided_decoding_disable_fallback

@@ -49,6 +49,23 @@ class Only(StatefulProcessor):
         return logits
 
 
+class Writes(AdapterLogitsProcessor):
+    """An answer of the tokens that `write` lists, and then an end token."""
+
+    def new_req_logits_processor(self, params):
+        script = (params.extra_args or {}).get("write")
+        if script is None:
+            return None
+
+        def write(prompt_ids, output_ids, logits):
+            ids = [*script, *self.context.eos_token_ids]
+            chosen = torch.full_like(logits, -torch.inf)
+            chosen[ids[min(len(output_ids), len(ids) - 1)]] = 0.0
+            return chosen
+
+        return write
+
+
 class Counts(AdapterLogitsProcessor):
     """The callable of a request: its n-th output token is `from` + n."""
 

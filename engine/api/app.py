@@ -31,6 +31,7 @@ from ..pooling import Dimensions
 from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import Tokenizer
+from ..text.tool_calls.choice import find_tool_parser, make_tool_format
 from .errors import ENGINE, ApiError, ClientGone, error_response, to_api_error
 from .front import Front
 from .http.auth import HEALTH_PATH, NODE_PATH, ApiKeyMiddleware
@@ -72,6 +73,7 @@ def create_app(
     marks: ReasoningMarks | None = None,
     check_params: Callable[[SamplingParams], None] = lambda params: None,
     pooling: str = "last",
+    tool_call_parser: str = "",
 ) -> FastAPI:
     """The application over one engine. The caller keeps the client and closes it afterwards.
 
@@ -79,11 +81,13 @@ def create_app(
     paths that clients may name in place of `model_name`. `default_sampling` counts for fields that
     a client leaves out; it is what `load_default_sampling` finds. With `marks`, those of the
     model's thoughts, chats get these apart. `check_params` raises ValueError for parameters that a
-    logits processor refuses. `pooling` is that of embeddings. Raises ConfigError for a chat
-    template that cannot be used.
+    logits processor refuses. `pooling` is that of embeddings. `tool_call_parser` names what reads
+    calls of tools; where it is empty, the chat template shows it. Raises ConfigError for a chat
+    template or a parser that cannot be used.
     """
     settings = settings or ApiSettings()
     template = ChatTemplate.load(model_path, tokenizer) if tokenizer is not None else None
+    parser = find_tool_parser(tool_call_parser, None if template is None else template.source)
     front = Front(
         client,
         model_name,
@@ -95,6 +99,7 @@ def create_app(
         TokenTexts(tokenizer),
         tuple(model_aliases),
         marks,
+        make_tool_format(parser, tokenizer, marks),
         check_params,
         pooling,
         Dimensions.load(model_path),

@@ -21,6 +21,7 @@ from ..pooling import Dimensions
 from ..sampling_params import SamplingParams
 from ..text.reasoning import ReasoningMarks
 from ..text.tokenizer import PromptTooLong, Tokenizer
+from ..text.tool_calls.choice import ToolFormat
 from .errors import ApiError
 from .metrics.metrics import Metrics
 from .openai.chat_template import ChatTemplate
@@ -87,6 +88,7 @@ class Front:
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths; clients may ask for the model by them
     marks: ReasoningMarks | None = None  # of the model's thoughts; None: none are known
+    tool_format: ToolFormat | None = None  # of the model's calls; None: it is not known
     # Raises ValueError for parameters that a logits processor refuses.
     check_params: Callable[[SamplingParams], None] = lambda params: None
     pooling: str = "last"  # of embeddings

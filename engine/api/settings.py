@@ -50,6 +50,8 @@ class ApiSettings:
     # The same for new tokens: what the answers may hold, whether or not they get so long.
     max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
+    max_tools_per_request: int = 128
+    max_tools_bytes: int = 256 * 1024  # of all of them, as JSON
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
@@ -60,6 +62,7 @@ class ApiSettings:
             "max_rendered_characters", "max_text_characters", "stats_timeout_seconds", "max_n",
             "max_choices_per_request", "max_prompt_logprobs_per_request",
             "max_logprobs_per_request", "max_template_kwargs_bytes",
+            "max_tools_per_request", "max_tools_bytes",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")

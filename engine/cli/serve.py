@@ -152,9 +152,12 @@ async def _serve(
     from ..models.checkpoint.generation_config import load_default_sampling
     from ..text.reasoning import find_marks
     from ..text.tokenizer import Tokenizer
+    from ..text.tool_calls.choice import find_tool_parser
 
     tokenizer = Tokenizer.find(config.model.path)
     marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
+    if server.tool_call_parser:  # before the model is loaded
+        find_tool_parser(server.tool_call_parser, None)
     recommends = server.generation_config == "auto"
     default_sampling = load_default_sampling(config.model.path) if recommends else {}
     told = asyncio.Event()
@@ -182,6 +185,7 @@ async def _serve(
             marks=marks,
             check_params=check_params,
             pooling=config.model.pooling,
+            tool_call_parser=server.tool_call_parser,
         )
         return await _serve_app(app, client, config, server, sock, tls, told)
     finally:

@@ -166,6 +166,17 @@ ALIASES: Mapping[str, Alias] = {
     "disable_log_requests": Alias(
         _without_effect(readers.switch, "requests are never logged"), is_server=True
     ),
+    "enable_auto_tool_choice": Alias(
+        _without_effect(
+            readers.switch,
+            "models call tools wherever their form is known; --tool-call-parser names it",
+        ),
+        is_server=True,
+    ),
+    "exclude_tools_when_tool_choice_none": Alias(
+        _without_effect(readers.switch, "a prompt has no tools where `tool_choice` is none"),
+        is_server=True,
+    ),
     "enable_prompt_tokens_details": Alias(
         _without_effect(readers.switch, "every answer's usage holds them"), is_server=True
     ),

@@ -32,6 +32,7 @@ class ServerConfig:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)  # None: no key is asked for
     generation_config: str = "auto"  # "none": the model's recommendations do not count
+    tool_call_parser: str = ""  # empty: the one whose form the chat template shows
     enable_dev_routes: bool = False
     log_level: str = "info"
     log_json: bool = False
@@ -146,6 +147,12 @@ SERVER_OPTIONS: Mapping[str, Option] = {
         "server", "generation_config", _generation_config,
         "auto: what the model's generation_config.json recommends is the default of requests",
         "WORD",
+    ),
+    "tool_call_parser": Option(
+        "server", "tool_call_parser", readers.text,
+        "the form in which the model calls tools: hermes, llama3_json, mistral, pythonic, one of "
+        "another package, or none",
+        "NAME", "found in the chat template",
     ),
     "enable_dev_routes": Option(
         "server", "enable_dev_routes", readers.switch, "routes for tests, such as cache resets"

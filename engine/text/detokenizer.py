@@ -32,6 +32,18 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
+class HidingDecoder:
+    """Decodes as another decoder, but of the special tokens it leaves out only these."""
+
+    def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
+        self._decoder, self._hidden = decoder, hidden
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        return self._decoder.decode(token_ids, skip_special_tokens=False)
+
+
 class IncrementalDetokenizer:
     """The text of one growing sequence.
 

@@ -19,9 +19,9 @@ from ..logprobs import PositionLogprobs, PromptLogprobs
 from ..request import BYTES_PER_TOKEN, unpack_token_ids
 from ..sampling_params import SamplingParams
 from ..wire import AddRequest, TokenOutput
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import Decoder, IncrementalDetokenizer
 from .reasoning import Thoughts
-from .tokenizer import Tokenizer
+from .tool_calls.base import CallPiece
 
 
 class StopStrings:
@@ -109,6 +109,7 @@ class TextOutput:
     prompt_logprobs: PromptLogprobs | None = None
     ticket: Ticket | None = None
     reasoning: str = ""  # the text of thoughts
+    tool_calls: list[CallPiece] = field(default_factory=list)  # where somebody looks for them
     num_reasoning_tokens: int = 0  # that are known of now, perhaps of `token_ids` given before
     embedding: bytes | None = None  # of the prompt, where it was asked for
 
@@ -119,7 +120,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Decoder | None,
         params: SamplingParams,
         prompt_token_bytes: bytes = b"",
         thoughts: Thoughts | None = None,
@@ -229,7 +230,7 @@ _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 async def generate_text(
     client: EngineClient,
     request: AddRequest,
-    tokenizer: Tokenizer | None,
+    tokenizer: Decoder | None,
     thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
     """Run one request and yield its text as it grows, without its `thoughts` where these are split

@@ -8,7 +8,7 @@ counts go by the marks' token ids (`engine/reasoning.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 from ..reasoning import Mark, ThoughtCounter, is_part
 from ..sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
-from .detokenizer import Decoder
+from .detokenizer import Decoder, HidingDecoder
 from .tokenizer import Tokenizer
 
 NONE = "none"  # in place of a mark: answers are not split
@@ -223,7 +223,7 @@ class Thoughts:
     def decoder(self, tokenizer: Decoder) -> Decoder:
         """A decoder whose texts hold the marks."""
         hidden = self._marks.hidden_token_ids
-        return tokenizer if hidden is None else _WithMarks(tokenizer, hidden)
+        return tokenizer if hidden is None else HidingDecoder(tokenizer, hidden)
 
     def split(self, text: str, *, is_last: bool) -> SplitText:
         """Both sides of the next piece of text."""
@@ -243,15 +243,3 @@ class Thoughts:
     def count(self, token_ids: Iterable[int], *, is_last: bool) -> int:
         """How many more tokens are known to belong to thoughts."""
         return self._counter.take(token_ids, is_last=is_last)
-
-
-class _WithMarks:
-    """Decodes as another decoder, but leaves out only these special tokens."""
-
-    def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
-        self._decoder, self._hidden = decoder, hidden
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if skip_special_tokens:
-            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
-        return self._decoder.decode(token_ids, skip_special_tokens=False)

@@ -57,7 +57,7 @@ def test_u09_sizes_are_said_in_units(
         ("--quantization fp8", ["--quantization", "not built here", "--dtype"]),
         ("--enable-lora", ["--enable-lora", "not built here: adapters"]),
         ("--speculative-config {}", ["--speculative-config", "not built here"]),
-        ("--tool-call-parser hermes", ["--tool-call-parser", "not built here", "no tools"]),
+        ("--tool-parser-plugin a.py", ["not built here", "see --tool-call-parser"]),
         ("--no-enable-log-requests", ["--no-enable-log-requests", "not built here", "--log-level"]),
         ("--limit-mm-per-prompt {}", ["not built here: models read text only"]),
     ],

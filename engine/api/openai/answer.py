@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ...logprobs import PositionLogprobs, PromptLogprobs
 from ...text.output_processor import TextOutput
+from ...text.tool_calls.base import CallPiece, merged
 from ..front import Front
 from .generation import Generation, Tally, run_all
 from .handover import params_for_decode
@@ -44,6 +45,7 @@ class Part:
     generation: Generation
     text: str = ""
     reasoning: str | UnsetType = UNSET  # UNSET: it has no thought
+    tool_calls: list[CallPiece] = field(default_factory=list)
     is_first: bool = True
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -115,6 +117,7 @@ class Answer(ABC):
                 tally.add(generation, output)
                 texts.append(output.text)
                 thoughts.append(output.reasoning)
+                whole.tool_calls.extend(output.tool_calls)
                 whole.token_ids.extend(output.token_ids)
                 whole.finish_reason, whole.stop_reason = output.finish_reason, output.stop_reason
                 whole.ticket = output.ticket
@@ -163,6 +166,7 @@ class Answer(ABC):
             generation,
             output.text,
             output.reasoning or UNSET,
+            merged(output.tool_calls),
             is_first,
             output.finish_reason,
             output.stop_reason,
@@ -188,6 +192,7 @@ def _says_something(part: Part) -> bool:
     return bool(
         part.text
         or part.reasoning
+        or part.tool_calls
         or part.token_ids
         or part.logprobs
         or part.finish_reason is not None

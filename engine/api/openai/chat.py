@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/chat/completions: a conversation in, the assistant's next message out.
 
-The model's chat template makes one prompt of the conversation. Tools are refused, not ignored.
+The model's chat template makes one prompt of the conversation, and of the tools it may call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...request import BYTES_PER_TOKEN
-from ...text.reasoning import Thoughts
+from ...text.reasoning import ReasoningMarks, Thoughts
+from ...text.tool_calls.base import CallPiece
 from ..front import Front
 from .answer import Answer, Part, UsageField, kv_params_of
 from .body import decode_body, read_body
@@ -34,7 +35,11 @@ from .replies import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    FunctionCall,
+    FunctionDelta,
     PromptTokens,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from .sampling import (
@@ -44,6 +49,7 @@ from .sampling import (
     num_kept_tokens,
     sampling_params,
 )
+from .tools import ToolUse, tools_of
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -53,12 +59,13 @@ class ChatAnswer(Answer):
     """Whole messages, or the pieces of some."""
 
     request: ChatRequest
+    tools: ToolUse
 
     def whole(self, parts: list[Part], usage: Usage) -> ChatCompletion:
         choices = [
             ChatChoice(
                 part.index,
-                AssistantMessage("assistant", part.text, part.reasoning, part.reasoning),
+                self._message(part),
                 self._logprobs(part),
                 part.finish_reason,
                 part.stop_reason,
@@ -83,7 +90,7 @@ class ChatAnswer(Answer):
         choices = [
             ChatChunkChoice(
                 part.index,
-                _delta(part),
+                self._delta(part),
                 self._logprobs(part),
                 part.finish_reason,
                 part.stop_reason,
@@ -101,6 +108,32 @@ class ChatAnswer(Answer):
             usage,
             kv_params_of(parts),
         )
+
+    def _message(self, part: Part) -> AssistantMessage:
+        message = AssistantMessage("assistant", part.text, part.reasoning, part.reasoning)
+        if part.tool_calls:
+            message.content = part.text or None
+            message.tool_calls = [
+                ToolCall(self.tools.new_id(), "function", FunctionCall(call.name, call.arguments))
+                for call in part.tool_calls
+            ]
+        return message
+
+    def _delta(self, part: Part) -> Delta:
+        """Without content where the part has a thought or calls alone."""
+        is_empty = part.reasoning is UNSET and not part.tool_calls
+        content = part.text if part.text or is_empty else UNSET
+        delta = Delta("assistant" if part.is_first else UNSET, content)
+        delta.reasoning_content = delta.reasoning = part.reasoning
+        if part.tool_calls:
+            delta.tool_calls = [self._call_delta(call) for call in part.tool_calls]
+        return delta
+
+    def _call_delta(self, call: CallPiece) -> ToolCallDelta:
+        if not call.name:
+            return ToolCallDelta(call.number, UNSET, UNSET, FunctionDelta(UNSET, call.arguments))
+        function = FunctionDelta(call.name, call.arguments)
+        return ToolCallDelta(call.number, self.tools.new_id(), "function", function)
 
     def _logprobs(self, part: Part) -> ChatLogprobs | None:
         if not self.request.logprobs or part.logprobs is None:
@@ -128,7 +161,8 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    text = await render(front, request.messages, request)
+    tools = tools_of(front, request)
+    text = await render(front, request.messages, request, tools.shown)
     prompt = await _prompt(front, request, text, max_tokens)
     params = sampling_params(
         front,
@@ -138,6 +172,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
         splits_thoughts=True,
+        structured_outputs=tools.structured_outputs,
     )
     num_tokens, asked = len(prompt) // BYTES_PER_TOKEN, max_tokens is not None
     params = fit_max_tokens(front, params, num_tokens, asked=asked)
@@ -154,25 +189,20 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     if follows:
         return await follow(front, generations)
     for generation in generations:
-        generation.thoughts = _thoughts(front, request, text)
+        generation.calls, generation.decoder = tools.reader(), tools.decoder
+        generation.thoughts = _thoughts(tools.marks, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
-    return await ChatAnswer(front, answer_id, request, generations).respond(http)
+    return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
 
 
-def _delta(part: Part) -> Delta:
-    """Without content where the part has a thought alone."""
-    content = part.text if part.text or part.reasoning is UNSET else UNSET
-    return Delta("assistant" if part.is_first else UNSET, content, part.reasoning, part.reasoning)
-
-
-def _thoughts(front: Front, request: ChatRequest, prompt: str) -> Thoughts | None:
+def _thoughts(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
     """What splits the thoughts of one answer to this prompt off; None: they stay in the text."""
-    if front.marks is None or request.separate_reasoning is False:
+    if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)
     return Thoughts(
-        front.marks,
-        is_inside=front.marks.is_open(prompt, goes_on=goes_on),
+        marks,
+        is_inside=marks.is_open(prompt, goes_on=goes_on),
         included=request.include_reasoning is not False,
         streamed=request.stream_reasoning is not False,
     )

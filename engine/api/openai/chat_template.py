@@ -184,6 +184,7 @@ class ChatTemplate:
                 f"the chat template in {origin} cannot be compiled ({error}); correct it or "
                 "take the model's own one"
             ) from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
         whole = json.dumps([source, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal where all prompts are
@@ -213,16 +214,18 @@ class ChatTemplate:
         max_characters: int,
         timeout_seconds: float,
         variables: Mapping[str, object] = _NO_VARIABLES,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """The prompt text. `variables` are plain JSON values that the template may ask for, none
-        of RESERVED_VARIABLES. Raises TemplateRefused, with the template's own words where it has
-        some, also when the output grows too long or the time is up."""
+        of RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises TemplateRefused, with
+        the template's own words where it has some, also when the output grows too long or the time
+        is up."""
         context = {
             **variables,
             **self._special_tokens,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": tools,
             "documents": None,
         }
 

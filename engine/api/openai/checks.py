@@ -12,7 +12,6 @@ from ..settings import ApiSettings
 from .protocol import (
     NEUTRAL_IN_MESSAGES,
     NEUTRAL_VALUES,
-    TOOL_ROLES,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -68,13 +67,11 @@ def check_messages(settings: ApiSettings, messages: list[ChatMessage]) -> None:
         raise _invalid("messages", message)
     for index, each in enumerate(messages):
         place = f"messages[{index}]"
-        if each.role in TOOL_ROLES:
-            message = (
-                f"`{place}.role` is {each.role}, and this server calls no tools; send what the "
-                "tool answered as a message of the user"
-            )
+        if each.role == "function":
+            message = f"`{place}.role` is function, the older form of tool; send tool"
             raise ApiError(message, param=f"{place}.role", code="unsupported_parameter")
         refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
+        _check_tools_in(each, place)
         # An assistant's message without any text is what clients keep of an empty answer.
         if each.content is None and each.role != "assistant":
             message = f"`{place}` has no `content`; add a text, or leave the message out"
@@ -91,6 +88,17 @@ def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None
     if len(request_id or "") > MAX_REQUEST_ID_CHARACTERS:
         message = f"`request_id` has more than {MAX_REQUEST_ID_CHARACTERS} characters"
         raise _invalid("request_id", f"{message}; send a shorter one")
+
+
+def _check_tools_in(message: ChatMessage, place: str) -> None:
+    """Calls belong to the assistant, and what they answer to a tool."""
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
+            raise _invalid(f"{place}.{name}", f"{words}; leave it out")
+    if message.role == "tool" and not message.tool_call_id:
+        words = f"`{place}` has no `tool_call_id`; add the `id` of the call that it answers"
+        raise ApiError(words, param=f"{place}.tool_call_id", code="missing_field")
 
 
 def _check_shared(front: Front, request: SamplingFields) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from ..errors import ApiError
 from ..settings import ApiSettings
 from .chat_template import RESERVED_VARIABLES, SPECIAL_TOKENS, ChatTemplate, TemplateRefused
 from .checks import check_messages
-from .protocol import ChatMessage
+from .protocol import ChatMessage, MadeCall
 
 
 class TemplateFields(Protocol):
@@ -41,9 +41,14 @@ class Renders(Protocol):
     def settings(self) -> ApiSettings: ...
 
 
-async def render(front: Renders, messages: list[ChatMessage], fields: TemplateFields) -> str:
-    """The prompt. Raises ApiError for messages that are no conversation, for fields that contradict
-    each other, and where the template refuses."""
+async def render(
+    front: Renders,
+    messages: list[ChatMessage],
+    fields: TemplateFields,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
+    """The prompt, with `tools` as the template is to show them. Raises ApiError for messages that
+    are no conversation, for fields that contradict each other, and where the template refuses."""
     check_messages(front.settings, messages)
     if front.template is None:
         message = "the model has no chat template; use /v1/completions with a prompt"
@@ -55,7 +60,7 @@ async def render(front: Renders, messages: list[ChatMessage], fields: TemplateFi
             "begins a new one; send one of them"
         )
         raise ApiError(message, param="continue_final_message", code="invalid_value")
-    seen = [_as_template_sees(each) for each in messages]
+    seen = [_as_template_sees(each, f"messages[{i}]") for i, each in enumerate(messages)]
     # Where the last message ends in the prompt is only known to the template.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
     seen[-1]["content"] = f"{seen[-1]['content']}{mark}"
@@ -69,13 +74,14 @@ async def render(front: Renders, messages: list[ChatMessage], fields: TemplateFi
                 variables=_variables(front, fields.chat_template_kwargs or {}),
                 max_characters=settings.max_rendered_characters,
                 timeout_seconds=settings.template_timeout_seconds,
+                tools=tools,
             )
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
     return _until(mark, text) if goes_on else text
 
 
-def _as_template_sees(message: ChatMessage) -> dict[str, object]:
+def _as_template_sees(message: ChatMessage, place: str) -> dict[str, object]:
     """Most templates know only text, so the parts of a message are joined line by line."""
     content = message.content or ""
     if not isinstance(content, str):
@@ -86,7 +92,29 @@ def _as_template_sees(message: ChatMessage) -> dict[str, object]:
     thought = message.reasoning_content or message.reasoning
     if thought:
         seen["reasoning_content"] = thought
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        seen["tool_calls"] = [
+            _call(each, f"{place}.tool_calls[{i}]") for i, each in enumerate(message.tool_calls)
+        ]
     return seen
+
+
+def _call(call: MadeCall, place: str) -> dict[str, object]:
+    """Templates write arguments out themselves, so they get them as an object."""
+    given = call.function.arguments
+    try:
+        arguments = msgspec.json.decode(given or b"{}") if isinstance(given, str) else given
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        place = f"{place}.function.arguments"
+        message = f"`{place}` must be a JSON object as text, got {format_value(given)}; correct it"
+        raise ApiError(message, param=place, code="invalid_value")
+    function = {"name": call.function.name, "arguments": arguments}
+    seen: dict[str, object] = {"type": "function", "function": function}
+    return seen if call.id is None else {"id": call.id, **seen}
 
 
 def _variables(front: Renders, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams, child_params
+from ...text.detokenizer import Decoder
 from ...text.output_processor import TextOutput, generate_text
 from ...text.reasoning import Thoughts
 from ...wire import INVALID_GRAMMAR, NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
@@ -26,6 +27,7 @@ from ..front import Front
 from .handover import read_params, without_routers_least
 from .protocol import SamplingFields
 from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from .tools import CallReader
 
 MAX_TENANT_CHARACTERS = 256
 
@@ -49,6 +51,8 @@ class Generation:
     arrival_seconds: float = field(default_factory=time.monotonic)
     hands_over_alone: bool = False  # the only choice, of which another node is to know
     thoughts: Thoughts | None = None  # None: they are part of the text
+    calls: CallReader | None = None  # None: calls of tools are
+    decoder: Decoder | None = None  # in place of the tokenizer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,10 +68,14 @@ class Generation:
         watch = front.metrics.watch(self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
-                generate_text(front.client, self.request, front.tokenizer, self.thoughts)
+                generate_text(
+                    front.client, self.request, self.decoder or front.tokenizer, self.thoughts
+                )
             ) as stream:
                 async for output in stream:
                     watch.observe(output)
+                    if self.calls is not None:
+                        self.calls.read(output)
                     if output.finish_reason == "error":
                         raise _engine_error(output)
                     if not self.keeps_tokens:

@@ -141,6 +141,38 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
 
 
+class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that a model may call. `parameters` is a JSON schema; `strict` changes nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One of the tools that a request offers."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an earlier answer called. `arguments` is a JSON object, mostly as text."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class MadeCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an earlier answer, as clients send it back."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a stream's piece
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message, as clients write them and as they send answers back."""
 
@@ -150,9 +182,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[MadeCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's answer: the call that it answers
     # Not built: see NEUTRAL_IN_MESSAGES.
-    tool_calls: Any = None
-    tool_call_id: Any = None
     function_call: Any = None
     refusal: Any = None
     annotations: Any = None
@@ -169,12 +201,12 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolDefinition] | None = None  # see tools.py
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # Not built: see NEUTRAL_VALUES.
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -192,6 +224,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -218,11 +251,8 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "min_completion_tokens": (),
     "data_parallel_rank": (0,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -235,18 +265,13 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 }
 # The same in messages, where clients send back what other servers gave them.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": ("",),
     "annotations": ([],),
     "audio": (),
 }
-TOOL_ROLES = ("tool", "function")
-_OF_TOOLS = {
-    "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "tool_calls",
-    "tool_call_id",
-}  # fmt: skip
+# OpenAI's older form of tools.
+_OLDER_TOOLS = {"functions", "function_call"}
 
 
 def refuse_unsupported(
@@ -260,7 +285,8 @@ def refuse_unsupported(
         if value is None or any(value == v and _alike(value, v) for v in allowed):
             continue
         cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"
-        what = "calls no tools, so it takes no" if name in _OF_TOOLS else "does not support"
+        older = "takes `tools`, `tool_choice` and `tool_calls`, not their older form"
+        what = older if name in _OLDER_TOOLS else "does not support"
         message = f"this server {what} `{place}{name}`; {cure}"
         raise ApiError(message, param=f"{place}{name}", code="unsupported_parameter")
 

@@ -114,14 +114,46 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    """What is called. `arguments` is JSON where the model wrote JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A whole call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class FunctionDelta(msgspec.Struct):
+    """What a chunk adds to a call: in its first one the name too."""
+
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The same, with the number of the call; `id` and `type` are in its first chunk."""
+
+    index: int
+    id: str | UnsetType
+    type: Literal["function"] | UnsetType
+    function: FunctionDelta
+
+
 class AssistantMessage(msgspec.Struct):
-    """A whole message."""
+    """A whole message. `content` is null where there are calls and nothing else."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     # The thoughts, by vLLM's older and newer name; UNSET where there are none.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -143,6 +175,7 @@ class Delta(msgspec.Struct):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

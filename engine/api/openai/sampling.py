@@ -16,6 +16,7 @@ from ...sampling_params import (
     SamplingParams,
     with_changes,
 )
+from ...structured_params import StructuredOutputsParams
 from ...text.reasoning import with_reasoning_marks
 from ...text.tokenizer import with_spelt_bad_words
 from ..errors import ApiError
@@ -40,9 +41,11 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     splits_thoughts: bool = False,
+    structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """The client's sampling parameters, which hold for any prompt. Raises ApiError, naming the
-    field, for what it may not ask."""
+    """The client's sampling parameters, which hold for any prompt. Those that the request has for
+    structured outputs give way to `structured_outputs`. Raises ApiError, naming the field, for what
+    it may not ask."""
     _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
@@ -55,7 +58,7 @@ def sampling_params(
         return defaults.get(name, neutral) if given is None else given
 
     top_k = defaults.get("top_k", 0) if request.top_k is None else request.top_k
-    structured_outputs = structured_outputs_of(front, request)
+    structured_outputs = structured_outputs or structured_outputs_of(front, request)
     penalty = chosen(request.repetition_penalty, "repetition_penalty", 1.0)
     try:
         params = SamplingParams(

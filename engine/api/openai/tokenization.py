@@ -17,10 +17,11 @@ from .body import decode_body, read_body
 from .conversation import render
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .replies import DetokenizedPrompt, Tokens
+from .tools import template_tools
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 async def tokenize(front: Front, http: Request) -> ASGIApp:
@@ -62,7 +63,8 @@ async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
         message = f"/tokenize takes `prompt` or `messages`, and {which} came; send one of them"
         raise ApiError(message, param="prompt", code="invalid_value")
     if request.messages is not None:
-        return await render(front, request.messages, request), False
+        tools = template_tools(front, request.tools or [])
+        return await render(front, request.messages, request, tools), False
     for name in _OF_MESSAGES:
         if getattr(request, name) is not None:
             message = f"`{name}` is for `messages`, and a `prompt` came; leave it out"

@@ -59,7 +59,9 @@ class LiveServer:
         role: str = "both",
         marks: tuple[str, str] = ("", ""),
         logits_processors: tuple[str, ...] = (),
+        tool_call_parser: str = "",
     ) -> None:
+        self._tool_call_parser = tool_call_parser
         self._role = role
         self._logits_processors = logits_processors
         self._tokenizer = Tokenizer.load(model_path) if has_tokenizer else None
@@ -115,6 +117,7 @@ class LiveServer:
             default_sampling=self._default_sampling,
             marks=self._marks,
             check_params=make_params_check(self._logits_processors),
+            tool_call_parser=self._tool_call_parser,
         )
         self.server = make_server(self.app, log_level="warning", shutdown_seconds=1)
         self.loop.call_soon(self._ready.set)

@@ -39,9 +39,14 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("disable_log_stats", True, {"log_stats": False}),
     ("disable_log_stats", False, {"log_stats": True}),
     ("disable_log_requests", True, {}),
+    ("enable_auto_tool_choice", True, {}),
+    ("exclude_tools_when_tool_choice_none", True, {}),
     ("enable_prompt_tokens_details", True, {}),
 ]  # fmt: skip
-WITH_A_NOTE = {"disable_log_requests", "enable_prompt_tokens_details"}
+WITH_A_NOTE = {
+    "disable_log_requests", "enable_auto_tool_choice", "enable_prompt_tokens_details",
+    "exclude_tools_when_tool_choice_none",
+}  # fmt: skip
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("kv_offloading_size", "much", "takes a number, not 'much'"),
@@ -70,6 +75,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("uvicorn_log_level", "trace", "takes debug or info or warning or error, not 'trace'"),
     ("disable_log_stats", "maybe", "takes true or false"),
     ("disable_log_requests", "maybe", "takes true or false"),
+    ("enable_auto_tool_choice", "maybe", "takes true or false"),
+    ("exclude_tools_when_tool_choice_none", "maybe", "takes true or false"),
     ("enable_prompt_tokens_details", "maybe", "takes true or false"),
 ]
 
