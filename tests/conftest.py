@@ -93,6 +93,8 @@ SLOW_PLACES = (
 # Tests that measure time, by path and name: they run after all others, with nothing beside them.
 ALONE_PLACES = (
     "engine/api/test_completions.py::test_long_prompts_of_ids_cost_little",
+    "engine/core/test_concurrent_prefill.py",
+    "engine/core/test_handover.py",
     "engine/router/test_asked_at_once.py",
     "tiers/cache_server/test_hostile.py::test_others_are_served_as_before_while_hostile_clients_try",
     "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",

@@ -192,8 +192,9 @@ class Life:
         self._recorder.check_all_ended(core.scheduler)
         assert len(set(self._landed)) == len(self._landed), "a step came back twice"
         made = {step.step_id for step in self._recorder.steps}
-        # One that the worker could not be told of does not come back.
-        assert len(made - set(self._landed)) <= self.has_died
+        # One that the worker could not be told of does not come back. There may be two: what the
+        # worker had answered before is delivered between them.
+        assert len(made - set(self._landed)) <= 2 * self.has_died
         assert made >= set(self._landed)
         told = sum(len(asked.token_ids) for asked in self._asked.values())
         assert told == core.scheduler.counts["generated_tokens"]
