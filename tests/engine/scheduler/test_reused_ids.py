@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stratakv.engine.logprobs import PositionLogprobs
-from stratakv.engine.scheduler.output import ModelRunnerOutput, add_logprobs
+from stratakv.engine.scheduler.output import ModelRunnerOutput, add_figures
 from stratakv.engine.wire import TokenOutput
 
 
@@ -14,6 +14,6 @@ def test_an_end_without_tokens_gets_no_logprobs_of_who_had_its_id() -> None:
     step = ModelRunnerOutput({"a": [1]}, logprobs={"a": [entry]}, prompt_logprobs={"a": [None]})
     ended = TokenOutput("a", [], "error", error="blocks could not be loaded")
     told = TokenOutput("a", [1])
-    add_logprobs([ended, told], step)
+    add_figures([ended, told], step)
     assert ended.logprobs is None and ended.prompt_logprobs is None
     assert told.logprobs == [entry] and told.prompt_logprobs == [None]
