@@ -102,9 +102,10 @@ class Driver:
     def _sleep(self) -> None:
         scheduler = self._scheduler
         idle = RETRY_SECONDS if scheduler.num_waiting else IDLE_SECONDS
-        woken = self._woken.wait(min(idle, self._longest_sleep))
-        self._woken.clear()
-        if not woken and self._has_work():
+        if self._woken.wait(min(idle, self._longest_sleep)):
+            self._woken.clear()
+        # Whoever wakes it from here on must find the event as it is: not even cleared once more.
+        elif self._has_work():
             retry_at = scheduler._retry_at
             if retry_at is None or retry_at > self._monotonic():
                 came = self._woken.wait(self._grace_seconds)
