@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .request import Request
+    from .scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class Decision(Enum):
     """What became of a request."""
 
     QUEUED = "queued"
+    WAITS = "waits"  # it was its turn, and something was in the way; told in every such step
     LOADING = "loading"  # blocks are being loaded, and it waits for them or computes meanwhile
     SCHEDULED = "scheduled"  # it runs, for the first time
     PREEMPTED = "preempted"  # it was sent back
@@ -30,22 +32,38 @@ class Decision(Enum):
     FINISHED = "finished"
 
 
+class Obstacle(Enum):
+    """What a request whose turn it was waits for."""
+
+    SEATS = "seats"  # as many run as may
+    BUDGET = "budget"  # the tokens of the step are used up
+    PRESSURE = "pressure"  # too much of the pool is held for anybody to start
+    PROMPT_ROOM = "prompt room"  # its whole prompt would drive somebody out
+    ROOM = "room"  # blocks to compute in
+    LOAD_ROOM = "load room"  # blocks to load into
+    LOOKUP = "lookup"  # a tier is still to answer
+    WRITER = "writer"  # blocks that it shares are being computed in this step
+    PREFILL = "prefill"  # another engine computes its prompt
+
+
 class StepSnapshot(NamedTuple):
-    """An engine right after a step was made."""
+    """An engine right before a step is made."""
 
     step_id: int
-    num_scheduled: int  # requests in the step
-    num_tokens: int  # that they compute
     num_running: int
     num_waiting: int  # those whose blocks are being loaded among them
     num_free_blocks: int  # of the pool, those with a name included
+    num_cached_blocks: int  # of the pool, with a name
+    num_blocks: int  # of the pool
 
 
 class Observer:
     """Hears everything and does nothing; a subclass overrides what it wants to hear."""
 
-    def decision(self, request: Request, decision: Decision) -> None:
-        """The engine has decided this of a request."""
+    def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
+        """The engine has decided this of a request. `cause`: of WAITS, the value of an `Obstacle`;
+        of PREEMPTED and LOAD_GIVEN_UP, the id of the request that took the room, "" for memory
+        pressure; of FINISHED, the finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         """A request that starts or comes back need not compute so many tokens, by where they were:
@@ -62,17 +80,20 @@ class Observer:
         little-endian)."""
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
-        """A step was made, perhaps one without tokens."""
+        """A step is about to be made; what is told until `step` belongs to it."""
+
+    def step(self, output: SchedulerOutput) -> None:
+        """The step was made, perhaps one without tokens. Nothing of `output` may be changed."""
 
 
-class GuardedObserver(Observer):
-    """Another observer, whose mistakes cost the engine nothing."""
+class GuardedObservers(Observer):
+    """Other observers, whose mistakes cost the engine nothing."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer: Observer | None = observer
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = list(observers)
 
-    def decision(self, request: Request, decision: Decision) -> None:
-        self._tell(lambda observer: observer.decision(request, decision))
+    def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
+        self._tell(lambda observer: observer.decision(request, decision, cause))
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         self._tell(lambda observer: observer.hit(request, tokens))
@@ -86,10 +107,13 @@ class GuardedObserver(Observer):
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._tell(lambda observer: observer.snapshot(snapshot))
 
+    def step(self, output: SchedulerOutput) -> None:
+        self._tell(lambda observer: observer.step(output))
+
     def _tell(self, tell: Callable[[Observer], None]) -> None:
-        if self._observer is not None:
+        for observer in tuple(self._observers):
             try:
-                tell(self._observer)
+                tell(observer)
             except Exception:
                 logger.exception("an observer failed, and hears nothing more")
-                self._observer = None
+                self._observers.remove(observer)

@@ -89,6 +89,11 @@ class BlockPool:
         return self.free_queue.num_free
 
     @property
+    def num_cached(self) -> int:
+        """Names by which blocks can be found."""
+        return len(self._named)
+
+    @property
     def usage(self) -> float:
         """Held blocks as a fraction of those that can be held."""
         return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)

@@ -15,7 +15,7 @@ from enum import Enum
 from ...connector.base import Match, MatchKind
 from ..cache.kv_cache_coordinator import GroupBlocks
 from ..config import SchedulerConfig
-from ..observer import Decision
+from ..observer import Decision, Obstacle
 from ..request import Progress, Request, RequestStatus
 from .loading import count_reused
 from .places import FCFSQueue, Places
@@ -80,15 +80,12 @@ class Admission:
         there is room for no more."""
         places = self._places
         while len(later) < most_later:
-            if len(places.running) >= self._max_running:
-                return False
             found = _next_of(queues, only_known)
             if found is None:
                 break
             queue, request = found
-            if step.budget == 0 and not self._may_begin_load(request):
-                return False
-            if self._is_held_back(request):
+            if (obstacle := self._obstacle(request, step)) is not None:
+                places.note_wait(request, obstacle)
                 return False
             verdict = self._consider(request, step, now, only_known)
             if verdict is Verdict.NO_ROOM:
@@ -97,6 +94,14 @@ class Admission:
             if verdict is Verdict.LATER:
                 later.append(request)
         return True
+
+    def _obstacle(self, request: Request, step: StepBuilder) -> Obstacle | None:
+        """What ends the round before its first request is looked at."""
+        if len(self._places.running) >= self._max_running:
+            return Obstacle.SEATS
+        if step.budget == 0 and not self._may_begin_load(request):
+            return Obstacle.BUDGET
+        return Obstacle.PRESSURE if self._is_held_back(request) else None
 
     def _may_begin_load(self, request: Request) -> bool:
         """Whether it is worth looking at where no tokens are left to give in this step: a load
@@ -120,12 +125,14 @@ class Admission:
     ) -> Verdict:
         connector, places = self._connector, self._places
         if request.request_id in connector.awaiting_prefill:
+            places.note_wait(request, Obstacle.PREFILL)
             return Verdict.LATER
         hits, num_hit_tokens, overlaps = None, 0, False
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
             if running and not self._pressure.has_room_for(request, hits, running):
+                places.note_wait(request, Obstacle.PROMPT_ROOM)
                 return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
@@ -133,6 +140,7 @@ class Admission:
                     request, num_hit_tokens, num_queued_tokens=queued
                 )
                 if match.kind is MatchKind.RETRY:
+                    places.note_wait(request, Obstacle.LOOKUP)
                     return Verdict.LATER
                 if match.kind is MatchKind.LOAD or (
                     match.kind is MatchKind.OVERLAP and step.budget > 0
@@ -144,6 +152,7 @@ class Admission:
                     places.note(request, Decision.LOADING)
         if step.budget == 0:
             self._waits_for_budget = request.request_id
+            places.note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         num_tokens = request.num_tokens - request.num_computed_tokens - num_hit_tokens
         if overlaps:
@@ -151,9 +160,11 @@ class Admission:
         if self._chunked:
             num_tokens = min(num_tokens, self._chunk_limit, step.budget)
         elif num_tokens > step.budget:
+            places.note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
         while not self._allocate(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
+                places.note_wait(request, Obstacle.ROOM)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
         self._start(request, num_tokens, step, now)
@@ -182,6 +193,7 @@ class Admission:
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
             # They are being written by this step, which may fail while the request is away.
+            self._places.note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
         places = self._places
         while not places.loading.begin_load(
@@ -191,6 +203,7 @@ class Admission:
                 continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
+            places.note_wait(request, Obstacle.LOAD_ROOM)
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
         places.counts["loads"] += 1
         places.note(request, Decision.LOADING)

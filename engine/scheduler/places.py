@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ...connector.base import KVConnectorScheduler, NullConnector
 from ..cache.kv_cache_manager import KVCacheManager
-from ..observer import Decision, Observer
+from ..observer import Decision, Observer, Obstacle
 from ..request import Progress, Request, RequestStatus
 from .loading import LoadingRequests
 
@@ -98,10 +98,15 @@ class Places:
         self.waiting.add(request)
         self.note(request, Decision.QUEUED)
 
-    def note(self, request: Request, decision: Decision) -> None:
+    def note(self, request: Request, decision: Decision, cause: str = "") -> None:
         """Tell the observer, if there is one."""
         if self._observer is not None:
-            self._observer.decision(request, decision)
+            self._observer.decision(request, decision, cause)
+
+    def note_wait(self, request: Request, obstacle: Obstacle) -> None:
+        """As `note`: it was this request's turn, and something was in the way."""
+        if self._observer is not None:
+            self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def note_hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         """As `note`: a request that starts or comes back need not compute these."""
@@ -114,9 +119,10 @@ class Places:
             self.loaded[request.request_id] = request
         self.skipped.add(request)
 
-    def preempt_last(self, now: float) -> Request:
+    def preempt_last(self, taker: Request | None = None) -> Request:
         """Send the running request that was let in last back to the head of the queue; or to the
-        loading ones, where a copy still writes to its blocks, which it then keeps until it ends."""
+        loading ones, where a copy still writes to its blocks, which it then keeps until it ends.
+        `taker` needs the room; None: memory pressure."""
         request = self.running.pop()
         is_written_to = self.loading.stop_overlap(request)
         if is_written_to:
@@ -134,7 +140,7 @@ class Places:
         request.num_preemptions += 1
         self.num_departed += 1
         self.counts["preemptions"] += 1
-        self.note(request, Decision.PREEMPTED)
+        self.note(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
         return request
 
     def give_up_last_load(self, spare: Request) -> bool:
@@ -155,7 +161,7 @@ class Places:
         if request.num_cached_tokens < 0:
             request.cached_tokens_by_tier = {}
         self.counts["loads_given_up"] += 1
-        self.note(request, Decision.LOAD_GIVEN_UP)
+        self.note(request, Decision.LOAD_GIVEN_UP, spare.request_id)
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
@@ -177,7 +183,7 @@ class Places:
         self._has_ended = True
         self.num_departed += 1
         self.counts[f"ended_{status.finish_reason}"] += 1
-        self.note(request, Decision.FINISHED)
+        self.note(request, Decision.FINISHED, status.finish_reason or "")
         if request.hands_over and place is RequestStatus.RUNNING and request.num_output_tokens == 1:
             self.manager.name_tail(request)
         self.connector.request_finished(request_id)

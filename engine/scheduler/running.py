@@ -22,23 +22,23 @@ class RunningRound:
         self._pressure = pressure
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
-    def run(self, step: StepBuilder, now: float) -> None:
+    def run(self, step: StepBuilder) -> None:
         """Send back whom memory has no room for, then let the others go on."""
-        self._relieve(step, now)
-        self._go_on(step, now)
+        self._relieve(step)
+        self._go_on(step)
 
-    def _relieve(self, step: StepBuilder, now: float) -> None:
+    def _relieve(self, step: StepBuilder) -> None:
         """Send back who came last while too much of the pool is held; never the only one."""
         places = self._places
         while len(places.running) > 1 and self._pressure.demands_preemption:
             step.pressed = True
             if not places.give_up_last_load(spare=places.running[0]):
-                victim = places.preempt_last(now)
+                victim = places.preempt_last()
                 step.preempted_ids.add(victim.request_id)
                 if victim.request_id in places.loading:
                     return  # its blocks come back when a copy to them has ended
 
-    def _go_on(self, step: StepBuilder, now: float) -> None:
+    def _go_on(self, step: StepBuilder) -> None:
         running = self._places.running
         loading, progress = self._places.loading, self._places.progress
         allocate = self._places.manager.allocate_slots
@@ -66,14 +66,14 @@ class RunningRound:
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             added = allocate(request, num_tokens)
-            while added is None and self._make_room(request, step, now):
+            while added is None and self._make_room(request, step):
                 added = allocate(request, num_tokens)
             if added is None:
                 break
             step.go_on(request, num_tokens, added)
         step.decode(decodes)
 
-    def _make_room(self, request: Request, step: StepBuilder, now: float) -> bool:
+    def _make_room(self, request: Request, step: StepBuilder) -> bool:
         """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
         it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
         to the blocks of whoever came last, and `request` waits for those."""
@@ -83,6 +83,6 @@ class RunningRound:
             return True
         if places.running == [request]:
             return False
-        victim = places.preempt_last(now)
+        victim = places.preempt_last(request)
         step.preempted_ids.add(victim.request_id)
         return victim is not request and victim.request_id not in places.loading

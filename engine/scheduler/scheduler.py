@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from ...connector.base import (
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..observer import GuardedObserver, Observer, StepSnapshot
+from ..observer import GuardedObservers, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
@@ -110,7 +110,7 @@ class Scheduler:
         fails_with_load: bool = False,
         max_steps_in_flight: int = 1,
         runs_ahead: bool = False,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         check_config(config, max_model_len)
         if max_steps_in_flight < 1:
@@ -120,7 +120,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._fails_with_load = fails_with_load
-        self._observer = None if observer is None else GuardedObserver(observer)
+        self._observer = GuardedObservers(observers) if observers else None
         manager.pool.observer = self._observer
         self._places = Places(manager, connector, self._observer)
         self.connector = self._places.connector
@@ -246,7 +246,19 @@ class Scheduler:
         now = time.monotonic()
         places = self._places
         self._step_id += 1
-        self.manager.pool.begin_step(self._step_id)
+        pool = self.manager.pool
+        pool.begin_step(self._step_id)
+        if self._observer is not None:
+            self._observer.snapshot(
+                StepSnapshot(
+                    self._step_id,
+                    self.num_running,
+                    self.num_waiting,
+                    pool.num_free,
+                    pool.num_cached,
+                    pool.num_blocks - 1,
+                )
+            )
         step = StepBuilder(
             self.manager,
             self._step_id,
@@ -256,11 +268,11 @@ class Scheduler:
         num_loading = places.loading.num_waiting
         retry = False
         if self._paused is not Pause.ALL:
-            self._running.run(step, now)
+            self._running.run(step)
             if not step.pressed:
                 only_known = self._paused is Pause.NEW
                 retry = self._admission.admit(step, now, only_known=only_known)
-        meta = self._build_meta(self.manager.pool.take_evicted())
+        meta = self._build_meta(pool.take_evicted())
         step.preempted_ids |= self._preempted_again
         output = step.build(places.finished_ids, meta, self._last_failed_id)
         places.finished_ids = set()
@@ -274,16 +286,7 @@ class Scheduler:
         places.counts["steps"] += 1
         places.counts["scheduled_tokens"] += total
         if self._observer is not None:
-            self._observer.snapshot(
-                StepSnapshot(
-                    output.step_id,
-                    len(output.num_scheduled_tokens),
-                    total,
-                    self.num_running,
-                    self.num_waiting,
-                    self.manager.pool.num_free,
-                )
-            )
+            self._observer.step(output)
         return output
 
     def update_from_output(

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of a step trace, as they lie in its file: one JSON object a line.
+
+    start       an engine began to write; what follows is of it
+    snapshot    it is about to make step `step`
+    hit         a request of the step need not compute so many tokens
+    event       what became of a request, and why
+    decision    the step is made
+    dropped     so many records were lost here, because the file could not keep up
+
+One number counts the steps, and every record between a snapshot and its decision has it; events
+between two steps have that of the first. `time` is in seconds since the start record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ...tiers.settings.values import ConfigError
+
+VERSION = 1
+MAX_LINE_BYTES = 1 << 24
+
+
+class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True):
+    """An engine. `started` is the time of day (ISO 8601), and nothing is decided by it."""
+
+    version: int
+    started: str
+    model: str
+    block_size: int
+    num_gpu_blocks: int
+    connector_name: str
+
+
+class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True):
+    """An engine right before a step. CPU blocks are those of the CPU tier, None without one;
+    cached blocks can be found by their names, and may be free as well."""
+
+    step: int
+    time: float
+    running: int
+    waiting: int  # requests whose blocks are being loaded among them
+    gpu_blocks_free: int
+    gpu_blocks_total: int
+    gpu_blocks_cached: int
+    cpu_blocks_free: int | None
+    cpu_blocks_total: int | None
+    cpu_blocks_cached: int | None
+    max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+
+
+class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True):
+    """Tokens that a request need not compute. One that comes back after a preemption has a hit
+    again, and one whose load overlaps its prompt a second one, when the load has ended."""
+
+    step: int
+    time: float
+    req_id: str
+    local_hit_tokens: int  # in the KV pool
+    external_hit_tokens: int  # loaded from a tier
+    tokens_by_tier: dict[str, int]  # the external ones
+    total_prompt_tokens: int
+    num_tokens: int  # prompt and output so far
+    load_kv_async: bool  # whether anything was loaded; a load never holds up a step
+
+
+class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True):
+    """What became of a request: the values of `Decision`, and why, as `Observer.decision` says.
+    A wait is told when it begins or changes."""
+
+    step: int
+    time: float
+    req_id: str
+    event: str
+    cause: str = ""
+    num_tokens: int = 0  # prompt and output so far
+    num_computed_tokens: int = 0
+
+
+class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=True):
+    """A step: `num_scheduled_tokens` are the tokens that each request computes in it."""
+
+    step: int
+    time: float
+    scheduled_new_ids: list[str]
+    scheduled_resumed_ids: list[str]
+    scheduled_running_ids: list[str]
+    preempted_ids: list[str]
+    num_scheduled_tokens: dict[str, int]
+    total_scheduled_tokens: int
+
+
+class DroppedRecord(msgspec.Struct, tag_field="record", tag="dropped", frozen=True):
+    """Records that were lost before the next one."""
+
+    count: int
+
+
+Record = (
+    StartRecord | SnapshotRecord | HitRecord | EventRecord | DecisionRecord | DroppedRecord
+)  # fmt: skip
+
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a file in their order; a last line that was cut is left out. Raises
+    ConfigError for a file that cannot be read or is no trace, with the line."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                if not line.endswith(b"\n"):
+                    if len(line) == MAX_LINE_BYTES:
+                        raise _no_trace(path, number, f"it is longer than {MAX_LINE_BYTES} bytes")
+                    return
+                try:
+                    record = _decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise _no_trace(path, number, str(error)) from error
+                if isinstance(record, StartRecord):
+                    if record.version != VERSION:
+                        raise _no_trace(
+                            path, number, f"it has version {record.version}, and {VERSION} is read"
+                        )
+                elif number == 1:
+                    raise _no_trace(path, number, "a trace begins with a start record")
+                yield record
+    except OSError as error:
+        raise ConfigError(f"the step trace {path} cannot be read: {error.strerror}") from error
+
+
+def _no_trace(path: Path, number: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"line {number} of {path} is no record of a step trace ({reason}); give the file that "
+        "--step-trace wrote"
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer that writes a step trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...tiers.cpu import CpuSlab
+from ..config import EngineConfig
+from ..observer import Decision, Observer, StepSnapshot
+from ..request import Request
+from ..scheduler.output import SchedulerOutput
+from .records import (
+    VERSION,
+    DecisionRecord,
+    EventRecord,
+    HitRecord,
+    SnapshotRecord,
+    StartRecord,
+)
+from .writer import TraceWriter
+
+POOL = "pool"
+NO_CONNECTOR = "none"
+
+
+class StepTrace(Observer):
+    """Writes to the file at `path` until it is closed. `slab` is the engine's CPU tier.
+
+    Raises ConfigError where the file cannot be opened.
+    """
+
+    def __init__(
+        self, path: Path, config: EngineConfig, num_blocks: int, slab: CpuSlab | None
+    ) -> None:
+        self._writer = TraceWriter(path)
+        self._began = time.monotonic()
+        self._scheduler = config.scheduler
+        self._slab = slab
+        self._step = 0
+        self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
+        self._writer.put(
+            StartRecord(
+                version=VERSION,
+                started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                model=config.model.served_name,
+                block_size=config.cache.block_size,
+                num_gpu_blocks=num_blocks,
+                connector_name=",".join(config.offload.tier_names) or NO_CONNECTOR,
+            )
+        )
+
+    def snapshot(self, snapshot: StepSnapshot) -> None:
+        self._step = snapshot.step_id
+        free = total = cached = None
+        if self._slab is not None:
+            stats = self._slab.stats()
+            free, total, cached = self._slab.free_slots, self._slab.num_slots, stats.used_blocks
+        self._writer.put(
+            SnapshotRecord(
+                step=self._step,
+                time=self._now(),
+                running=snapshot.num_running,
+                waiting=snapshot.num_waiting,
+                gpu_blocks_free=snapshot.num_free_blocks,
+                gpu_blocks_total=snapshot.num_blocks,
+                gpu_blocks_cached=snapshot.num_cached_blocks,
+                cpu_blocks_free=free,
+                cpu_blocks_total=total,
+                cpu_blocks_cached=cached,
+                max_num_running_reqs=self._scheduler.max_num_seqs,
+                max_num_scheduled_tokens=self._scheduler.max_num_batched_tokens,
+            )
+        )
+
+    def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
+        external = {name: count for name, count in tokens.items() if name != POOL and count}
+        self._writer.put(
+            HitRecord(
+                step=self._step,
+                time=self._now(),
+                req_id=request.request_id,
+                local_hit_tokens=tokens.get(POOL, 0),
+                external_hit_tokens=sum(external.values()),
+                tokens_by_tier=external,
+                total_prompt_tokens=request.num_prompt_tokens,
+                num_tokens=request.num_tokens,
+                load_kv_async=bool(external),
+            )
+        )
+
+    def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
+        request_id = request.request_id
+        if decision is Decision.WAITS:
+            if self._obstacles.get(request_id) == cause:
+                return
+            self._obstacles[request_id] = cause
+        else:
+            self._obstacles.pop(request_id, None)
+        self._writer.put(
+            EventRecord(
+                step=self._step,
+                time=self._now(),
+                req_id=request_id,
+                event=decision.value,
+                cause=cause,
+                num_tokens=request.num_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+
+    def step(self, output: SchedulerOutput) -> None:
+        new = [each.request_id for each in output.new_requests]
+        resumed = output.cached_requests.resumed_request_ids
+        tokens = output.num_scheduled_tokens
+        if new or resumed:
+            others = resumed.union(new)
+            running = [request_id for request_id in tokens if request_id not in others]
+        else:
+            running = list(tokens)
+        self._writer.put(
+            DecisionRecord(
+                step=output.step_id,
+                time=self._now(),
+                scheduled_new_ids=new,
+                scheduled_resumed_ids=sorted(resumed),
+                scheduled_running_ids=running,
+                preempted_ids=sorted(output.preempted_request_ids),
+                num_scheduled_tokens=tokens,
+                total_scheduled_tokens=output.total_num_scheduled_tokens,
+            )
+        )
+
+    def close(self) -> None:
+        """Write what is left. Waits for a few seconds at most."""
+        self._writer.close()
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self._began, 6)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a step trace beside the steps: records wait in a bounded queue for a thread of their own.
+
+The step thread only appends to the queue. Where the disk is slower than the engine, records are
+dropped and counted; where it fails, the trace ends with one line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from pathlib import Path
+
+import aiofiles
+import msgspec
+
+from ...tiers.settings.values import ConfigError
+from .records import DroppedRecord, Record
+
+logger = logging.getLogger(__name__)
+
+MOST_QUEUED = 16_384  # records: some thousand steps
+MOST_AT_ONCE = 1_024  # records in one write
+# Between two looks at the queue while there is work. Longer batches cost the steps less.
+PAUSE_SECONDS = 0.1
+CLOSE_SECONDS = 5.0
+
+
+class TraceWriter:
+    """Appends to the file at `path`. Raises ConfigError where it cannot be opened."""
+
+    def __init__(self, path: Path, *, most_queued: int = MOST_QUEUED) -> None:
+        try:
+            with path.open("ab"):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"--step-trace {path} cannot be written: {error.strerror}; name a file in a "
+                "directory that exists and can be written to"
+            ) from error
+        self._path = path
+        self._most_queued = most_queued
+        self._queue: deque[Record] = deque()
+        self._num_dropped = 0  # since the last record that was queued
+        self._has_failed = False
+        self._closing = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._nudge: asyncio.Event | None = None
+        self._sleeps = False  # the thread waits for a nudge, not for time
+        self._thread = threading.Thread(target=self._run, name="step-trace", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queue a record; never waits. Called by one thread."""
+        if self._has_failed:
+            return
+        if len(self._queue) >= self._most_queued:
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            self._queue.append(DroppedRecord(self._num_dropped))
+            self._num_dropped = 0
+        self._queue.append(record)
+        if self._sleeps:
+            self._wake()
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what is queued, and end; what is not written within the time is lost, and the log
+        says so. Idempotent."""
+        if self._closing.is_set():
+            return
+        if self._num_dropped and not self._has_failed:
+            self._queue.append(DroppedRecord(self._num_dropped))
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            logger.warning(
+                "the step trace lost about %d records: %s took longer than %.1f s to write",
+                len(self._queue), self._path, timeout_seconds,
+            )  # fmt: skip
+
+    def _wake(self) -> None:
+        loop, nudge = self._loop, self._nudge
+        if loop is not None and nudge is not None:
+            try:
+                loop.call_soon_threadsafe(nudge.set)
+            except RuntimeError:
+                pass  # its loop has ended, so nobody is left to be woken
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._write_all())
+        except Exception as error:  # noqa: BLE001 - a trace is worth no engine
+            self._has_failed = True
+            self._queue.clear()
+            logger.error("the step trace %s ends here: %s", self._path, error)
+
+    async def _write_all(self) -> None:
+        self._loop, self._nudge = asyncio.get_running_loop(), asyncio.Event()
+        encoder = msgspec.json.Encoder()
+        queue = self._queue
+        async with aiofiles.open(self._path, "ab", buffering=0) as file:
+            while True:
+                is_closing = self._closing.is_set()
+                while queue:
+                    count = min(len(queue), MOST_AT_ONCE)
+                    lines = encoder.encode_lines([queue.popleft() for _ in range(count)])
+                    await _write_whole(file, lines)
+                if is_closing:
+                    return
+                await self._rest()
+
+    async def _rest(self) -> None:
+        """A pause while records come; without any, until the next one or the end."""
+        assert self._nudge is not None
+        await asyncio.sleep(0 if self._closing.is_set() else PAUSE_SECONDS)
+        self._nudge.clear()
+        self._sleeps = True
+        if not self._queue and not self._closing.is_set():
+            await self._nudge.wait()
+        self._sleeps = False
+
+
+async def _write_whole(file: aiofiles.threadpool.binary.AsyncFileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        written = await file.write(view)
+        view = view[written:]
