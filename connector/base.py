@@ -353,6 +353,10 @@ class KVConnectorScheduler(ABC):
         may be wrong; what is on its way to a tier or to the pool is not kept either. `cause`, one
         word, is what they are counted under. Optional: by default they stay until evicted."""
 
+    def cpu_blocks(self) -> tuple[int, int] | None:
+        """Blocks of the CPU tier: free places, and places; None without one. Memory only."""
+        return None
+
     @abstractmethod
     def reset(self) -> None:
         """Forget what all tiers hold (a prefix-cache reset). Waits a while for disks, so that it

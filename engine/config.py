@@ -197,6 +197,7 @@ class EngineConfig:
     role: str = "both"
     logits_processors: tuple[str, ...] = ()  # module:Class, beside those that are installed
     structured_outputs_backend: str = "auto"
+    step_trace: Path | None = None  # a file for a record of every step; None: none is written
 
     def __post_init__(self) -> None:
         backend = self.structured_outputs_backend

@@ -25,6 +25,7 @@ class Decision(Enum):
     QUEUED = "queued"
     WAITS = "waits"  # it was its turn, and something was in the way; told in every such step
     LOADING = "loading"  # blocks are being loaded, and it waits for them or computes meanwhile
+    LOADED = "loaded"  # the load it waited for has ended, with blocks or without
     SCHEDULED = "scheduled"  # it runs, for the first time
     PREEMPTED = "preempted"  # it was sent back
     RESUMED = "resumed"  # it runs again
@@ -63,7 +64,7 @@ class Observer:
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
         """The engine has decided this of a request. `cause`: of WAITS, the value of an `Obstacle`;
         of PREEMPTED and LOAD_GIVEN_UP, the id of the request that took the room, "" for memory
-        pressure; of FINISHED, the finish reason."""
+        pressure; of LOADED, what kept blocks from coming; of FINISHED, the finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         """A request that starts or comes back need not compute so many tokens, by where they were:

@@ -227,6 +227,11 @@ OPTIONS: Mapping[str, Option] = {
         "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
         "NAME",
     ),
+    "step_trace": Option(
+        "engine", "step_trace", readers.path,
+        "append a record of every step, and of what became of each request, to this file; "
+        "`stratakv trace` reads it", "FILE",
+    ),
     "tenant_secret": Option(
         "engine", "tenant_secret", readers.secret_bytes,
         "separates the cached blocks of tenants; give it by environment or file", "SECRET",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from stratakv.engine.observer import Decision, Observer, StepSnapshot
 from stratakv.engine.request import Request
+from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 
 
@@ -21,9 +22,10 @@ class Recorder(Observer):
         self.stories: dict[int, list[Decision]] = {}
         self.reused: Counter[str] = Counter()
         self.steps: list[StepSnapshot] = []
+        self.num_tokens = 0
         self._requests: list[Request] = []
 
-    def decision(self, request: Request, decision: Decision) -> None:
+    def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
         if id(request) not in self.stories:
             self._requests.append(request)
         self.stories.setdefault(id(request), []).append(decision)
@@ -43,6 +45,10 @@ class Recorder(Observer):
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self.steps.append(snapshot)
+
+    def step(self, output: SchedulerOutput) -> None:
+        assert self.steps[-1].step_id == output.step_id
+        self.num_tokens += output.total_num_scheduled_tokens
 
     def check_names(self, scheduler: Scheduler) -> None:
         """The pool's names, at any moment."""
@@ -66,4 +72,4 @@ class Recorder(Observer):
         made = [step.step_id for step in self.steps]
         assert made == sorted(set(made))
         assert len(made) == counts["steps"]
-        assert sum(step.num_tokens for step in self.steps) == counts["scheduled_tokens"]
+        assert self.num_tokens == counts["scheduled_tokens"]

@@ -43,9 +43,10 @@ ENGINE_ROOMS: dict[str, str] = {
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
+    "trace": "config observer request scheduler",
     "core": (
         "cache config embeds extras handover logprobs logs models observer offload_config plan "
-        "request sampling sampling_params scheduler structured wire worker"
+        "request sampling sampling_params scheduler structured trace wire worker"
     ),
     "client": "config core wire",
     "text": "client handover logprobs models reasoning request sampling_params wire",
@@ -61,7 +62,7 @@ ENGINE_ROOMS: dict[str, str] = {
     ),
     "cli": (
         "api client config extras llm logs models not_built offload_config options plan probes "
-        "router sampling sampling_params settings text wire"
+        "router sampling sampling_params settings text trace wire"
     ),
 }
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "cache": "list SSD tiers, and remove them",
     "config": "show the settings that hold, or check a file",
     "doctor": "say what will not work below another engine",
+    "trace": "explain what a step trace recorded",
     "plan": "say what a model takes and what fits",
 }
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."

@@ -37,6 +37,7 @@ from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
 from ..structured.backends import why_missing
 from ..structured.manager import GrammarManager
+from ..trace.step_trace import StepTrace
 from ..wire import (
     ABORTED,
     INVALID_GRAMMAR,
@@ -134,7 +135,8 @@ class EngineCore:
             config.cache.block_size,
         )
         self._max_steps_in_flight = max_steps_in_flight
-        self._observer = observer
+        self._observers = [] if observer is None else [observer]
+        self._trace: StepTrace | None = None
         self._in_flight: deque[StepInFlight] = deque()  # the oldest first
         self._ended: list[TokenOutput] = []  # last outputs of requests that a step has no token for
         self._last_ended = 0.0  # when the last step came back
@@ -351,6 +353,10 @@ class EngineCore:
         else:
             self.num_blocks = self._groups.num_pages(num_blocks)
         self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
+        if config.step_trace is not None:
+            blocks = self.num_blocks - 1
+            self._trace = StepTrace(config.step_trace, config, blocks, self._connector)
+            self._observers.append(self._trace)
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
@@ -368,7 +374,7 @@ class EngineCore:
             fails_with_load=config.offload.load_failure == "fail",
             max_steps_in_flight=self._max_steps_in_flight,
             runs_ahead=config.async_scheduling and self._max_steps_in_flight > 1,
-            observer=self._observer,
+            observers=self._observers,
         )
         self._held = HeldAnswers(self.scheduler.manager, self._connector)
         if self._executor is None:
@@ -518,4 +524,6 @@ class EngineCore:
             self._tiers.worker.shutdown(copy_seconds)
             output = self._tiers.worker.poll()
         self._connector.update_from_worker(output or NOTHING_FINISHED)
+        if self._trace is not None:
+            self._trace.close()
         self._connector.shutdown(max(0.0, deadline - time.monotonic()))

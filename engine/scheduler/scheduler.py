@@ -38,7 +38,7 @@ from ...connector.base import (
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..observer import GuardedObservers, Observer, StepSnapshot
+from ..observer import Decision, GuardedObservers, Observer, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
@@ -471,6 +471,7 @@ class Scheduler:
         reports = self.connector.update_from_worker(worker_output)
         for request, report in places.loading.release(reports):
             places.put_loaded(request)
+            places.note(request, Decision.LOADED, report.failure or "")
             progress = places.progress[request.request_id]
             progress.load_seconds += report.seconds
             progress.loaded_by_tier = dict(report.tokens_by_tier)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...tiers.cpu import CpuSlab
+from ...connector.base import KVConnectorScheduler
 from ..config import EngineConfig
 from ..observer import Decision, Observer, StepSnapshot
 from ..request import Request
@@ -28,18 +28,22 @@ NO_CONNECTOR = "none"
 
 
 class StepTrace(Observer):
-    """Writes to the file at `path` until it is closed. `slab` is the engine's CPU tier.
+    """Writes to the file at `path` until it is closed; `num_blocks` are those of the pool.
 
     Raises ConfigError where the file cannot be opened.
     """
 
     def __init__(
-        self, path: Path, config: EngineConfig, num_blocks: int, slab: CpuSlab | None
+        self,
+        path: Path,
+        config: EngineConfig,
+        num_blocks: int,
+        connector: KVConnectorScheduler,
     ) -> None:
         self._writer = TraceWriter(path)
         self._began = time.monotonic()
         self._scheduler = config.scheduler
-        self._slab = slab
+        self._connector = connector
         self._step = 0
         self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
         self._writer.put(
@@ -55,10 +59,8 @@ class StepTrace(Observer):
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._step = snapshot.step_id
-        free = total = cached = None
-        if self._slab is not None:
-            stats = self._slab.stats()
-            free, total, cached = self._slab.free_slots, self._slab.num_slots, stats.used_blocks
+        cpu_blocks = self._connector.cpu_blocks()
+        free, total = (None, None) if cpu_blocks is None else cpu_blocks
         self._writer.put(
             SnapshotRecord(
                 step=self._step,
@@ -70,7 +72,7 @@ class StepTrace(Observer):
                 gpu_blocks_cached=snapshot.num_cached_blocks,
                 cpu_blocks_free=free,
                 cpu_blocks_total=total,
-                cpu_blocks_cached=cached,
+                cpu_blocks_cached=None if free is None or total is None else total - free,
                 max_num_running_reqs=self._scheduler.max_num_seqs,
                 max_num_scheduled_tokens=self._scheduler.max_num_batched_tokens,
             )

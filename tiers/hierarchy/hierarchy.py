@@ -187,6 +187,11 @@ class Hierarchy:
         return self._slab.num_slots
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots of the slab that hold nothing."""
+        return self._slab.free_slots()
+
+    @property
     def stores(self) -> Sequence[StoreTier]:
         """What lies below the slab, the fastest first."""
         return [store.tier for store in self._stores]

@@ -288,7 +288,7 @@ def make_engine() -> MakeEngine:
             fails_with_load=fails_with_load,
             max_steps_in_flight=max_steps_in_flight,
             runs_ahead=runs_ahead,
-            observer=observer,
+            observers=[] if observer is None else [observer],
         )
         engine = Engine(scheduler, tiers)
         if tiers is not None:
