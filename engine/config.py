@@ -156,6 +156,7 @@ class SchedulerConfig:
     # let in from being sent back at once. Neither counts for the only request that runs.
     admit_below: float = 0.8
     preempt_above: float = 0.95
+    policy: str = "fcfs"  # see engine/scheduler/policies.py
 
     def __post_init__(self) -> None:
         within("--max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)

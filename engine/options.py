@@ -227,6 +227,11 @@ OPTIONS: Mapping[str, Option] = {
         "what keeps an answer to a schema or a grammar: xgrammar, guidance, or what suits it",
         "NAME",
     ),
+    "scheduling_policy": Option(
+        "scheduler", "policy", readers.text,
+        "who runs next: fcfs, first come, first served; priority, by the requests' `priority`, the "
+        "lowest first; or a policy of another package", "NAME",
+    ),
     "step_trace": Option(
         "engine", "step_trace", readers.path,
         "append a record of every step, and of what became of each request, to this file; "

@@ -8,6 +8,7 @@ instead of rebuilding lists. Output goes there when a view is asked for, which i
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import struct
 import time
@@ -92,6 +93,9 @@ _FINISH_REASONS = {
 }
 
 
+_numbers = itertools.count()
+
+
 class Request:
     """One sequence being generated.
 
@@ -124,8 +128,10 @@ class Request:
         "num_prompt_tokens",
         "num_tokens",
         "num_told_tokens",
+        "number",
         "output_token_ids",
         "pooling",
+        "priority",
         "prompt_embeds",
         "repetition_detection",
         "request_id",
@@ -150,6 +156,7 @@ class Request:
         hands_over: bool = False,
         goes_on: bool = False,
         pooling: str = "",
+        priority: int = 0,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -162,6 +169,8 @@ class Request:
         self.prompt_embeds = prompt_embeds
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.pooling = pooling  # see `RequestExtras`
+        self.priority = priority  # the lower, the earlier; for policies that look at it
+        self.number = next(_numbers)  # of all requests of this process, in their order
 
         self.num_prompt_tokens = len(prompt_token_ids)
         # At hand here, since they are asked for after every token.

@@ -168,6 +168,7 @@ class EngineCore:
                 self._make_hasher(identity.root()),
                 config.tenant_secret,
                 config.role,
+                takes_priority=self.scheduler.takes_priority,
             )
             self._grammars = GrammarManager(
                 config.model.path,

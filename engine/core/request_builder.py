@@ -25,6 +25,8 @@ from ..wire import NO_EXTRAS, AddRequest, RequestExtras
 
 logger = logging.getLogger(__name__)
 
+MAX_PRIORITY = 2**31
+
 
 class RequestBuilder:
     """Builds requests for one model. Without a `hasher` no request is found in a cache."""
@@ -37,6 +39,8 @@ class RequestBuilder:
         hasher: BlockHasher | None,
         tenant_secret: bytes,
         role: str = "both",
+        *,
+        takes_priority: bool = False,
     ) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
@@ -44,6 +48,7 @@ class RequestBuilder:
         self._hasher = hasher
         self._tenant_secret = tenant_secret
         self._role = role
+        self._takes_priority = takes_priority
 
     def build(self, request: AddRequest) -> tuple[Request, Ticket | None]:
         """The request, and its ticket where that is of this prompt and these parameters. Raises as
@@ -65,10 +70,14 @@ class RequestBuilder:
 
     def make_request(self, request: AddRequest) -> Request:
         """Raises ValueError for tokens that cannot be, and for what is not done yet."""
-        if request.priority:
+        if request.priority and not self._takes_priority:
             raise ValueError(
                 f"priority must be 0, got {request.priority}: requests are served in the order in "
-                "which they come"
+                "which they come, unless the engine is started with --scheduling-policy priority"
+            )
+        if abs(request.priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}"
             )
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -95,6 +104,7 @@ class RequestBuilder:
             hands_over=not extras.pooling and (self._role == "prefill" or extras.hand_over),
             goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
             pooling=extras.pooling,
+            priority=request.priority,
         )
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
@@ -164,7 +174,7 @@ def decode_request(text: str) -> AddRequest:
 def context_of(request: AddRequest) -> RequestContext:
     """What the tiers may know of who asks."""
     extras = request.extras
-    if not request.tenant and extras is None:
+    if not request.tenant and not request.priority and extras is None:
         return NO_CONTEXT
     extras = extras or NO_EXTRAS
     return RequestContext(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: which waiting requests join the running ones in this step.
 
-First come, first served: the first request for which there is no room ends the round, because one
+In the order of the policy: the first request for which there is no room ends the round, because one
 behind it must not take what it waits for. A request that only waits for something else (a load, an
 answer of the tiers) stands aside and holds up nobody. Beside running requests only some of those
 are asked again in each step, in turns.
@@ -18,7 +18,8 @@ from ..config import SchedulerConfig
 from ..observer import Decision, Obstacle
 from ..request import Progress, Request, RequestStatus
 from .loading import count_reused
-from .places import FCFSQueue, Places
+from .places import Places
+from .policies import RequestQueue
 from .pressure import MemoryPressure
 from .step import StepBuilder
 
@@ -60,16 +61,18 @@ class Admission:
         places = self._places
         most = MOST_DEFERRED if places.running else len(places.requests)
         later: list[Request] = []
-        # Deferred requests are older than the others.
-        if self._admit_from((places.deferred,), most, later, step, now, only_known):
-            newer = (places.skipped, places.waiting)
+        newer = (places.skipped, places.waiting)
+        if not places.policy.deferred_first:
+            queues = (places.deferred, *newer)
+            self._admit_from(queues, 2 * most, later, step, now, only_known)
+        elif self._admit_from((places.deferred,), most, later, step, now, only_known):
             self._admit_from(newer, len(later) + most, later, step, now, only_known)
         places.deferred.add_all(later)
         return len(places.deferred) > 0
 
     def _admit_from(
         self,
-        queues: Sequence[FCFSQueue],
+        queues: Sequence[RequestQueue],
         most_later: int,
         later: list[Request],
         step: StepBuilder,
@@ -80,7 +83,7 @@ class Admission:
         there is room for no more."""
         places = self._places
         while len(later) < most_later:
-            found = _next_of(queues, only_known)
+            found = places.policy.first(queues, only_known)
             if found is None:
                 break
             queue, request = found
@@ -289,15 +292,6 @@ class Admission:
                 counts["external_queried_tokens"] += request.num_prompt_tokens - in_pool
         for tier, num_tokens in request.cached_tokens_by_tier.items():
             counts[f"cached_tokens_{tier}"] += num_tokens
-
-
-def _next_of(queues: Sequence[FCFSQueue], only_known: bool) -> tuple[FCFSQueue, Request] | None:
-    """Whose turn it is."""
-    for queue in queues:
-        for request in queue:
-            if not only_known or request.num_preemptions > 0:
-                return queue, request
-    return None
 
 
 def _num_queued(running: list[Request]) -> int:

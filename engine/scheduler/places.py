@@ -12,50 +12,15 @@ The places:
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 
 from ...connector.base import KVConnectorScheduler, NullConnector
 from ..cache.kv_cache_manager import KVCacheManager
 from ..observer import Decision, Observer, Obstacle
 from ..request import Progress, Request, RequestStatus
 from .loading import LoadingRequests
-
-
-class FCFSQueue:
-    """Waiting requests, first come, first served; those put back in front come first. The scheduler
-    bounds the length by refusing requests."""
-
-    __slots__ = ("_requests",)
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def add(self, request: Request) -> None:
-        """Put a request at the end."""
-        self._requests.append(request)
-
-    def prepend(self, request: Request) -> None:
-        """Put a request in front of all others."""
-        self._requests.appendleft(request)
-
-    def add_all(self, requests: Iterable[Request]) -> None:
-        """Put requests at the end, in this order."""
-        self._requests.extend(requests)
-
-    def remove(self, request: Request) -> bool:
-        """Take a request out, wherever it stands; whether it was there."""
-        try:
-            self._requests.remove(request)
-        except ValueError:
-            return False
-        return True
+from .policies import FCFSPolicy, SchedulingPolicy
 
 
 class Places:
@@ -66,17 +31,19 @@ class Places:
         manager: KVCacheManager,
         connector: KVConnectorScheduler | None = None,
         observer: Observer | None = None,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         self.manager = manager
+        self.policy = FCFSPolicy() if policy is None else policy
         self.connector = NullConnector() if connector is None else connector
         self._observer = observer
         self.requests: dict[str, Request] = {}
         self.progress: dict[str, Progress] = {}
         self.embed_bytes = 0  # of the prompt embeddings of `requests`
         self.running: list[Request] = []
-        self.waiting = FCFSQueue()
-        self.deferred = FCFSQueue()
-        self.skipped = FCFSQueue()
+        self.waiting = self.policy.make_queue()
+        self.deferred = self.policy.make_queue()
+        self.skipped = self.policy.make_queue()
         # Requests in `skipped` that hold loaded blocks, in the order in which their loads ended.
         self.loaded: dict[str, Request] = {}
         self.finished_ids: set[str] = set()  # the worker has not been told yet
@@ -119,11 +86,15 @@ class Places:
             self.loaded[request.request_id] = request
         self.skipped.add(request)
 
-    def preempt_last(self, taker: Request | None = None) -> Request:
-        """Send the running request that was let in last back to the head of the queue; or to the
-        loading ones, where a copy still writes to its blocks, which it then keeps until it ends.
-        `taker` needs the room; None: memory pressure."""
-        request = self.running.pop()
+    def preempt(self, request: Request, taker: Request | None = None) -> None:
+        """Send a running request back to the head of the queue; or to the loading ones, where a
+        copy still writes to its blocks, which it then keeps until it ends. `taker` needs the room;
+        None: memory pressure."""
+        running = self.running
+        if running[-1] is request:
+            running.pop()
+        else:
+            running.remove(request)
         is_written_to = self.loading.stop_overlap(request)
         if is_written_to:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -141,16 +112,15 @@ class Places:
         self.num_departed += 1
         self.counts["preemptions"] += 1
         self.note(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
-        return request
 
     def give_up_last_load(self, spare: Request) -> bool:
-        """Take the blocks of the request whose load ended last, `spare` excepted; whether there was
-        one. It stays in its queue and will look for its prefix again."""
-        for request in reversed(self.loaded.values()):
-            if request is not spare:
-                break
-        else:
+        """Take the blocks of a request whose load has ended, whose turn is the last (first come,
+        first served: whose load ended last), `spare` excepted; whether there was one. It stays in
+        its queue and will look for its prefix again."""
+        loaded = [request for request in self.loaded.values() if request is not spare]
+        if not loaded:
             return False
+        request = self.policy.victim(loaded)
         del self.loaded[request.request_id]
         self.manager.free(request)
         progress = self.progress[request.request_id]

@@ -13,8 +13,9 @@ from .step import StepBuilder
 class RunningRound:
     """The running requests' part of a step: tokens for each, and room for them.
 
-    Each gets the tokens it lacks, in order of admission, as far as the budget goes. An earlier one
-    takes room from the last; `scheduler.py` says why that blocks nobody for ever.
+    Each gets the tokens it lacks, in order of admission, as far as the budget goes. Where one finds
+    no room, the policy says who goes back, also one that has its tokens already: it is taken out of
+    the step again. `scheduler.py` says why that blocks nobody for ever.
     """
 
     def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
@@ -28,12 +29,13 @@ class RunningRound:
         self._go_on(step)
 
     def _relieve(self, step: StepBuilder) -> None:
-        """Send back who came last while too much of the pool is held; never the only one."""
+        """Send back whom the policy says while too much of the pool is held; never the only one."""
         places = self._places
         while len(places.running) > 1 and self._pressure.demands_preemption:
             step.pressed = True
             if not places.give_up_last_load(spare=places.running[0]):
-                victim = places.preempt_last()
+                victim = places.policy.victim(places.running)
+                places.preempt(victim)
                 step.preempted_ids.add(victim.request_id)
                 if victim.request_id in places.loading:
                     return  # its blocks come back when a copy to them has ended
@@ -46,9 +48,12 @@ class RunningRound:
         block_size = self._places.manager.block_size
         last_offset = block_size - 1
         decodes: list[Request] = []
-        for request in running:  # from whose end those are taken that must make room
+        preempted = step.preempted_ids
+        for request in tuple(running):  # of which those are taken that must make room
             if step.budget <= len(decodes):
                 break
+            if preempted and request.request_id in preempted:
+                continue
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens - computed + request.num_placeholders
             if any_overlapped:
@@ -66,23 +71,28 @@ class RunningRound:
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             added = allocate(request, num_tokens)
-            while added is None and self._make_room(request, step):
+            while added is None and self._make_room(request, step, decodes):
                 added = allocate(request, num_tokens)
             if added is None:
                 break
             step.go_on(request, num_tokens, added)
         step.decode(decodes)
 
-    def _make_room(self, request: Request, step: StepBuilder) -> bool:
-        """Take blocks from whoever came last. False: `request` came last, and nobody runs behind
-        it; it has been preempted, or waits where it is if it is the first. Or a copy still writes
-        to the blocks of whoever came last, and `request` waits for those."""
+    def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
+        """Take blocks from whoever the policy says. False: that is `request` itself, which has been
+        preempted, or waits where it is if it is the only one. Or a copy still writes to the blocks
+        of the victim, and `request` waits for those."""
         step.pressed = True
         places = self._places
         if places.give_up_last_load(spare=request):
             return True
         if places.running == [request]:
             return False
-        victim = places.preempt_last(request)
+        victim = places.policy.victim(places.running)
+        if victim.request_id in step.entries:
+            step.revoke(victim)
+        elif victim in decodes:
+            decodes.remove(victim)
+        places.preempt(victim, request)
         step.preempted_ids.add(victim.request_id)
         return victim is not request and victim.request_id not in places.loading

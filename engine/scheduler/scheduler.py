@@ -3,17 +3,18 @@
 
 There is no prefill and no decode: a request has `num_tokens` and `num_computed_tokens`, and every
 step closes part of the gap, out of one budget for all. Running requests come first, in the order
-they were let in; then, only if no room had to be made for them, waiting ones, first come first
-served (`admission.py`). The places a request can be in stand in `places.py`.
+they were let in; then, only if no room had to be made for them, waiting ones, in the order of the
+policy (`policies.py`, `admission.py`). The places a request can be in stand in `places.py`.
 
 Nobody can block everybody:
 
-- Beyond `preempt_above` of the pool, whoever came last goes back, and from `admit_below` on nobody
-  is let in (`pressure.py`); neither counts where only one request runs or none.
-- The first running request is never preempted. If it lacks room it takes it, in this order, from
-  requests whose load has ended but that do not run yet, and from the running ones behind it; the
-  last to come is the first to go. Only loads in flight can still be in its way; then it keeps what
-  it has and waits for their report, which the connector owes.
+- Beyond `preempt_above` of the pool, whoever is last in the policy's order (first come, first
+  served: who was let in last) goes back, and from `admit_below` on nobody is let in
+  (`pressure.py`); neither counts where only one request runs or none.
+- The first running request in that order is never preempted. If it lacks room it takes it, in this
+  order, from requests whose load has ended but that do not run yet, and from the running ones, the
+  last of them first. Only loads in flight can still be in its way; then it keeps what it has and
+  waits for their report, which the connector owes.
 - With nothing running, the first waiting request takes room from ended loads too, and the watermark
   does not count. It may do so to run, not for a load of its own: then it lets those pass first that
   have loaded.
@@ -52,6 +53,7 @@ from .output import (
     fault_of,
 )
 from .places import Places
+from .policies import open_policy
 from .pressure import MemoryPressure
 from .running import RunningRound
 from .step import EntryKind, StepBuilder, StepEntry
@@ -122,7 +124,7 @@ class Scheduler:
         self._fails_with_load = fails_with_load
         self._observer = GuardedObservers(observers) if observers else None
         manager.pool.observer = self._observer
-        self._places = Places(manager, connector, self._observer)
+        self._places = Places(manager, connector, self._observer, open_policy(config.policy))
         self.connector = self._places.connector
         manager.pool.tell_dropped(self.connector.names_dropped)
         if self.connector.wants_all:
@@ -162,6 +164,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._places.running)
+
+    @property
+    def takes_priority(self) -> bool:
+        """Whether requests may say a priority."""
+        return self._places.policy.takes_priority
 
     @property
     def num_waiting(self) -> int:

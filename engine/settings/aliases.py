@@ -135,9 +135,6 @@ ALIASES: Mapping[str, Alias] = {
     "tokenizer_mode": Alias(
         _only("auto", way="the tokenizer is the model's tokenizer.json"), "NAME"
     ),
-    "scheduling_policy": Alias(
-        _only("fcfs", way="requests are served in the order in which they came"), "NAME"
-    ),
     "trust_remote_code": Alias(
         _refused("no code of model repositories is run; leave it out, or use a built-in model")
     ),

@@ -114,9 +114,6 @@ def _check_shared(front: Front, request: SamplingFields) -> None:
         message = "`prompt_logprobs` come with whole answers only; leave out `stream`"
         raise _invalid("prompt_logprobs", message)
     check_ids_of_request(request.cache_salt, request.request_id)
-    if request.priority:
-        message = "`priority` must be 0, since requests are served in the order in which they come"
-        raise _invalid("priority", f"{message}; got {request.priority}, leave it out")
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduling policies: who is let in first, and who goes back when room has to be made.
+
+    fcfs       first come, first served; who was let in last goes first
+    priority   the lowest priority number first, among equals the first to arrive; who is last in
+               that order goes first
+
+Other packages bring one as an entry point of the group `stratakv.scheduling_policies`, which names
+a class that is a `SchedulingPolicy` and needs no arguments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ...tiers.errors import TierConfigError
+from ...tiers.registry import find_entry
+from ...tiers.settings.values import ConfigError
+from ..request import Request
+
+ENTRY_POINTS = "stratakv.scheduling_policies"
+
+
+class RequestQueue(ABC):
+    """Waiting requests in the order of their turns. The scheduler bounds the length by refusing
+    requests."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]:
+        """In the order of their turns; the first of them costs little."""
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request that comes."""
+
+    @abstractmethod
+    def prepend(self, request: Request) -> None:
+        """A request that comes back, and was let in before all that wait."""
+
+    @abstractmethod
+    def remove(self, request: Request) -> bool:
+        """Take a request out, wherever it stands; whether it was there."""
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """As `add` for each, in this order."""
+        for request in requests:
+            self.add(request)
+
+
+class FCFSQueue(RequestQueue):
+    """First come, first served; those put back in front come first."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def prepend(self, request: Request) -> None:
+        self._requests.appendleft(request)
+
+    def remove(self, request: Request) -> bool:
+        try:
+            self._requests.remove(request)
+        except ValueError:
+            return False
+        return True
+
+
+Turn = tuple[Any, ...]
+
+
+class SortedQueue(RequestQueue):
+    """A heap in the order of `SchedulingPolicy.turn`; where a request came from makes no
+    difference. Who is taken out stays in the heap until it comes to the top."""
+
+    __slots__ = ("_alive", "_heap", "_numbers", "_policy")
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Turn, int, Request]] = []
+        self._alive: dict[Request, int] = {}  # request → the number of its entry
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def __iter__(self) -> Iterator[Request]:
+        heap, alive = self._heap, self._alive
+        while heap and alive.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        if heap:
+            yield heap[0][2]
+            rest = [entry for entry in heap[1:] if alive.get(entry[2]) == entry[1]]
+            yield from [entry[2] for entry in sorted(rest)]
+
+    def add(self, request: Request) -> None:
+        number = self._alive[request] = next(self._numbers)
+        heapq.heappush(self._heap, (self._policy.turn(request), number, request))
+
+    def prepend(self, request: Request) -> None:
+        self.add(request)
+
+    def remove(self, request: Request) -> bool:
+        if self._alive.pop(request, None) is None:
+            return False
+        if len(self._heap) > 2 * len(self._alive) + 16:
+            self._heap = [
+                entry for entry in self._heap if self._alive.get(entry[2]) == entry[1]
+            ]  # fmt: skip
+            heapq.heapify(self._heap)
+        return True
+
+
+class SchedulingPolicy(ABC):
+    """Called by the engine's step thread; returns at once and changes no request."""
+
+    # Whether requests that were deferred are asked before all others, whatever their turn.
+    deferred_first = False
+    # Whether requests may say a priority.
+    takes_priority = False
+
+    @abstractmethod
+    def turn(self, request: Request) -> Turn:
+        """A tuple that orders requests: the least goes first. It must never change, and no two
+        requests may have the same."""
+
+    def make_queue(self) -> RequestQueue:
+        """An empty queue of waiting requests."""
+        return SortedQueue(self)
+
+    def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
+        """Whose turn it is, and the queue that it stands in; `only_known`: of those that have run
+        before."""
+        found = [each for queue in queues if (each := _head(queue, only_known)) is not None]
+        return min(found, key=lambda each: self.turn(each[1]), default=None)
+
+    def victim(self, requests: Sequence[Request]) -> Request:
+        """Which of these, in the order in which they were let in, goes back to make room."""
+        return max(requests, key=self.turn)
+
+
+_Found = tuple[RequestQueue, Request]
+
+
+class FCFSPolicy(SchedulingPolicy):
+    """First come, first served. Of two queues the first comes first."""
+
+    deferred_first = True
+
+    def turn(self, request: Request) -> Turn:
+        return (request.arrival_seconds, request.number)
+
+    def make_queue(self) -> RequestQueue:
+        return FCFSQueue()
+
+    def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
+        for queue in queues:
+            if (found := _head(queue, only_known)) is not None:
+                return found
+        return None
+
+    def victim(self, requests: Sequence[Request]) -> Request:
+        return requests[-1]
+
+
+class PriorityPolicy(SchedulingPolicy):
+    """By priority, arrival, id and the number of the request; the same in every run."""
+
+    takes_priority = True
+
+    def turn(self, request: Request) -> Turn:
+        return (request.priority, request.arrival_seconds, request.request_id, request.number)
+
+
+POLICIES: dict[str, type[SchedulingPolicy]] = {"fcfs": FCFSPolicy, "priority": PriorityPolicy}
+
+
+def open_policy(name: str) -> SchedulingPolicy:
+    """A policy by its name. Raises ConfigError where there is none, or it cannot be made."""
+    if name in POLICIES:
+        return POLICIES[name]()
+    try:
+        point = find_entry(ENTRY_POINTS, "scheduling policy", name, tuple(POLICIES))
+    except TierConfigError as error:
+        raise ConfigError(f"--scheduling-policy: {error}") from error
+    try:
+        policy = point.load()()
+    except Exception as error:  # code of others, at start: whatever it is, it is named
+        raise ConfigError(
+            f"the scheduling policy {name} ({point.value}) could not be made: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(policy, SchedulingPolicy):
+        raise ConfigError(
+            f"the scheduling policy {name} ({point.value}) is {type(policy).__name__}; expected a "
+            "SchedulingPolicy"
+        )
+    return policy
+
+
+def _head(queue: RequestQueue, only_known: bool) -> _Found | None:
+    for request in queue:
+        if not only_known or request.num_preemptions > 0:
+            return queue, request
+    return None
