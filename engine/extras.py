@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _EXTRAS = {
     "engine": (
-        "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
+        "aiofiles", "fastapi", "h11", "huggingface_hub", "jinja2", "llguidance", "numpy",
         "pydantic", "rich", "safetensors", "starlette", "tokenizers", "torch", "uvicorn", "yaml",
         "zmq",
     ),

@@ -36,7 +36,7 @@ from .sampling_params import SamplingParams, check_params_for_embeds
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
 from .text.reasoning import find_marks, with_reasoning_marks
 from .text.tokenizer import Tokenizer, with_spelt_bad_words
-from .wire import AddRequest, RequestExtras
+from .wire import AddRequest, RequestExtras, check_priority
 
 if TYPE_CHECKING:
     from .core.engine_core import EngineCore
@@ -142,9 +142,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: Sequence[int] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts, each a text or a list of token ids; one answer each, in order.
+        `priority`, one number for each prompt, needs `scheduling_policy="priority"`.
 
         A line on standard error counts answers, where that is a terminal and several prompts take
         longer than a second; `use_tqdm=False` leaves it out. Raises ValueError, before anything
@@ -155,10 +157,15 @@ class LLM:
         _check_switch("use_tqdm", use_tqdm)
         chosen = _list_of(prompts)
         params = _params_for(len(chosen), sampling_params, "prompts")
+        priorities = [0] * len(chosen) if priority is None else priority
+        if len(priorities) != len(chosen):
+            raise ValueError(f"priority has {len(priorities)} numbers for {len(chosen)} prompts")
         checked = []
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
             with _named(f"prompt {index}"):
                 request = self._request(prompt, own, cache_salt)
+                request.priority = priorities[index]
+                check_priority(request.priority, self._client.ready.takes_priority)
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
 

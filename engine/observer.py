@@ -8,13 +8,12 @@ by the engine's step thread and must return at once; an observer that raises hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .request import Request
-    from .scheduler.output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,17 @@ class StepSnapshot(NamedTuple):
     num_blocks: int  # of the pool
 
 
+class StepMade(NamedTuple):
+    """A step: whom the worker sees first, who comes back, who was sent back, and how many tokens
+    each request computes in it, by id."""
+
+    step_id: int
+    new_ids: Sequence[str]
+    resumed_ids: Collection[str]
+    preempted_ids: Collection[str]
+    num_tokens: Mapping[str, int]
+
+
 class Observer:
     """Hears everything and does nothing; a subclass overrides what it wants to hear."""
 
@@ -83,8 +93,8 @@ class Observer:
     def snapshot(self, snapshot: StepSnapshot) -> None:
         """A step is about to be made; what is told until `step` belongs to it."""
 
-    def step(self, output: SchedulerOutput) -> None:
-        """The step was made, perhaps one without tokens. Nothing of `output` may be changed."""
+    def step(self, made: StepMade) -> None:
+        """The step was made, perhaps one without tokens. Nothing of `made` may be changed."""
 
 
 class GuardedObservers(Observer):
@@ -108,8 +118,8 @@ class GuardedObservers(Observer):
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._tell(lambda observer: observer.snapshot(snapshot))
 
-    def step(self, output: SchedulerOutput) -> None:
-        self._tell(lambda observer: observer.step(output))
+    def step(self, made: StepMade) -> None:
+        self._tell(lambda observer: observer.step(made))
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:
         for observer in tuple(self._observers):

@@ -52,6 +52,9 @@ class RequestExtras(
 NO_EXTRAS = RequestExtras()
 
 
+MAX_PRIORITY = 2**31
+
+
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     """Generate from these tokens. `prompt_token_ids` are little-endian int32."""
 
@@ -137,6 +140,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     tiers_down: list[str] = []
     hidden_size: int = 0  # numbers of a prompt embedding
     identity: dict[str, str] = {}  # what another engine must have too to find its blocks
+    takes_priority: bool = False  # whether requests may say one
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):
@@ -152,6 +156,17 @@ FromCore = Outputs | Reply | Ready | Fatal
 to_core_decoder = msgspec.msgpack.Decoder(ToCore)
 from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 encoder = msgspec.msgpack.Encoder()
+
+
+def check_priority(priority: int, is_taken: bool) -> None:
+    """Raise ValueError for a priority that no request may have, or none but 0."""
+    if priority and not is_taken:
+        raise ValueError(
+            f"priority must be 0, got {priority}: requests are served in the order in which they "
+            "come, unless the engine is started with --scheduling-policy priority"
+        )
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
 
 
 def refuse(frame: bytes, why: str) -> FromCore | None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from stratakv.engine.observer import Decision, Observer, StepSnapshot
+from stratakv.engine.observer import Decision, Observer, StepMade, StepSnapshot
 from stratakv.engine.request import Request
-from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.scheduler import Scheduler
 
 
@@ -46,9 +45,9 @@ class Recorder(Observer):
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self.steps.append(snapshot)
 
-    def step(self, output: SchedulerOutput) -> None:
-        assert self.steps[-1].step_id == output.step_id
-        self.num_tokens += output.total_num_scheduled_tokens
+    def step(self, made: StepMade) -> None:
+        assert self.steps[-1].step_id == made.step_id
+        self.num_tokens += sum(made.num_tokens.values())
 
     def check_names(self, scheduler: Scheduler) -> None:
         """The pool's names, at any moment."""

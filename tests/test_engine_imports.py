@@ -43,7 +43,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "worker": (
         "batch cache config embeds logprobs models plan request sampling sampling_params scheduler"
     ),
-    "trace": "config observer request scheduler",
+    "trace": "config observer request",
     "core": (
         "cache config embeds extras handover logprobs logs models observer offload_config plan "
         "request sampling sampling_params scheduler structured trace wire worker"

@@ -135,7 +135,8 @@ def _export(words: list[str]) -> int:
     add_export_arguments(parser)
     args = parser.parse_all(words)
     path = readers.path("FILE", args.file)
-    out = path.with_name(f"{path.name}.json") if args.out is None else readers.path("--out", args.out)
+    beside = path.with_name(f"{path.name}.json")
+    out = beside if args.out is None else readers.path("--out", args.out)
     records = last_run(read_records(path))
     try:
         with out.open("w", encoding="utf-8") as file:

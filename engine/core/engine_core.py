@@ -210,6 +210,7 @@ class EngineCore:
             tiers=("pool", *self.config.offload.tier_names),
             hidden_size=self.spec.hidden_size,
             identity=self._identity,
+            takes_priority=self.scheduler.takes_priority,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
         )
 

@@ -21,11 +21,9 @@ from ..embeds import EmbedArray, read_embeds
 from ..handover import Ticket, fits, is_possible
 from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
 from ..sampling_params import SamplingParams, check_params_for_embeds
-from ..wire import NO_EXTRAS, AddRequest, RequestExtras
+from ..wire import NO_EXTRAS, AddRequest, RequestExtras, check_priority
 
 logger = logging.getLogger(__name__)
-
-MAX_PRIORITY = 2**31
 
 
 class RequestBuilder:
@@ -70,15 +68,7 @@ class RequestBuilder:
 
     def make_request(self, request: AddRequest) -> Request:
         """Raises ValueError for tokens that cannot be, and for what is not done yet."""
-        if request.priority and not self._takes_priority:
-            raise ValueError(
-                f"priority must be 0, got {request.priority}: requests are served in the order in "
-                "which they come, unless the engine is started with --scheduling-policy priority"
-            )
-        if abs(request.priority) > MAX_PRIORITY:
-            raise ValueError(
-                f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {request.priority}"
-            )
+        check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
                 f"n must be 1, got {request.sampling_params.n}: each answer is a request of its own"

@@ -39,7 +39,7 @@ from ...connector.base import (
 from ...tiers.context import NO_CONTEXT, RequestContext
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
-from ..observer import Decision, GuardedObservers, Observer, StepSnapshot
+from ..observer import Decision, GuardedObservers, Observer, StepMade, StepSnapshot
 from ..request import Progress, Request, RequestStatus
 from ..wire import NOT_FINITE, TokenOutput
 from .admission import Admission
@@ -293,7 +293,13 @@ class Scheduler:
         places.counts["steps"] += 1
         places.counts["scheduled_tokens"] += total
         if self._observer is not None:
-            self._observer.step(output)
+            new_ids = [each.request_id for each in output.new_requests]
+            resumed_ids = output.cached_requests.resumed_request_ids
+            preempted_ids = output.preempted_request_ids
+            tokens = output.num_scheduled_tokens
+            self._observer.step(
+                StepMade(self._step_id, new_ids, resumed_ids, preempted_ids, tokens)
+            )
         return output
 
     def update_from_output(

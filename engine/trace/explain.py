@@ -67,11 +67,11 @@ def _tokens(story: Story) -> list[str]:
 
 
 def _preemptions(story: Story) -> list[str]:
-    lines = []
-    for event in story.events:
-        if event.event == Decision.PREEMPTED.value:
-            lines.append(f"It was preempted in step {event.step}: {_taker(event.cause)}.")
-    return lines
+    return [
+        f"It was preempted in step {event.step}: {_taker(event.cause)}."
+        for event in story.events
+        if event.event == Decision.PREEMPTED.value
+    ]
 
 
 def _end(story: Story) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ...connector.base import KVConnectorScheduler
 from ..config import EngineConfig
-from ..observer import Decision, Observer, StepSnapshot
+from ..observer import Decision, Observer, StepMade, StepSnapshot
 from ..request import Request
-from ..scheduler.output import SchedulerOutput
 from .records import (
     VERSION,
     DecisionRecord,
@@ -114,25 +113,20 @@ class StepTrace(Observer):
             )
         )
 
-    def step(self, output: SchedulerOutput) -> None:
-        new = [each.request_id for each in output.new_requests]
-        resumed = output.cached_requests.resumed_request_ids
-        tokens = output.num_scheduled_tokens
-        if new or resumed:
-            others = resumed.union(new)
-            running = [request_id for request_id in tokens if request_id not in others]
-        else:
-            running = list(tokens)
+    def step(self, made: StepMade) -> None:
+        tokens = dict(made.num_tokens)
+        others = {*made.new_ids, *made.resumed_ids}
+        running = [each for each in tokens if each not in others] if others else list(tokens)
         self._writer.put(
             DecisionRecord(
-                step=output.step_id,
+                step=made.step_id,
                 time=self._now(),
-                scheduled_new_ids=new,
-                scheduled_resumed_ids=sorted(resumed),
+                scheduled_new_ids=list(made.new_ids),
+                scheduled_resumed_ids=sorted(made.resumed_ids),
                 scheduled_running_ids=running,
-                preempted_ids=sorted(output.preempted_request_ids),
+                preempted_ids=sorted(made.preempted_ids),
                 num_scheduled_tokens=tokens,
-                total_scheduled_tokens=output.total_num_scheduled_tokens,
+                total_scheduled_tokens=sum(tokens.values()),
             )
         )
 

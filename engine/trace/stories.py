@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a trace read as stories: in which state each request was, from when to when.
 
-    queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
+queued ──► waiting ──► loading ──► waiting ──► running ──► (preempted: waiting) ──► ended
 """
 
 from __future__ import annotations

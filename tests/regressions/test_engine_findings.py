@@ -436,7 +436,8 @@ def test_e06_a_preempted_request_may_load_again(
     rig.step_until(lambda: bool(rig.device.targets))
     request_ = engine.scheduler.requests["again"]
     places = engine.scheduler._places
-    assert places.preempt_last() is request_
+    assert places.running == [request_]
+    places.preempt(request_)
     engine.scheduler._preempted_again.add("again")
     rig.settle()
     assert not request_.external_load_failed

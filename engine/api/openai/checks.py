@@ -6,6 +6,7 @@ other, or that ask for what is not built.
 from __future__ import annotations
 
 from ...logprobs import MAX_LOGPROBS
+from ...wire import check_priority
 from ..errors import ApiError
 from ..front import Front
 from ..settings import ApiSettings
@@ -114,6 +115,10 @@ def _check_shared(front: Front, request: SamplingFields) -> None:
         message = "`prompt_logprobs` come with whole answers only; leave out `stream`"
         raise _invalid("prompt_logprobs", message)
     check_ids_of_request(request.cache_salt, request.request_id)
+    try:
+        check_priority(request.priority or 0, front.client.ready.takes_priority)
+    except ValueError as error:
+        raise _invalid("priority", f"`priority` cannot be used: {error}") from error
 
 
 def _invalid(param: str, message: str) -> ApiError:

@@ -95,7 +95,7 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
          "-1 or between 1 and 4095"),
         ({"prompt": "a", "truncate_prompt_tokens": 4096}, "invalid_value", "truncate_prompt_tokens",
          "got 4096"),
-        ({"prompt": "a", "priority": -3}, "invalid_value", "priority", "must be 0"),
+        ({"prompt": "a", "priority": -3}, "invalid_value", "priority", "--scheduling-policy"),
         ({"prompt": "a", "request_id": "r" * 129}, "invalid_value", "request_id", "128"),
         ({"prompt": "a", "spaces_between_special_tokens": False}, "unsupported_parameter",
          "spaces_between_special_tokens", "send true"),

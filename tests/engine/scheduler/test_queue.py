@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
-from stratakv.engine.scheduler.places import FCFSQueue
+from stratakv.engine.scheduler.policies import FCFSQueue
 
 
 def test_first_come_first_served_and_the_front() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -31,7 +32,7 @@ class CheckedTrace(StepTrace):
     """Compares each reason with the engine as it is when it is told."""
 
     engine: Engine
-    reasons: Counter[str] = Counter()
+    reasons: ClassVar[Counter[str]] = Counter()
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
         super().decision(request, decision, cause)
@@ -57,8 +58,8 @@ def live(make_engine: MakeEngine, trace: CheckedTrace, rng: random.Random) -> En
         NUM_BLOCKS,
         tiers=DictTiers(rng) if rng.random() < 0.5 else None,
         observer=trace,
-        admit_below=rng.choice([0.7, 1.0]),
-        preempt_above=rng.choice([0.9, 1.0]) if rng.random() < 0.5 else 1.0,
+        admit_below=rng.choice([0.7, 0.9]),
+        preempt_above=rng.choice([0.9, 1.0]),
         **LIMITS,
     )
     trace.engine = engine
@@ -81,7 +82,7 @@ def live(make_engine: MakeEngine, trace: CheckedTrace, rng: random.Random) -> En
 def test_the_stories_of_200_lives_are_the_engines_own(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    config = EngineConfig(ModelConfig(EMBEDDED_MODEL), scheduler=SchedulerConfig(**LIMITS))
+    config = EngineConfig(ModelConfig(EMBEDDED_MODEL, "model"), scheduler=SchedulerConfig(**LIMITS))
     CheckedTrace.reasons = Counter()
     told: Counter[str] = Counter()
     for number in range(LIVES):

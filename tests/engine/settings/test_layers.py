@@ -102,6 +102,8 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("llguidance", "guidance"),
         ("auto", "auto"),
     ),
+    "scheduling_policy": (("fcfs", "fcfs"), ("priority", "priority"), ("mine", "mine")),
+    "step_trace": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),
     "port": (("1", 1), ("2", 2), ("0", 0)),

@@ -87,7 +87,7 @@ def test_a_timeline_has_a_track_for_every_request(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["explan"], "did you mean 'explain'"),
+        (["explan"], "did you mean explain"),
         ([], "takes explain, export"),
         (["explain", "FILE", "nobody"], "has no request 'nobody'"),
         (["explain", "/none/at/all"], "cannot be read"),

@@ -92,7 +92,7 @@ def test_a_full_disk_ends_the_trace_with_one_line(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--step-trace .* No such file or directory"):
+    with pytest.raises(ConfigError, match=r"--step-trace .* No such file or directory"):
         TraceWriter(tmp_path / "none" / "trace.jsonl")
 
 
