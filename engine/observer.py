@@ -59,13 +59,13 @@ class StepSnapshot(NamedTuple):
 
 class StepMade(NamedTuple):
     """A step: whom the worker sees first, who comes back, who was sent back, and how many tokens
-    each request computes in it, by id."""
+    each request computes in it, by id. An observer may keep it, and changes nothing of it."""
 
     step_id: int
     new_ids: Sequence[str]
     resumed_ids: Collection[str]
     preempted_ids: Collection[str]
-    num_tokens: Mapping[str, int]
+    num_tokens: dict[str, int]
 
 
 class Observer:
@@ -94,7 +94,7 @@ class Observer:
         """A step is about to be made; what is told until `step` belongs to it."""
 
     def step(self, made: StepMade) -> None:
-        """The step was made, perhaps one without tokens. Nothing of `made` may be changed."""
+        """The step was made, perhaps one without tokens."""
 
 
 class GuardedObservers(Observer):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,16 @@ from typing import Any
 
 import numpy as np
 
+from ...connector.base import NullConnector
 from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager
 from ...engine.config import SchedulerConfig
+from ...engine.observer import Observer
 from ...engine.request import BlockHasher, Request, TokenArray
 from ...engine.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
+from ...engine.trace.step_trace import StepTrace
 from ...tiers.block import DIGEST_BYTES, Identity
 from ...tiers.settings import readers
 from ..harness.peer import PeerFailed
@@ -170,10 +174,12 @@ def look_up_cases(count: int) -> list[Case]:
     ]
 
 
-def step_case(name: str, count: int, num_waiting: int, max_steps: int) -> Case:
+def step_case(
+    name: str, count: int, num_waiting: int, max_steps: int, observers: Sequence[Observer] = ()
+) -> Case:
     """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
-    in all calls together, or the requests would come to their end."""
-    decodes = Decodes(num_waiting, max_steps)
+    in all calls together, or the requests would come to their end. The observers hear them."""
+    decodes = Decodes(num_waiting, max_steps, observers)
 
     def work() -> None:
         for _ in range(count):
@@ -209,7 +215,9 @@ def decode_lengths() -> list[int]:
 class Decodes:
     """A scheduler with as many running requests as may run, all of them past their prompts."""
 
-    def __init__(self, num_waiting: int, max_steps: int) -> None:
+    def __init__(
+        self, num_waiting: int, max_steps: int, observers: Sequence[Observer] = ()
+    ) -> None:
         lengths = decode_lengths()
         # The step of the prompts gives a token too, and nobody comes to the end.
         max_tokens = max_steps + 2
@@ -221,7 +229,11 @@ class Decodes:
             max_waiting_requests=NUM_RUNNING + num_waiting,
         )
         self.scheduler = Scheduler(
-            config, manager, max_model_len=longest, eos_token_ids=frozenset()
+            config,
+            manager,
+            max_model_len=longest,
+            eos_token_ids=frozenset(),
+            observers=observers,
         )
         rng = np.random.default_rng(_SEED)
         hasher = _hasher()
@@ -286,6 +298,7 @@ TITLES: Mapping[str, str] = {
     "look_up_miss": "  nothing cached",
     "steps": f"schedule and update, {NUM_RUNNING} decodes",
     "steps_with_waiting": f"  {NUM_WAITING:,} more waiting",
+    "steps_traced": "  with a step trace",
     "device_steps_sync": f"whole engine, {NUM_RUNNING} decodes, a device of 10 ms",
     "device_steps_async": "  steps made beside the device",
 }
@@ -295,6 +308,7 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_vs_sha256_cbor": ("hash", "hash_sha256_cbor"),
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
+    "steps_traced_over_untraced": ("steps_traced", "steps"),
 }
 # ratio → the case whose step is held against the device's time
 STEP_OVER_DEVICE: Mapping[str, str] = {
@@ -424,7 +438,19 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
             peer = stack.enter_context(VllmPeer(python, peer_plan(repeats)))
             report.figures["peer"] = peer.start()
         steps = (repeats + 1) * (_DEVICE_STEPS + _FILLING_STEPS)
-        cases = make_cases(repeats) + device_cases(stack.enter_context(device_engines(steps)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trace = StepTrace(
+            folder / "trace.jsonl",
+            SchedulerConfig(),
+            NullConnector(),
+            model="benchmark",
+            block_size=BLOCK_SIZE,
+            num_blocks=0,
+        )
+        stack.callback(trace.close)
+        cases = make_cases(repeats, trace) + device_cases(
+            stack.enter_context(device_engines(steps))
+        )
         if peer is not None:
             cases = with_peers(cases, peer)
         # As the engine does before its first step: what is there is not looked at again.
@@ -459,7 +485,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
     return [each for case in cases for each in (case, theirs.get(case.name)) if each is not None]
 
 
-def make_cases(repeats: int) -> list[Case]:
+def make_cases(repeats: int, trace: StepTrace) -> list[Case]:
     """What is measured, ready to be called once to warm up and `repeats` times after it."""
     steps = (repeats + 1) * _STEPS
     return [
@@ -469,6 +495,7 @@ def make_cases(repeats: int) -> list[Case]:
         *look_up_cases(_LOOK_UPS),
         step_case("steps", _STEPS, 0, steps),
         step_case("steps_with_waiting", _STEPS, NUM_WAITING, steps),
+        step_case("steps_traced", _STEPS, 0, steps, [trace]),
     ]
 
 

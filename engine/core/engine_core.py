@@ -37,7 +37,7 @@ from ..scheduler.output import SchedulerOutput
 from ..scheduler.scheduler import RETRY_SECONDS, Pause, Scheduler
 from ..structured.backends import why_missing
 from ..structured.manager import GrammarManager
-from ..trace.step_trace import StepTrace
+from ..trace.step_trace import NO_CONNECTOR, StepTrace
 from ..wire import (
     ABORTED,
     INVALID_GRAMMAR,
@@ -356,8 +356,15 @@ class EngineCore:
             self.num_blocks = self._groups.num_pages(num_blocks)
         self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
         if config.step_trace is not None:
-            blocks = self.num_blocks - 1
-            self._trace = StepTrace(config.step_trace, config, blocks, self._connector)
+            self._trace = StepTrace(
+                config.step_trace,
+                config.scheduler,
+                self._connector,
+                model=config.model.served_name,
+                block_size=config.cache.block_size,
+                num_blocks=self.num_blocks - 1,
+                connector_name=",".join(config.offload.tier_names) or NO_CONNECTOR,
+            )
             self._observers.append(self._trace)
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(

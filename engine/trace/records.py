@@ -25,7 +25,7 @@ VERSION = 1
 MAX_LINE_BYTES = 1 << 24
 
 
-class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True):
+class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True, gc=False):
     """An engine. `started` is the time of day (ISO 8601), and nothing is decided by it."""
 
     version: int
@@ -36,7 +36,7 @@ class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True):
     connector_name: str
 
 
-class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True):
+class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True, gc=False):
     """An engine right before a step. CPU blocks are those of the CPU tier, None without one;
     cached blocks can be found by their names, and may be free as well."""
 
@@ -54,7 +54,7 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
     max_num_scheduled_tokens: int
 
 
-class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True):
+class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=False):
     """Tokens that a request need not compute. One that comes back after a preemption has a hit
     again, and one whose load overlaps its prompt a second one, when the load has ended."""
 
@@ -69,7 +69,7 @@ class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True):
     load_kv_async: bool  # whether anything was loaded; a load never holds up a step
 
 
-class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True):
+class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True, gc=False):
     """What became of a request: the values of `Decision`, and why, as `Observer.decision` says.
     A wait is told when it begins or changes."""
 
@@ -82,7 +82,7 @@ class EventRecord(msgspec.Struct, tag_field="record", tag="event", frozen=True):
     num_computed_tokens: int = 0
 
 
-class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=True):
+class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
     """A step: `num_scheduled_tokens` are the tokens that each request computes in it."""
 
     step: int
@@ -95,7 +95,7 @@ class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=
     total_scheduled_tokens: int
 
 
-class DroppedRecord(msgspec.Struct, tag_field="record", tag="dropped", frozen=True):
+class DroppedRecord(msgspec.Struct, tag_field="record", tag="dropped", frozen=True, gc=False):
     """Records that were lost before the next one."""
 
     count: int

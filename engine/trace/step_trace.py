@@ -6,10 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from ...connector.base import KVConnectorScheduler
-from ..config import EngineConfig
+from ..config import SchedulerConfig
 from ..observer import Decision, Observer, StepMade, StepSnapshot
 from ..request import Request
 from .records import (
@@ -35,13 +36,17 @@ class StepTrace(Observer):
     def __init__(
         self,
         path: Path,
-        config: EngineConfig,
-        num_blocks: int,
+        config: SchedulerConfig,
         connector: KVConnectorScheduler,
+        *,
+        model: str,
+        block_size: int,
+        num_blocks: int,
+        connector_name: str = NO_CONNECTOR,
     ) -> None:
         self._writer = TraceWriter(path)
         self._began = time.monotonic()
-        self._scheduler = config.scheduler
+        self._config = config
         self._connector = connector
         self._step = 0
         self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
@@ -49,10 +54,10 @@ class StepTrace(Observer):
             StartRecord(
                 version=VERSION,
                 started=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                model=config.model.served_name,
-                block_size=config.cache.block_size,
+                model=model,
+                block_size=block_size,
                 num_gpu_blocks=num_blocks,
-                connector_name=",".join(config.offload.tier_names) or NO_CONNECTOR,
+                connector_name=connector_name,
             )
         )
 
@@ -72,8 +77,8 @@ class StepTrace(Observer):
                 cpu_blocks_free=free,
                 cpu_blocks_total=total,
                 cpu_blocks_cached=None if free is None or total is None else total - free,
-                max_num_running_reqs=self._scheduler.max_num_seqs,
-                max_num_scheduled_tokens=self._scheduler.max_num_batched_tokens,
+                max_num_running_reqs=self._config.max_num_seqs,
+                max_num_scheduled_tokens=self._config.max_num_batched_tokens,
             )
         )
 
@@ -114,21 +119,7 @@ class StepTrace(Observer):
         )
 
     def step(self, made: StepMade) -> None:
-        tokens = dict(made.num_tokens)
-        others = {*made.new_ids, *made.resumed_ids}
-        running = [each for each in tokens if each not in others] if others else list(tokens)
-        self._writer.put(
-            DecisionRecord(
-                step=made.step_id,
-                time=self._now(),
-                scheduled_new_ids=list(made.new_ids),
-                scheduled_resumed_ids=sorted(made.resumed_ids),
-                scheduled_running_ids=running,
-                preempted_ids=sorted(made.preempted_ids),
-                num_scheduled_tokens=tokens,
-                total_scheduled_tokens=sum(tokens.values()),
-            )
-        )
+        self._writer.put(partial(_decision, made, self._now()))
 
     def close(self) -> None:
         """Write what is left. Waits for a few seconds at most."""
@@ -136,3 +127,19 @@ class StepTrace(Observer):
 
     def _now(self) -> float:
         return round(time.monotonic() - self._began, 6)
+
+
+def _decision(made: StepMade, now: float) -> DecisionRecord:
+    tokens = made.num_tokens
+    others = {*made.new_ids, *made.resumed_ids}
+    running = [each for each in tokens if each not in others] if others else list(tokens)
+    return DecisionRecord(
+        step=made.step_id,
+        time=now,
+        scheduled_new_ids=list(made.new_ids),
+        scheduled_resumed_ids=sorted(made.resumed_ids),
+        scheduled_running_ids=running,
+        preempted_ids=sorted(made.preempted_ids),
+        num_scheduled_tokens=tokens,
+        total_scheduled_tokens=sum(tokens.values()),
+    )

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import aiofiles
@@ -27,6 +28,8 @@ MOST_AT_ONCE = 1_024  # records in one write
 PAUSE_SECONDS = 0.1
 CLOSE_SECONDS = 5.0
 
+MakeRecord = Callable[[], Record]
+
 
 class TraceWriter:
     """Appends to the file at `path`. Raises ConfigError where it cannot be opened."""
@@ -42,7 +45,7 @@ class TraceWriter:
             ) from error
         self._path = path
         self._most_queued = most_queued
-        self._queue: deque[Record] = deque()
+        self._queue: deque[Record | MakeRecord] = deque()
         self._num_dropped = 0  # since the last record that was queued
         self._has_failed = False
         self._closing = threading.Event()
@@ -52,8 +55,9 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="step-trace", daemon=True)
         self._thread.start()
 
-    def put(self, record: Record) -> None:
-        """Queue a record; never waits. Called by one thread."""
+    def put(self, record: Record | MakeRecord) -> None:
+        """Queue a record, or what makes one on the writer's thread; never waits. Called by one
+        thread."""
         if self._has_failed:
             return
         if len(self._queue) >= self._most_queued:
@@ -107,7 +111,10 @@ class TraceWriter:
                 is_closing = self._closing.is_set()
                 while queue:
                     count = min(len(queue), MOST_AT_ONCE)
-                    lines = encoder.encode_lines([queue.popleft() for _ in range(count)])
+                    batch = [queue.popleft() for _ in range(count)]
+                    lines = encoder.encode_lines(
+                        [each() if callable(each) else each for each in batch]
+                    )
                     await _write_whole(file, lines)
                 if is_closing:
                     return

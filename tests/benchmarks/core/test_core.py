@@ -62,7 +62,7 @@ def test_work_that_went_wrong_is_no_figure(
     def fail() -> None:
         raise WrongWork("17 tokens were found, not 16")
 
-    monkeypatch.setattr(core, "make_cases", lambda repeats: [Case("hash", "tokens/s", 1, fail)])
+    monkeypatch.setattr(core, "make_cases", lambda *_: [Case("hash", "tokens/s", 1, fail)])
     assert main(["bench", "core", "--out", str(tmp_path)]) == 1
     assert "17 tokens were found" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

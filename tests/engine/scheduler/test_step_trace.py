@@ -11,9 +11,8 @@ from typing import ClassVar
 import pytest
 
 from stratakv.connector.base import NullConnector
-from stratakv.engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from stratakv.engine.config import SchedulerConfig
 from stratakv.engine.observer import Decision, Obstacle
-from stratakv.engine.options import EMBEDDED_MODEL
 from stratakv.engine.request import Request
 from stratakv.engine.trace.explain import explain
 from stratakv.engine.trace.records import DecisionRecord, SnapshotRecord, read_records
@@ -82,12 +81,14 @@ def live(make_engine: MakeEngine, trace: CheckedTrace, rng: random.Random) -> En
 def test_the_stories_of_200_lives_are_the_engines_own(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    config = EngineConfig(ModelConfig(EMBEDDED_MODEL, "model"), scheduler=SchedulerConfig(**LIMITS))
+    config = SchedulerConfig(**LIMITS)
     CheckedTrace.reasons = Counter()
     told: Counter[str] = Counter()
     for number in range(LIVES):
         path = tmp_path / f"{number}.jsonl"
-        trace = CheckedTrace(path, config, NUM_BLOCKS - 1, NullConnector())
+        trace = CheckedTrace(
+            path, config, NullConnector(), model="m", block_size=4, num_blocks=NUM_BLOCKS - 1
+        )
         engine = live(make_engine, trace, random.Random(number))
         trace.close()
         told.update(check(path, engine))
