@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from .request import Request
@@ -46,6 +46,14 @@ class Obstacle(Enum):
     PREFILL = "prefill"  # another engine computes its prompt
 
 
+class Pinned(Protocol):
+    """The turns of jobs whose blocks are kept."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    def job_ids(self) -> list[str]: ...
+
+
 class StepSnapshot(NamedTuple):
     """An engine right before a step is made."""
 
@@ -55,6 +63,7 @@ class StepSnapshot(NamedTuple):
     num_free_blocks: int  # of the pool, those with a name included
     num_cached_blocks: int  # of the pool, with a name
     num_blocks: int  # of the pool
+    pins: Pinned | None = None  # None: there are never any
 
 
 class StepMade(NamedTuple):

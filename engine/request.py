@@ -96,6 +96,11 @@ _FINISH_REASONS = {
 _numbers = itertools.count()
 
 
+def job_key(cache_salt: bytes | None, job_id: str) -> bytes:
+    """The name of an agent's job, which is its tenant's own."""
+    return (cache_salt or b"") + b"\0" + job_id.encode()
+
+
 class Request:
     """One sequence being generated.
 
@@ -117,6 +122,9 @@ class Request:
         "cached_tokens_by_tier",
         "external_load_failed",
         "hands_over",
+        "is_last_step",
+        "job",
+        "job_id",
         "lora_name",
         "max_num_tokens",
         "max_tokens",
@@ -157,6 +165,8 @@ class Request:
         goes_on: bool = False,
         pooling: str = "",
         priority: int = 0,
+        job_id: str = "",
+        is_last_step: bool = False,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -170,6 +180,10 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         self.pooling = pooling  # see `RequestExtras`
         self.priority = priority  # the lower, the earlier; for policies that look at it
+        # Of an agent's job, which is its tenant's: b"" without one.
+        self.job = job_key(cache_salt, job_id) if job_id else b""
+        self.job_id = job_id
+        self.is_last_step = is_last_step
         self.number = next(_numbers)  # of all requests of this process, in their order
 
         self.num_prompt_tokens = len(prompt_token_ids)

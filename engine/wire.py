@@ -37,6 +37,8 @@ class RequestExtras(
     that does not know one of them refuses the request."""
 
     session: str = ""  # turns of one conversation, or of one agent's job, have one name
+    is_last_step: bool = False  # no other turn of the job follows
+    tool: str = ""  # whose result this turn brings; "": of none, or of one that is not known
     kv_transfer: dict[str, Any] = {}  # for the connector and what lies behind it, as it is
     # The last output waits until others can load the prompt's blocks, and brings a ticket.
     hand_over: bool = False
@@ -77,12 +79,21 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Ask the core for one of: "stats", "follow" (an AddRequest in JSON), "reset_prefix_cache",
-    "pause", "resume", "paused", "shutdown"."""
+    """Ask the core for one of: "stats", "follow" (an AddRequest in JSON), "tool_called" (a
+    ToolCalled in JSON), "reset_prefix_cache", "pause", "resume", "paused", "shutdown"."""
 
     call_id: int
     name: str
     argument: str = ""
+
+
+class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
+    """The turn of a job that ended last has called a tool."""
+
+    job_id: str
+    tool: str
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 # Hundreds in each step, and none of them is part of a cycle.
@@ -141,6 +152,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     hidden_size: int = 0  # numbers of a prompt embedding
     identity: dict[str, str] = {}  # what another engine must have too to find its blocks
     takes_priority: bool = False  # whether requests may say one
+    pins_turns: bool = False  # whether blocks are kept between the turns of a job
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

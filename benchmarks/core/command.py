@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from ...connector.base import NullConnector
 from ...engine.cache.block_hash import make_block_hasher
 from ...engine.cache.kv_cache_manager import KVCacheManager
 from ...engine.config import SchedulerConfig
@@ -35,13 +33,12 @@ from ...engine.request import BlockHasher, Request, TokenArray
 from ...engine.sampling_params import SamplingParams
 from ...engine.scheduler.output import ModelRunnerOutput
 from ...engine.scheduler.scheduler import Scheduler
-from ...engine.trace.step_trace import StepTrace
 from ...tiers.block import DIGEST_BYTES, Identity
 from ...tiers.settings import readers
 from ..harness.peer import PeerFailed
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
-from .device import DEVICE_SECONDS, DeviceSteps, device_engines
+from .device import DEVICE_SECONDS, DeviceSteps, device_engines, step_trace
 from .hash_peers import pickle_sha256_chain
 from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_peers
 
@@ -174,12 +171,10 @@ def look_up_cases(count: int) -> list[Case]:
     ]
 
 
-def step_case(
-    name: str, count: int, num_waiting: int, max_steps: int, observers: Sequence[Observer] = ()
-) -> Case:
+def step_case(name: str, count: int, waiting: int, max_steps: int, *heard: Observer) -> Case:
     """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
-    in all calls together, or the requests would come to their end. The observers hear them."""
-    decodes = Decodes(num_waiting, max_steps, observers)
+    in all calls together, or the requests would come to their end."""
+    decodes = Decodes(waiting, max_steps, *heard)
 
     def work() -> None:
         for _ in range(count):
@@ -215,9 +210,7 @@ def decode_lengths() -> list[int]:
 class Decodes:
     """A scheduler with as many running requests as may run, all of them past their prompts."""
 
-    def __init__(
-        self, num_waiting: int, max_steps: int, observers: Sequence[Observer] = ()
-    ) -> None:
+    def __init__(self, num_waiting: int, max_steps: int, *heard: Observer) -> None:
         lengths = decode_lengths()
         # The step of the prompts gives a token too, and nobody comes to the end.
         max_tokens = max_steps + 2
@@ -229,11 +222,7 @@ class Decodes:
             max_waiting_requests=NUM_RUNNING + num_waiting,
         )
         self.scheduler = Scheduler(
-            config,
-            manager,
-            max_model_len=longest,
-            eos_token_ids=frozenset(),
-            observers=observers,
+            config, manager, max_model_len=longest, eos_token_ids=frozenset(), observers=heard
         )
         rng = np.random.default_rng(_SEED)
         hasher = _hasher()
@@ -264,11 +253,6 @@ def run_through(manager: KVCacheManager, request: Request) -> int:
     manager.pool.commit_step()
     manager.free(request)
     return num_cached
-
-
-def hashed_dtype() -> str:
-    """The number type in which a request keeps its ids."""
-    return str(_prompt("dtype", range(BLOCK_SIZE)).all_token_ids.dtype)
 
 
 def _prompt(name: str, tokens: Sequence[int] | TokenArray) -> Request:
@@ -340,7 +324,7 @@ def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds])
     }
     report.figures["plan"] = {
         "block_size": BLOCK_SIZE,
-        "token_dtype": hashed_dtype(),
+        "token_dtype": str(_prompt("dtype", range(BLOCK_SIZE)).all_token_ids.dtype),
         "repeats": len(rounds[0].wall_seconds),
     }
     report.figures["rates"] = {
@@ -438,19 +422,8 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
             peer = stack.enter_context(VllmPeer(python, peer_plan(repeats)))
             report.figures["peer"] = peer.start()
         steps = (repeats + 1) * (_DEVICE_STEPS + _FILLING_STEPS)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trace = StepTrace(
-            folder / "trace.jsonl",
-            SchedulerConfig(),
-            NullConnector(),
-            model="benchmark",
-            block_size=BLOCK_SIZE,
-            num_blocks=0,
-        )
-        stack.callback(trace.close)
-        cases = make_cases(repeats, trace) + device_cases(
-            stack.enter_context(device_engines(steps))
-        )
+        devices = device_cases(stack.enter_context(device_engines(steps)))
+        cases = make_cases(repeats, stack.enter_context(step_trace())) + devices
         if peer is not None:
             cases = with_peers(cases, peer)
         # As the engine does before its first step: what is there is not looked at again.
@@ -485,7 +458,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
     return [each for case in cases for each in (case, theirs.get(case.name)) if each is not None]
 
 
-def make_cases(repeats: int, trace: StepTrace) -> list[Case]:
+def make_cases(repeats: int, trace: Observer) -> list[Case]:
     """What is measured, ready to be called once to warm up and `repeats` times after it."""
     steps = (repeats + 1) * _STEPS
     return [
@@ -495,7 +468,7 @@ def make_cases(repeats: int, trace: StepTrace) -> list[Case]:
         *look_up_cases(_LOOK_UPS),
         step_case("steps", _STEPS, 0, steps),
         step_case("steps_with_waiting", _STEPS, NUM_WAITING, steps),
-        step_case("steps_traced", _STEPS, 0, steps, [trace]),
+        step_case("steps_traced", _STEPS, 0, steps, trace),
     ]
 
 

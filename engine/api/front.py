@@ -7,11 +7,11 @@ Also turns prompts into checked token ids. every refusal is an ApiError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from posixpath import normpath
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,14 @@ class Front:
     _long_texts: asyncio.Semaphore = field(
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
+
+    _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for, and that raises nothing."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     @property
     def max_model_len(self) -> int:

@@ -77,7 +77,8 @@ class BlockPool:
         self._step_id = 0
         self._evicted: list[tuple[int, bytes]] = []
         # Computed and not offered yet, in the order of steps; None where nobody wants them all.
-        self._fresh: deque[KVCacheBlock] | None = None
+        self._fresh: deque[KVCacheBlock] = deque(maxlen=num_blocks)
+        self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
         self.observer: Observer | None = None
@@ -225,6 +226,10 @@ class BlockPool:
                 block.is_offered = False
                 self._add_fresh([block])
 
+    def offer(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Give these to `take_fresh`, but for those that were given before under their names."""
+        self._add_fresh([each for each in blocks if each.block_hash and not each.is_offered])
+
     @property
     def num_fresh(self) -> int:
         """Blocks that were ever to be given to `take_fresh`."""
@@ -233,7 +238,7 @@ class BlockPool:
     @property
     def num_given(self) -> int:
         """Of `num_fresh`, in their order, those that were given, or passed over."""
-        return self._num_fresh - len(self._fresh or ())
+        return self._num_fresh - len(self._fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
         """Call `tell` from now on with blocks that lose their names and are not reported as
@@ -242,7 +247,7 @@ class BlockPool:
 
     def offer_all(self) -> None:
         """Give every computed block to `take_fresh` from now on."""
-        self._fresh = deque(maxlen=self.num_blocks)
+        self._offers_all = True
 
     @property
     def has_fresh(self) -> bool:
@@ -266,7 +271,7 @@ class BlockPool:
             computed = list(takewhile(lambda block_id: uncomputed[block_id] <= step_id, uncomputed))
             for block_id in computed:
                 del uncomputed[block_id]
-        if self._fresh is not None:
+        if self._offers_all:
             self._add_fresh([self.blocks[block_id] for block_id in computed])
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
@@ -388,9 +393,8 @@ class BlockPool:
         return blocks
 
     def _add_fresh(self, blocks: Sequence[KVCacheBlock]) -> None:
-        if self._fresh is not None:
-            self._fresh.extend(blocks)
-            self._num_fresh += len(blocks)
+        self._fresh.extend(blocks)
+        self._num_fresh += len(blocks)
 
     def _add_duplicate(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]

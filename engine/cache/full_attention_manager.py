@@ -81,6 +81,13 @@ class FullAttentionManager:
             self._pool.free_blocks(table[: -num_blocks - 1 : -1])
             del table[-num_blocks:]
 
+    def rename(self, request_id: str, holder: str) -> None:
+        """The table of a request is another holder's from now on."""
+        if (blocks := self._tables.pop(request_id, None)) is not None:
+            self._tables[holder] = blocks
+        if (known := self._num_cached.pop(request_id, None)) is not None:
+            self._num_cached[holder] = known
+
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back, the last one first."""
         blocks = self._tables.pop(request_id, None)

@@ -88,6 +88,16 @@ class KVCacheCoordinator:
         for group in self._groups:
             group.free(request_id)
 
+    def rename(self, request_id: str, holder: str) -> None:
+        """All tables of a request are another holder's from now on."""
+        for group in self._groups:
+            group.rename(request_id, holder)
+
+    def offer(self, request_id: str) -> None:
+        """Give the named blocks of a request to `BlockPool.take_fresh`."""
+        for group in self._groups:
+            self._pool.offer(group.table(request_id))
+
     def block_ids(self, request_id: str) -> BlockIds:
         """The block table of each group."""
         return tuple([[b.block_id for b in g.table(request_id)] for g in self._groups])

@@ -141,6 +141,18 @@ class KVCacheManager:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)
 
+    def free_blocks_of(self, holder: str) -> None:
+        """As `free`, for whoever has taken blocks over by `rename`."""
+        self._coordinator.free(holder)
+
+    def rename(self, request_id: str, holder: str) -> None:
+        """The blocks of a request that has ended are `holder`'s from now on."""
+        self._coordinator.rename(request_id, holder)
+
+    def offer(self, request: Request) -> None:
+        """Have the blocks of a request stored ahead of need, its head first."""
+        self._coordinator.offer(request.request_id)
+
     def drop_names(self, request: Request) -> list[bytes]:
         """Make sure that nobody finds the blocks of a request again, nor another block of the same
         name; it keeps them. The names, head first: tiers may have such blocks too."""

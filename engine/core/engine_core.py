@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from ...connector.base import (
@@ -46,6 +47,7 @@ from ..wire import (
     AddRequest,
     Ready,
     TokenOutput,
+    ToolCalled,
 )
 from ..worker.kv_pool import check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
@@ -211,6 +213,7 @@ class EngineCore:
             hidden_size=self.spec.hidden_size,
             identity=self._identity,
             takes_priority=self.scheduler.takes_priority,
+            pins_turns=self.scheduler.pins_turns,
             tiers_down=[] if estimates is None else estimates.tiers_down(),
         )
 
@@ -241,6 +244,8 @@ class EngineCore:
                 "grammar": self._grammars.stats(),
                 "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
             }
+        if name == "tool_called":
+            return self._tool_called(argument)
         if name == "follow":
             return self._follow(argument)
         if name == "reset_prefix_cache":
@@ -252,8 +257,8 @@ class EngineCore:
         if name in ("resume", "paused"):
             return self._paused()
         raise ValueError(
-            "the core answers stats, follow, reset_prefix_cache, pause, resume and paused, not "
-            f"{name!r}"
+            "the core answers stats, follow, tool_called, reset_prefix_cache, pause, resume and "
+            f"paused, not {name!r}"
         )
 
     def has_work(self) -> bool:
@@ -270,6 +275,7 @@ class EngineCore:
         may_retry = scheduler.num_waiting and scheduler.paused is not Pause.ALL
         return min(
             RETRY_SECONDS if may_retry else _IDLE_SECONDS,
+            scheduler.pin_seconds,
             self._held.idle_seconds,
             self._grammars.idle_seconds,
         )
@@ -435,6 +441,14 @@ class EngineCore:
         if request.skip_reading_prefix_cache:
             return False
         return self._connector.follow(self.scheduler.manager.prompt_digests(request))
+
+    def _tool_called(self, argument: str) -> bool:
+        try:
+            called = msgspec.json.decode(argument, type=ToolCalled)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"this names no tool: {error}") from None
+        self.scheduler.tool_called(self._request_builder.job_of(called), called.tool)
+        return True
 
     def _pause(self, which: str) -> dict[str, Any]:
         if which not in [pause.value for pause in Pause]:

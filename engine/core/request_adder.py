@@ -90,8 +90,11 @@ class RequestAdder:
     def _queue(
         self, request: AddRequest, built: Request, ticket: Ticket | None
     ) -> list[TokenOutput]:
+        tool = "" if request.extras is None else request.extras.tool
         first = None if ticket is None else ticket.first_token
-        output = self._scheduler.add_request(built, context_of(request), first_token=first)
+        output = self._scheduler.add_request(
+            built, context_of(request), first_token=first, tool=tool
+        )
         if output is None or output.finish_reason is None:
             self._held.expect(built)
         if output is None:

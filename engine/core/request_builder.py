@@ -19,9 +19,9 @@ from ...tiers.settings.format import format_value
 from ..config import MEAN, POOLINGS
 from ..embeds import EmbedArray, read_embeds
 from ..handover import Ticket, fits, is_possible
-from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray
+from ..request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..sampling_params import SamplingParams, check_params_for_embeds
-from ..wire import NO_EXTRAS, AddRequest, RequestExtras, check_priority
+from ..wire import NO_EXTRAS, AddRequest, RequestExtras, ToolCalled, check_priority
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,14 @@ class RequestBuilder:
             goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
             pooling=extras.pooling,
             priority=request.priority,
+            job_id=extras.session,
+            is_last_step=extras.is_last_step,
         )
+
+    def job_of(self, called: ToolCalled) -> bytes:
+        """The job as requests of its turns name it."""
+        salt = tenant_salt(self._tenant_secret, called.tenant, called.cache_salt)
+        return job_key(salt, called.job_id)
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
         """Whether another engine computes its prompt now, as far as whoever sent it says. Of two

@@ -120,8 +120,12 @@ class Admission:
         """Whether memory is too full for it to start; not with nothing running, and not once its
         blocks have been loaded, for then it holds them anyway."""
         places = self._places
-        loaded = request.request_id in places.loaded
-        return bool(places.running) and not loaded and self._pressure.forbids_admission
+        if not places.running or request.request_id in places.loaded:
+            return False
+        while self._pressure.forbids_admission:
+            if not places.release_pin(request):
+                return True
+        return False
 
     def _consider(
         self, request: Request, step: StepBuilder, now: float, only_known: bool
@@ -134,9 +138,10 @@ class Admission:
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
-            if running and not self._pressure.has_room_for(request, hits, running):
-                places.note_wait(request, Obstacle.PROMPT_ROOM)
-                return Verdict.NO_ROOM
+            while running and not self._pressure.has_room_for(request, hits, running):
+                if not places.release_pin(request):
+                    places.note_wait(request, Obstacle.PROMPT_ROOM)
+                    return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
                 match = connector.get_matched_tokens(
@@ -202,6 +207,8 @@ class Admission:
         while not places.loading.begin_load(
             request, hits, num_hit_tokens, num_external_tokens, self._keep_free(), overlapped=False
         ):
+            if places.release_pin(request):
+                continue
             if only_known and self._take_from_paused(request):
                 continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
@@ -233,7 +240,10 @@ class Admission:
         return self._manager.watermark_blocks if self._places.running else 0
 
     def _make_room(self, request: Request) -> bool:
-        """Take the blocks of another load while nothing runs: nobody else will give any back."""
+        """Take the blocks of a pin; or of another load while nothing runs, for nobody else will
+        give any back."""
+        if self._places.release_pin(request):
+            return True
         return not self._places.running and self._places.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:

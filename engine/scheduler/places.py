@@ -12,6 +12,7 @@ The places:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 
@@ -20,7 +21,10 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..observer import Decision, Observer, Obstacle
 from ..request import Progress, Request, RequestStatus
 from .loading import LoadingRequests
+from .pins import Pins
 from .policies import FCFSPolicy, SchedulingPolicy
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Places:
@@ -50,6 +54,10 @@ class Places:
         self._has_ended = False  # some request, since the last sweep
         self.num_departed = 0  # requests that have ended or were sent back
         self.counts: Counter[str] = Counter()
+        self.pins: Pins | None = None
+        if self.policy.pins_turns:
+            self.pins = Pins(manager, self.counts, has_tiers=self.connector.has_tiers)
+            self.policy.warm_jobs = self.pins.jobs
         self.loading = LoadingRequests(manager, self.connector, self.counts, observer)
 
     @property
@@ -113,6 +121,10 @@ class Places:
         self.counts["preemptions"] += 1
         self.note(request, Decision.PREEMPTED, "" if taker is None else taker.request_id)
 
+    def release_pin(self, request: Request) -> bool:
+        """Give up the oldest pin, because `request` lacks room; whether there was one."""
+        return self.pins is not None and self.pins.release_oldest(spare=request.job)
+
     def give_up_last_load(self, spare: Request) -> bool:
         """Take the blocks of a request whose load has ended, whose turn is the last (first come,
         first served: whose load ended last), `spare` excepted; whether there was one. It stays in
@@ -162,7 +174,11 @@ class Places:
         if place is RequestStatus.RUNNING and self.loading.stop_overlap(request):
             self.loading.hold(request)
             return
-        self.manager.free(request)
+        is_pinned = False
+        if self.pins is not None and place is RequestStatus.RUNNING and status in _ENDED_WELL:
+            is_pinned = self.pins.take(request, time.monotonic())
+        if not is_pinned:
+            self.manager.free(request)
         if place is not RequestStatus.RUNNING:
             self.loaded.pop(request_id, None)
             any(queue.remove(request) for queue in (self.waiting, self.skipped, self.deferred))

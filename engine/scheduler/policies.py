@@ -4,6 +4,7 @@
     fcfs       first come, first served; who was let in last goes first
     priority   the lowest priority number first, among equals the first to arrive; who is last in
                that order goes first
+    continuum  as fcfs, but jobs whose last turn is kept in the pool come first and go back last
 
 Other packages bring one as an entry point of the group `stratakv.scheduling_policies`, which names
 a class that is a `SchedulingPolicy` and needs no arguments.
@@ -15,7 +16,8 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...tiers.errors import TierConfigError
@@ -135,6 +137,10 @@ class SchedulingPolicy(ABC):
     deferred_first = False
     # Whether requests may say a priority.
     takes_priority = False
+    # Whether the blocks of an agent's turn are kept until its next one comes (`pins.py`).
+    pins_turns = False
+    # The jobs whose last turn is kept now.
+    warm_jobs: Mapping[bytes, object] = MappingProxyType({})
 
     @abstractmethod
     def turn(self, request: Request) -> Turn:
@@ -189,7 +195,78 @@ class PriorityPolicy(SchedulingPolicy):
         return (request.priority, request.arrival_seconds, request.request_id, request.number)
 
 
-POLICIES: dict[str, type[SchedulingPolicy]] = {"fcfs": FCFSPolicy, "priority": PriorityPolicy}
+class JobQueue(FCFSQueue):
+    """First come, first served, and the requests of a job found at once."""
+
+    __slots__ = ("_by_job",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_job: dict[bytes, list[Request]] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._note(request)
+
+    def prepend(self, request: Request) -> None:
+        super().prepend(request)
+        self._note(request)
+
+    def remove(self, request: Request) -> bool:
+        if not super().remove(request):
+            return False
+        if request.job:
+            others = self._by_job[request.job]
+            others.remove(request)
+            if not others:
+                del self._by_job[request.job]
+        return True
+
+    def of_jobs(self, jobs: Mapping[bytes, object]) -> list[Request]:
+        """Those that belong to one of the jobs."""
+        return [each for job in self._by_job.keys() & jobs.keys() for each in self._by_job[job]]
+
+    def _note(self, request: Request) -> None:
+        if request.job:
+            self._by_job.setdefault(request.job, []).append(request)
+
+
+class ContinuumPolicy(FCFSPolicy):
+    """First come, first served, but requests whose job has its last turn in the pool come first,
+    and who goes back is one of the others where there is one."""
+
+    pins_turns = True
+
+    def make_queue(self) -> JobQueue:
+        return JobQueue()
+
+    def first(self, queues: Sequence[RequestQueue], only_known: bool) -> _Found | None:
+        if self.warm_jobs:
+            warm = [
+                (queue, request)
+                for queue in queues
+                if isinstance(queue, JobQueue)
+                for request in queue.of_jobs(self.warm_jobs)
+                if not only_known or request.num_preemptions > 0
+            ]
+            if warm:
+                return min(warm, key=lambda each: self.turn(each[1]))
+        return super().first(queues, only_known)
+
+    def victim(self, requests: Sequence[Request]) -> Request:
+        warm = self.warm_jobs
+        if warm:
+            for request in reversed(requests):
+                if request.job not in warm:
+                    return request
+        return requests[-1]
+
+
+POLICIES: dict[str, type[SchedulingPolicy]] = {
+    "fcfs": FCFSPolicy,
+    "priority": PriorityPolicy,
+    "continuum": ContinuumPolicy,
+}
 
 
 def open_policy(name: str) -> SchedulingPolicy:

@@ -32,6 +32,8 @@ class RunningRound:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
         places = self._places
         while len(places.running) > 1 and self._pressure.demands_preemption:
+            if places.release_pin(places.running[0]):
+                continue
             step.pressed = True
             if not places.give_up_last_load(spare=places.running[0]):
                 victim = places.policy.victim(places.running)
@@ -82,8 +84,10 @@ class RunningRound:
         """Take blocks from whoever the policy says. False: that is `request` itself, which has been
         preempted, or waits where it is if it is the only one. Or a copy still writes to the blocks
         of the victim, and `request` waits for those."""
-        step.pressed = True
         places = self._places
+        if places.release_pin(request):
+            return True
+        step.pressed = True
         if places.give_up_last_load(spare=request):
             return True
         if places.running == [request]:

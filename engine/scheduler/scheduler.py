@@ -23,6 +23,7 @@ Nobody can block everybody:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,6 +166,23 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._places.running)
 
+    def tool_called(self, job: bytes, tool: str) -> None:
+        """The turn of a job that ended last called this tool."""
+        if self._places.pins is not None:
+            self._places.pins.tool_called(job, tool)
+            self._stalled = False
+
+    @property
+    def pin_seconds(self) -> float:
+        """Seconds until blocks that are kept for a job's next turn are to be given back."""
+        expiry = None if self._places.pins is None else self._places.pins.next_expiry()
+        return math.inf if expiry is None else max(0.0, expiry - time.monotonic())
+
+    @property
+    def pins_turns(self) -> bool:
+        """Whether blocks are kept between the turns of a job."""
+        return self._places.pins is not None
+
     @property
     def takes_priority(self) -> bool:
         """Whether requests may say a priority."""
@@ -184,6 +202,8 @@ class Scheduler:
             is_due = len(self._places.requests) > self._places.loading.num_unfinished
         if is_due:  # what the connector has to do, that step does too
             return True
+        if (pins := self._places.pins) and pins.is_due(time.monotonic()):
+            return True
         connector = self.connector
         return connector.has_pending_work() or bool(
             self.manager.pool.has_fresh and connector.num_wanted_ahead()
@@ -201,10 +221,12 @@ class Scheduler:
         context: RequestContext = NO_CONTEXT,
         *,
         first_token: int | None = None,
+        tool: str = "",
     ) -> TokenOutput | None:
         """Queue a request. `context` is for the tiers; `first_token` was chosen by an engine that
         has computed the prompt, and its output comes at once. Raises ValueError for a request that
-        can never run or whose id is taken, and QueueFull if too many wait."""
+        can never run or whose id is taken, and QueueFull if too many wait. `tool`: of a job's turn,
+        whose result it brings."""
         places = self._places
         if request.request_id in places.requests or request.request_id in places.loading:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
@@ -212,6 +234,8 @@ class Scheduler:
         self.check_queue()
         check_embeds(request, places.embed_bytes)
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+        if places.pins is not None:
+            places.pins.arrives(request, tool, time.monotonic())
         places.enter(request, Progress(end_token_ids(request, self.eos_token_ids)))
         self._stalled = False
         output = None
@@ -264,8 +288,11 @@ class Scheduler:
                     pool.num_free,
                     pool.num_cached,
                     pool.num_blocks - 1,
+                    places.pins,
                 )
             )
+        if places.pins is not None:
+            places.pins.expire(now)
         step = StepBuilder(
             self.manager,
             self._step_id,
@@ -424,6 +451,8 @@ class Scheduler:
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
         """Forget all blocks that could be found again, in the pool and, if asked, in the tiers.
         False, and nothing changed, while any request holds blocks."""
+        if self._places.pins is not None:
+            self._places.pins.release_all()
         if not self.manager.pool.reset_prefix_cache():
             return False
         if reset_tiers:
@@ -433,7 +462,7 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Gauges of now and counters since start: requests, tokens and blocks."""
-        pool = self.manager.pool
+        pool, pins = self.manager.pool, self._places.pins
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -443,6 +472,8 @@ class Scheduler:
             "num_free_blocks": pool.num_free,
             "pool_usage": pool.usage,
             "evicted_blocks": pool.num_evicted,
+            "num_pinned": 0 if pins is None else len(pins),
+            "pinned_blocks": 0 if pins is None else pins.num_blocks,
             **self._places.counts,
         }
 

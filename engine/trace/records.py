@@ -50,6 +50,9 @@ class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=
     cpu_blocks_free: int | None
     cpu_blocks_total: int | None
     cpu_blocks_cached: int | None
+    num_pinned: int  # turns of jobs whose blocks are kept
+    pinned_blocks: int
+    pinned_job_ids: list[str]
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
 
@@ -61,11 +64,13 @@ class HitRecord(msgspec.Struct, tag_field="record", tag="hit", frozen=True, gc=F
     step: int
     time: float
     req_id: str
+    job_id: str  # "": it is no turn of a job
     local_hit_tokens: int  # in the KV pool
     external_hit_tokens: int  # loaded from a tier
     tokens_by_tier: dict[str, int]  # the external ones
     total_prompt_tokens: int
     num_tokens: int  # prompt and output so far
+    connector_name: str
     load_kv_async: bool  # whether anything was loaded; a load never holds up a step
 
 

@@ -39,15 +39,16 @@ class StepTrace(Observer):
         config: SchedulerConfig,
         connector: KVConnectorScheduler,
         *,
-        model: str,
-        block_size: int,
-        num_blocks: int,
+        model: str = "",
+        block_size: int = 0,
+        num_blocks: int = 0,
         connector_name: str = NO_CONNECTOR,
     ) -> None:
         self._writer = TraceWriter(path)
         self._began = time.monotonic()
         self._config = config
         self._connector = connector
+        self._connector_name = connector_name
         self._step = 0
         self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
         self._writer.put(
@@ -64,6 +65,8 @@ class StepTrace(Observer):
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._step = snapshot.step_id
         cpu_blocks = self._connector.cpu_blocks()
+        pins = snapshot.pins
+        job_ids = [] if pins is None else pins.job_ids()
         free, total = (None, None) if cpu_blocks is None else cpu_blocks
         self._writer.put(
             SnapshotRecord(
@@ -77,6 +80,9 @@ class StepTrace(Observer):
                 cpu_blocks_free=free,
                 cpu_blocks_total=total,
                 cpu_blocks_cached=None if free is None or total is None else total - free,
+                num_pinned=len(job_ids),
+                pinned_blocks=0 if pins is None else pins.num_blocks,
+                pinned_job_ids=job_ids,
                 max_num_running_reqs=self._config.max_num_seqs,
                 max_num_scheduled_tokens=self._config.max_num_batched_tokens,
             )
@@ -89,11 +95,13 @@ class StepTrace(Observer):
                 step=self._step,
                 time=self._now(),
                 req_id=request.request_id,
+                job_id=request.job_id,
                 local_hit_tokens=tokens.get(POOL, 0),
                 external_hit_tokens=sum(external.values()),
                 tokens_by_tier=external,
                 total_prompt_tokens=request.num_prompt_tokens,
                 num_tokens=request.num_tokens,
+                connector_name=self._connector_name,
                 load_kv_async=bool(external),
             )
         )

@@ -24,7 +24,7 @@ from .body import decode_body, read_body
 from .checks import check_chat
 from .conversation import render
 from .follow import follow
-from .generation import Task, make_generations, tenant_of
+from .generation import Task, job_of, make_generations, tenant_of
 from .logprobs_form import chat_logprobs, prompt_logprobs
 from .protocol import ChatRequest
 from .replies import (
@@ -185,6 +185,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         f"chatcmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
+        job=job_of(http, request, _answered_tool(request)),
     )
     if follows:
         return await follow(front, generations)
@@ -193,6 +194,18 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         generation.thoughts = _thoughts(tools.marks, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
+
+
+def _answered_tool(request: ChatRequest) -> str:
+    """The tool whose answer is the last message; "" where that is none."""
+    last = request.messages[-1] if request.messages else None
+    if last is None or last.role != "tool":
+        return ""
+    for message in reversed(request.messages):
+        for call in message.tool_calls or ():
+            if call.id == last.tool_call_id:
+                return call.function.name
+    return last.name or ""
 
 
 def _thoughts(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:

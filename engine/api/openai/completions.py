@@ -27,7 +27,7 @@ from .answer import Answer, Part, UsageField, kv_params_of
 from .body import decode_body, read_body
 from .checks import check_completion
 from .follow import follow
-from .generation import Task, make_generations, tenant_of
+from .generation import Task, job_of, make_generations, tenant_of
 from .logprobs_form import CompletionForm, prompt_logprobs
 from .protocol import CompletionRequest
 from .replies import Completion, CompletionChoice, CompletionLogprobs, PromptTokens, Usage
@@ -137,6 +137,7 @@ async def create_completion(front: Front, http: Request, *, follows: bool = Fals
         f"cmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
+        job=job_of(http, request),
         keeps_tokens=request.max_tokens != 0,
     )
     if follows:

@@ -7,6 +7,7 @@ The choices of a request: `n` children of each prompt, those of a prompt togethe
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -16,12 +17,20 @@ from typing import NamedTuple
 import msgspec
 from starlette.requests import Request
 
+from ....tiers.settings.format import format_value
 from ...request import BYTES_PER_TOKEN, unpack_token_ids
 from ...sampling_params import SamplingParams, child_params
 from ...text.detokenizer import Decoder
 from ...text.output_processor import TextOutput, generate_text
 from ...text.reasoning import Thoughts
-from ...wire import INVALID_GRAMMAR, NO_EXTRAS, OVERLOADED, AddRequest, RequestExtras
+from ...wire import (
+    INVALID_GRAMMAR,
+    NO_EXTRAS,
+    OVERLOADED,
+    AddRequest,
+    RequestExtras,
+    ToolCalled,
+)
 from ..errors import ENGINE, ApiError
 from ..front import Front
 from .handover import read_params, without_routers_least
@@ -29,7 +38,12 @@ from .protocol import SamplingFields
 from .replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from .tools import CallReader
 
+logger = logging.getLogger(__name__)
+
 MAX_TENANT_CHARACTERS = 256
+MAX_JOB_CHARACTERS = 256
+JOB_HEADER, LAST_HEADER = "X-Job-Id", "X-Job-Last-Step"
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Task(NamedTuple):
@@ -53,6 +67,7 @@ class Generation:
     thoughts: Thoughts | None = None  # None: they are part of the text
     calls: CallReader | None = None  # None: calls of tools are
     decoder: Decoder | None = None  # in place of the tokenizer
+    tool: str = ""  # that the answer has called
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,6 +91,7 @@ class Generation:
                     watch.observe(output)
                     if self.calls is not None:
                         self.calls.read(output)
+                        self._note_tool(front, output)
                     if output.finish_reason == "error":
                         raise _engine_error(output)
                     if not self.keeps_tokens:
@@ -83,6 +99,14 @@ class Generation:
                     yield output
         finally:
             watch.close()
+
+    def _note_tool(self, front: Front, output: TextOutput) -> None:
+        """Of a job's turn that has ended, the first tool that it called is of use to the engine."""
+        self.tool = self.tool or next((each.name for each in output.tool_calls if each.name), "")
+        extras = self.request.extras
+        is_turn = front.client.ready.pins_turns and extras is not None and extras.session
+        if output.finish_reason is not None and self.tool and is_turn:
+            front.in_background(_tell_tool(front, self.request, self.tool))
 
 
 def make_generations(
@@ -93,6 +117,7 @@ def make_generations(
     arrival_seconds: float,
     *,
     tenant: str = "",
+    job: Job | None = None,
     keeps_tokens: bool = True,
 ) -> list[Generation]:
     """Every choice of a request; ids of the engine begin with `request_id`. Raises ApiError where
@@ -120,7 +145,7 @@ def make_generations(
                 cache_salt=request.cache_salt or "",
                 tenant=tenant,
                 priority=request.priority or 0,
-                extras=_extras(handed, embeds),
+                extras=_extras(handed, embeds, job),
             )
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
@@ -144,10 +169,59 @@ def tenant_of(front: Front, http: Request) -> str:
     return tenant
 
 
-def _extras(handed: RequestExtras | None, embeds: bytes) -> RequestExtras | None:
-    if not embeds:
-        return handed
-    return msgspec.structs.replace(handed or NO_EXTRAS, prompt_embeds=embeds)
+class Job(NamedTuple):
+    """The job of an agent that a request is a turn of."""
+
+    job_id: str
+    is_last_step: bool
+    tool: str  # whose result the turn brings, "" where that is not known
+
+
+def job_of(http: Request, request: SamplingFields, tool: str = "") -> Job | None:
+    """What the fields `job_id` and `is_last_step` say, or the headers `X-Job-Id` and
+    `X-Job-Last-Step`; the fields go first. Raises ApiError for what cannot be meant."""
+    job_id, is_last = request.job_id, request.is_last_step
+    if job_id is None:
+        job_id = http.headers.get(JOB_HEADER, "")
+    if is_last is None:
+        said = http.headers.get(LAST_HEADER, "false").strip().lower()
+        if said not in _SWITCHES:
+            message = f"the header `{LAST_HEADER}` is true or false, not {format_value(said)}"
+            raise ApiError(message, code="invalid_value")
+        is_last = _SWITCHES[said]
+    if len(job_id) > MAX_JOB_CHARACTERS or not job_id.isprintable():
+        message = f"`job_id` takes up to {MAX_JOB_CHARACTERS} printable characters"
+        raise ApiError(message, param="job_id", code="invalid_value")
+    if not job_id:
+        if request.is_last_step:
+            message = "`is_last_step` is of a job; send its `job_id` too"
+            raise ApiError(message, param="is_last_step", code="invalid_value")
+        return None
+    return Job(job_id, is_last, tool[:MAX_JOB_CHARACTERS])
+
+
+async def _tell_tool(front: Front, request: AddRequest, tool: str) -> None:
+    """Tell the engine which tool the job's turn has called."""
+    assert request.extras is not None
+    called = ToolCalled(request.extras.session, tool, request.tenant, request.cache_salt)
+    try:
+        await front.client.call("tool_called", msgspec.json.encode(called).decode())
+    except Exception as error:  # noqa: BLE001 - a hint; the engine's own end is told elsewhere
+        logger.debug("the engine was not told of a tool: %s", error)
+
+
+def _extras(handed: RequestExtras | None, embeds: bytes, job: Job | None) -> RequestExtras | None:
+    extras = handed
+    if embeds:
+        extras = msgspec.structs.replace(extras or NO_EXTRAS, prompt_embeds=embeds)
+    if job is not None:
+        extras = msgspec.structs.replace(
+            extras or NO_EXTRAS,
+            session=job.job_id,
+            is_last_step=job.is_last_step,
+            tool=job.tool,
+        )
+    return extras
 
 
 def _check_amount(front: Front, tasks: Sequence[Task], n: int, *, shares: bool) -> None:

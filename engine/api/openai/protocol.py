@@ -60,6 +60,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    job_id: str | None = None  # of an agent's job, whose turns follow each other
+    is_last_step: bool | None = None
     request_id: str | None = None
     # Of routers: see handover.py. The `bootstrap_` fields have lists where there are several
     # prompts or answers.

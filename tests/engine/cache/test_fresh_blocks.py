@@ -120,7 +120,7 @@ def test_nobody_asks_and_nothing_grows() -> None:
             pool.offer_all()
         for number in range(100):
             pool.free_blocks(named(pool, number % 250))
-        assert pool._fresh is None if not wants else len(pool._fresh or ()) <= pool.num_blocks
+        assert len(pool._fresh) <= pool.num_blocks if wants else pool.num_fresh == 0
         assert pool.has_fresh is wants
         names = fresh(pool)
         assert len(names) == len(set(names)) == (8 if wants else 0)

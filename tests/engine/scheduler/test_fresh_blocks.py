@@ -89,7 +89,7 @@ def test_one_that_does_not_want_all_pays_nothing(make_engine: MakeEngine) -> Non
     engine.step()
     assert idle_steps(engine) == 0
     assert tiers.given == []
-    assert engine.manager.pool._fresh is None
+    assert engine.manager.pool.num_fresh == 0
 
 
 def test_blocks_are_given_while_the_request_runs(make_engine: MakeEngine) -> None:

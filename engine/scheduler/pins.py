@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins: blocks of an agent's finished turn, kept in the pool until its next turn comes.
+
+A job is a row of requests with one `job_id`, each of which reads what the ones before wrote.
+Between two of them a tool runs. A turn that ends is pinned if it is not the job's last one and the
+tool is expected to take no longer than THRESHOLD_SECONDS; then its blocks stay for PIN_SECONDS at
+most. A job has one pin: that of a later turn takes the place of an earlier one, whose blocks it
+shares.
+
+Pinned blocks are offered to the tiers meanwhile, so giving a pin up costs no copy. Whoever lacks
+room takes it from the oldest pin before anybody is preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, TypeVar
+
+from ..cache.kv_cache_manager import KVCacheManager
+from ..request import Request
+
+logger = logging.getLogger(__name__)
+
+PIN_SECONDS = 10.0
+# A tool that is expected to take longer does not get a pin: others need the room meanwhile.
+THRESHOLD_SECONDS = 2.0
+# Of the blocks of the pool, those that all pins hold together at most.
+MOST_SHARE = 0.5
+MOST_JOBS = 16_384  # whose ends are remembered
+MOST_TOOLS = 1_024
+_NEW_WEIGHT = 0.3  # of the latest time in an average
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+Job = bytes  # the tenant's salt, and the job's id
+
+
+class Estimator(Protocol):
+    """How long tools take. Called by the step thread; one that raises is asked no more."""
+
+    def turn_ended(self, job: Job, now: float) -> None: ...
+    def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
+    def tool_seconds(self, job: Job, tool: str) -> float | None: ...
+
+
+class ToolEstimator:
+    """Moving averages of the time between a turn's end and the next one's arrival, by the tool
+    whose result that brings. Where a job's next tool is not known, its last one is taken."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[Job, float] = OrderedDict()
+        self._last_tool: OrderedDict[Job, str] = OrderedDict()
+        self._average: OrderedDict[str, float] = OrderedDict()
+
+    def turn_ended(self, job: Job, now: float) -> None:
+        """A turn of the job has ended, and a tool runs from now on."""
+        _put(self._ended, job, now, MOST_JOBS)
+
+    def turn_arrives(self, job: Job, tool: str, now: float) -> None:
+        """The next turn has come, with what the tool said; "": nobody said which."""
+        began = self._ended.pop(job, None)
+        if not tool:
+            return
+        _put(self._last_tool, job, tool, MOST_JOBS)
+        if began is not None:
+            before = self._average.get(tool)
+            took = max(0.0, now - began)
+            mean = took if before is None else before + _NEW_WEIGHT * (took - before)
+            _put(self._average, tool, mean, MOST_TOOLS)
+
+    def tool_seconds(self, job: Job, tool: str) -> float | None:
+        """How long the tool takes that the job has called, "" where that is not known; None where
+        nothing is known of it."""
+        return self._average.get(tool or self._last_tool.get(job, ""))
+
+
+def _put(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
+
+
+class Pin(NamedTuple):
+    """A turn's blocks: `holder` has them in the manager's tables."""
+
+    job_id: str
+    holder: str
+    until: float  # monotonic
+    num_blocks: int
+
+
+class Pins:
+    """At most one for each job, the oldest first. Called by the engine's step thread only."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        counts: Counter[str],
+        *,
+        has_tiers: bool,
+        estimator: Estimator | None = None,
+    ) -> None:
+        self._manager = manager
+        self._counts = counts
+        self._has_tiers = has_tiers
+        self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
+        self._most_blocks = int(MOST_SHARE * (manager.pool.num_blocks - 1))
+        self._pins: OrderedDict[Job, Pin] = OrderedDict()
+        self.num_blocks = 0  # that all pins hold; blocks of several are counted by each
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, job: object) -> bool:
+        return job in self._pins
+
+    @property
+    def jobs(self) -> Mapping[Job, Pin]:
+        """The jobs whose last turn is pinned. Not to be changed."""
+        return self._pins
+
+    def job_ids(self) -> list[str]:
+        """The ids of those jobs, as their clients gave them."""
+        return [pin.job_id for pin in self._pins.values()]
+
+    def next_expiry(self) -> float | None:
+        """When the first pin ends by itself; None without any."""
+        first = next(iter(self._pins.values()), None)
+        return None if first is None else first.until
+
+    def is_due(self, now: float) -> bool:
+        """Whether a pin has ended, and is to be given back."""
+        expiry = self.next_expiry()
+        return expiry is not None and expiry <= now
+
+    def arrives(self, request: Request, tool: str, now: float) -> None:
+        """A request of a job has come."""
+        if request.job:
+            self._ask("turn_arrives", request.job, tool, now)
+
+    def take(self, request: Request, now: float) -> bool:
+        """A turn has ended well, and holds its blocks: whether they are pinned now. If not, they
+        are the caller's to give back."""
+        job = request.job
+        if not job or request.is_last_step:
+            if job:
+                self._release(job)
+            return False
+        self._ask("turn_ended", job, now)
+        self._release(job)
+        num_blocks = sum(map(len, self._manager.get_block_ids(request.request_id)))
+        if self._has_tiers:
+            self._manager.offer(request)
+        if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
+            return False
+        while self.num_blocks + num_blocks > self._most_blocks:
+            self.release_oldest()
+        holder = f"\0{request.number}"  # no request can have this id
+        self._manager.rename(request.request_id, holder)
+        self._pins[job] = Pin(request.job_id, holder, now + PIN_SECONDS, num_blocks)
+        self.num_blocks += num_blocks
+        self._counts["pins"] += 1
+        return True
+
+    def tool_called(self, job: Job, tool: str) -> None:
+        """What the turn that ended last asked for is known now; its pin ends where that takes too
+        long."""
+        if job in self._pins and not self._pays(job, tool):
+            self._release(job)
+            self._counts["pins_not_worth"] += 1
+
+    def expire(self, now: float) -> None:
+        """Give back what has been pinned for long enough."""
+        while self.is_due(now):
+            self._release(next(iter(self._pins)))
+            self._counts["pins_expired"] += 1
+
+    def release_oldest(self, spare: Job = b"") -> bool:
+        """Give up the pin that is the oldest, that of `spare` only if there is no other; whether
+        there was one."""
+        if not self._pins:
+            return False
+        job = next((each for each in self._pins if each != spare), spare)
+        self._release(job)
+        self._counts["pins_given_up"] += 1
+        return True
+
+    def release_all(self) -> None:
+        """Give up all pins."""
+        while self.release_oldest():
+            pass
+
+    def _release(self, job: Job) -> None:
+        pin = self._pins.pop(job, None)
+        if pin is not None:
+            self.num_blocks -= pin.num_blocks
+            self._manager.free_blocks_of(pin.holder)
+
+    def _pays(self, job: Job, tool: str) -> bool:
+        seconds = self._ask("tool_seconds", job, tool)
+        return seconds is None or not seconds > THRESHOLD_SECONDS
+
+    def _ask(self, name: str, *arguments: object) -> float | None:
+        """Ask the estimator; one that fails costs the engine nothing."""
+        if self._estimator is None:
+            return None
+        try:
+            answer = getattr(self._estimator, name)(*arguments)
+            return None if answer is None else float(answer)
+        except Exception:
+            logger.exception("the estimator of tools failed, and is asked no more")
+            self._estimator = None
+            return None
