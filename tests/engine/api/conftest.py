@@ -60,7 +60,9 @@ class LiveServer:
         marks: tuple[str, str] = ("", ""),
         logits_processors: tuple[str, ...] = (),
         tool_call_parser: str = "",
+        policy: str = "fcfs",
     ) -> None:
+        self._policy = policy
         self._tool_call_parser = tool_call_parser
         self._role = role
         self._logits_processors = logits_processors
@@ -105,7 +107,8 @@ class LiveServer:
         self.loop = asyncio.get_running_loop()
         torch.set_num_threads(1)
         config = _engine_config(self._model_path, self._offload, self._role)
-        config = replace(config, logits_processors=self._logits_processors)
+        scheduler = replace(config.scheduler, policy=self._policy)
+        config = replace(config, scheduler=scheduler, logits_processors=self._logits_processors)
         self.core = EngineCore(config)
         self.client = InProcessClient(self.core)
         self.app = create_app(
