@@ -157,8 +157,8 @@ def offload_stats() -> dict[str, Any]:
     counters.count_lookup(["cpu", "ssd"], ["cpu", "ssd", "ssd"], 9)
     tiers = {"cpu": asdict(cpu), "ssd": asdict(ssd)}
     scheduler = {
-        "num_running": 2, "num_waiting": 5, "num_parked": 1, "num_deferred": 3, "num_pinned": 0, "pinned_blocks": 0,
-        "num_blocks": 9,
+        "num_running": 2, "num_waiting": 5, "num_parked": 1, "num_deferred": 3,
+        "num_pinned": 0, "pinned_blocks": 0, "num_blocks": 9,
         "num_free_blocks": 4, "pool_usage": 0.5, "prompt_tokens": 100,
         "prefix_queried_tokens": 90, "external_queried_tokens": 68, "cached_tokens_pool": 32,
         "cached_tokens_cpu": 16, "cached_tokens_ssd": 20, "recomputed_tokens_load_failed": 6,
