@@ -28,6 +28,7 @@ LATER_BENCHMARKS = ("core/device.py", "core/vllm_cases.py", "core/vllm_peer.py")
 MOST_LATER_LINES = 500
 MOST_SAMPLING_LINES = 250  # from logits to tokens
 MOST_CLUSTER_LINES = 840  # of prompts computed here and answered there, which came later too
+MOST_AGENTS_LINES = 570  # of agents' jobs in virtual time
 MOST_VLLM_LINES = 760  # of a real vLLM with our tiers below it, which came last
 
 
@@ -79,11 +80,12 @@ def test_benchmarks_do_not_grow(house: Any) -> None:
         name: sum(
             len(path.read_text().splitlines()) for path in (ROOT / "benchmarks" / name).glob("*.py")
         )
-        for name in ("cluster", "sampling", "vllm")
+        for name in ("agents", "cluster", "sampling", "vllm")
     }
     rest = house.benchmark_lines - later_lines - sum(apart.values())
     assert 0 < rest <= MOST_BENCHMARK_LINES
     assert later_lines <= MOST_LATER_LINES
+    assert apart["agents"] <= MOST_AGENTS_LINES
     assert apart["cluster"] <= MOST_CLUSTER_LINES
     assert apart["sampling"] <= MOST_SAMPLING_LINES
     assert apart["vllm"] <= MOST_VLLM_LINES

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "service": "...benchmarks.service.command",
     "cluster": "...benchmarks.cluster.command",
     "sampling": "...benchmarks.sampling.command",
+    "agents": "...benchmarks.agents.command",
     "vllm": "...benchmarks.vllm.command",
 }
 

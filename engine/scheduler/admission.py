@@ -123,7 +123,7 @@ class Admission:
         if not places.running or request.request_id in places.loaded:
             return False
         while self._pressure.forbids_admission:
-            if not places.release_pin(request):
+            if not places.release_pin_for_start(request):
                 return True
         return False
 
@@ -139,7 +139,7 @@ class Admission:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
             while running and not self._pressure.has_room_for(request, hits, running):
-                if not places.release_pin(request):
+                if not places.release_pin_for_start(request):
                     places.note_wait(request, Obstacle.PROMPT_ROOM)
                     return Verdict.NO_ROOM
             if _may_load(request):
@@ -207,7 +207,7 @@ class Admission:
         while not places.loading.begin_load(
             request, hits, num_hit_tokens, num_external_tokens, self._keep_free(), overlapped=False
         ):
-            if places.release_pin(request):
+            if places.release_pin_for_start(request):
                 continue
             if only_known and self._take_from_paused(request):
                 continue
@@ -242,7 +242,7 @@ class Admission:
     def _make_room(self, request: Request) -> bool:
         """Take the blocks of a pin; or of another load while nothing runs, for nobody else will
         give any back."""
-        if self._places.release_pin(request):
+        if self._places.release_pin_for_start(request):
             return True
         return not self._places.running and self._places.give_up_last_load(spare=request)
 

@@ -153,12 +153,12 @@ class Pins:
         self._ask("turn_ended", job, now)
         self._release(job)
         num_blocks = sum(map(len, self._manager.get_block_ids(request.request_id)))
-        if self._has_tiers:
-            self._manager.offer(request)
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
             return False
         while self.num_blocks + num_blocks > self._most_blocks:
             self.release_oldest()
+        if self._has_tiers:
+            self._manager.offer(request)
         holder = f"\0{request.number}"  # no request can have this id
         self._manager.rename(request.request_id, holder)
         self._pins[job] = Pin(request.job_id, holder, now + PIN_SECONDS, num_blocks)

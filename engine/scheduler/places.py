@@ -125,6 +125,16 @@ class Places:
         """Give up the oldest pin, because `request` lacks room; whether there was one."""
         return self.pins is not None and self.pins.release_oldest(spare=request.job)
 
+    def release_pin_for_start(self, request: Request) -> bool:
+        """As `release_pin`, for a request that is about to be let in. Where no tier has what a pin
+        gives up, it takes no room from pins while others run, unless its own job has one: they are
+        there to keep new requests out."""
+        pins = self.pins
+        if pins is None:
+            return False
+        may_take = self.connector.has_tiers or not self.running or request.job in pins
+        return may_take and self.release_pin(request)
+
     def give_up_last_load(self, spare: Request) -> bool:
         """Take the blocks of a request whose load has ended, whose turn is the last (first come,
         first served: whose load ended last), `spare` excepted; whether there was one. It stays in
