@@ -192,6 +192,11 @@ class Nursery(Asker):
             )
         assert self._socket.recv(1), f"the nursery did not start: {self.errors()}"
 
+    @property
+    def pid(self) -> int:
+        """The process of which all children are."""
+        return self._process.pid
+
     def errors(self) -> str:
         """What the nursery wrote to its standard error, from the end."""
         return self._errors.read_text(errors="replace")[-3000:]

@@ -22,6 +22,8 @@ from stratakv.tiers.settings.values import ConfigError
 
 from .conftest import MakeCore, Reference, config_of, finish, prompt_of, request
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
 # Starts as a worker does, and then says what the test wants to hear it say.
 LIAR = """
 import sys, zmq
@@ -43,6 +45,16 @@ while True:
 def liar(lie: str, config_model: Path, seconds: float = 30.0) -> ProcessExecutor:
     command = [sys.executable, "-P", "-c", LIAR.format(lie=lie)]
     return ProcessExecutor(config_of(config_model), 80, 1000, step_seconds=seconds, command=command)
+
+
+def wait_until_dead(pid: int) -> None:
+    """Whoever started it may still ask how it ended."""
+    deadline = time.monotonic() + 30.0
+    while Path(f"/proc/{pid}").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.01)
 
 
 def test_random_requests_get_the_tokens_of_one_process(
@@ -161,7 +173,7 @@ def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> 
     assert isinstance(core.executor, ProcessExecutor)
     assert not core.has_work()
     os.kill(core.executor.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, core.executor.pid, os.WEXITED | os.WNOWAIT)
+    wait_until_dead(core.executor.pid)
     time.sleep(0.3)  # for the socket to hear of it, which it mostly does at once
     assert core.has_work(), "an idle engine notices too"
     with pytest.raises(ExecutorDied, match="ended with exit status -9"):
@@ -178,7 +190,7 @@ def test_a_worker_that_goes_as_a_message_is_sent_is_noticed(
     executor = core.executor
     assert isinstance(executor, ProcessExecutor)
     os.kill(executor.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, executor.pid, os.WEXITED | os.WNOWAIT)
+    wait_until_dead(executor.pid)
     time.sleep(0.3)  # as above
     waits = []
     wait = executor._wait
@@ -382,10 +394,7 @@ def test_a_worker_that_hangs_ends_with_its_launcher(tiny_model: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    while Path(f"/proc/{worker}").exists():
-        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break  # nobody has asked for its status yet
-        time.sleep(0.01)
+    wait_until_dead(worker)
 
 
 @pytest.mark.slow
