@@ -2,8 +2,9 @@
 """The commands and the Python of README.md and docs/commands.md are run as they stand there.
 
 Two models of the examples are made: `./Llama-3.1-8B` with its real context, rope and dtype but two
-narrow layers of random weights and a small vocabulary, and `./Qwen3-8B` as its real config.json alone, which is all
-that `plan` reads. `SUBSTITUTES` is all that is done otherwise than a reader would.
+narrow layers of random weights and a small vocabulary, and `./Qwen3-8B` as its real config.json
+alone, which is all that `plan` reads. `SUBSTITUTES` is all that is done otherwise than a reader
+would.
 """
 
 from __future__ import annotations

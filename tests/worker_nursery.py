@@ -159,10 +159,11 @@ class Asker:
 
     def module(self, plan: Plan | None = None) -> SimpleNamespace:
         """Stands in for the module `subprocess`."""
-        names = ("PIPE", "DEVNULL", "STDOUT", "TimeoutExpired")
-        return SimpleNamespace(
-            Popen=partial(self.popen, plan=plan), **{name: getattr(subprocess, name) for name in names}
-        )
+        given = {
+            name: getattr(subprocess, name)
+            for name in ("PIPE", "DEVNULL", "STDOUT", "TimeoutExpired")
+        }
+        return SimpleNamespace(Popen=partial(self.popen, plan=plan), **given)
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
