@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from .tiny_models import load_reference
 TOLERANCE = 1e-4
 
 
-@torch.inference_mode()
 def check_logprobs(
     model: Path,
     prompt: Sequence[int],
@@ -37,8 +37,7 @@ def check_logprobs(
     assert (prompt_logprobs is not None) == (asks_prompt and len(token_ids) > 0)
     if not logprobs and prompt_logprobs is None:
         return
-    ids = torch.tensor([[*prompt, *token_ids]])
-    expected = load_reference(model)(ids).logits[0].log_softmax(dim=-1)
+    expected = _reference(model, (*prompt, *token_ids))
     if params.logprobs is not None:
         _check(logprobs, expected[len(prompt) - 1 : -1], token_ids, params.logprobs, False)
     if params.prompt_logprobs is not None and prompt_logprobs is not None:
@@ -46,6 +45,13 @@ def check_logprobs(
         assert first is None
         before = expected[: len(prompt) - 1]
         _check(entries, before, prompt[1:], params.prompt_logprobs, prompt_may_lack_numbers)
+
+
+@lru_cache(maxsize=1000)
+@torch.inference_mode()
+def _reference(model: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    """`[tokens, vocab]`; the same texts are asked for over and over."""
+    return load_reference(model)(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
 
 
 def _check(
@@ -57,11 +63,14 @@ def _check(
 ) -> None:
     """One entry for each token, with its own and the `count` best values of its row."""
     assert len(entries) == len(expected) == len(token_ids)
-    for entry, row, token in zip(entries, expected, token_ids, strict=True):
+    best = expected.topk(count).indices.tolist()
+    own = expected[torch.arange(len(expected)), torch.tensor(token_ids)]
+    ranks = (1 + (expected > own[:, None]).sum(dim=1)).tolist()
+    rows = zip(entries, expected, token_ids, best, ranks, strict=True)
+    for entry, row, token, others, rank in rows:
         assert entry is not None
         if may_lack_numbers and entry.logprobs[0] == LOGPROB_FLOOR:
             continue
-        best = row.topk(count).indices.tolist()
-        assert entry.token_ids == [token, *best]
+        assert entry.token_ids == [token, *others]
         assert entry.logprobs == pytest.approx(row[entry.token_ids].tolist(), abs=TOLERANCE)
-        assert entry.rank == 1 + int((row > row[token]).sum())
+        assert entry.rank == rank

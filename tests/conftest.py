@@ -219,14 +219,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def worker_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Starts the workers of engines whose model runner lives in another process."""
+    """Starts the processes of engines where a test is not about how they start."""
     from .worker_nursery import Nursery  # torch, as above
 
     nursery = Nursery(tmp_path_factory.mktemp("nursery"))
     yield nursery
     nursery.close()
+
+
+@pytest.fixture(scope="module")
+def forked_engines(worker_nursery: Any) -> Iterator[None]:
+    """Cores and workers that are processes of their own come from the nursery."""
+    from stratakv.engine.client import launcher
+    from stratakv.engine.core import process_executor
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (launcher, process_executor):
+            monkeypatch.setattr(module, "subprocess", worker_nursery.module())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,9 @@ model may fail) and `look` (what it holds, written to a file).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -67,13 +65,9 @@ class Plan(msgspec.Struct):
 
 
 class FaultyServer(worker_process.WorkerServer):
-    """`descriptors`: the numbers that this process has for those which its launcher speaks of."""
+    """The product's, but for what is planned."""
 
-    def __init__(self, start: WorkerStart, plan: Plan, descriptors: Mapping[int, int]) -> None:
-        start.wake_fd = descriptors[start.wake_fd]
-        if start.copies is not None:
-            slab_fd = descriptors[start.copies.slab_fd]
-            start.copies = dataclasses.replace(start.copies, slab_fd=slab_fd)
+    def __init__(self, start: WorkerStart, plan: Plan) -> None:
         super().__init__(start)
         self._plan = plan
         self._mischief = Mischief(plan.seed, plan.rates)
@@ -136,9 +130,9 @@ class FaultyServer(worker_process.WorkerServer):
         return message
 
 
-def run(plan: Plan, descriptors: Mapping[int, int]) -> int:
+def run(plan: Plan) -> int:
     """A worker's whole life, its settings from standard input; the exit status."""
-    server = partial(FaultyServer, plan=plan, descriptors=descriptors)
+    server = partial(FaultyServer, plan=plan)
     worker_process.WorkerServer = server  # type: ignore[misc, assignment]
     return worker_process.main()
 

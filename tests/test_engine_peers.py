@@ -34,6 +34,9 @@ from .two_engines import (
     tier,
     wait_for,
 )
+from .worker_nursery import Nursery
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 Plain = Callable[[Sequence[int], SamplingParams], list[int]]
 PROMPT_TOKENS = 150
@@ -47,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Plain]:
+def plain(forked_engines: None, model: Path) -> Iterator[Plain]:
     """What an engine without offloading and without a prefix cache answers."""
     with engines(model, {"enable_prefix_caching": False}) as (llm,):
         yield lambda text, params: ask(llm, text, params).token_ids
@@ -132,7 +135,9 @@ def test_tenants_and_other_models_find_nothing(model: Path, plain: Plain, tmp_pa
             assert answer.token_ids != wanted
 
 
-def test_slab_that_is_full_and_process_that_is_killed(model: Path, plain: Plain) -> None:
+def test_slab_that_is_full_and_process_that_is_killed(
+    model: Path, plain: Plain, worker_nursery: Nursery
+) -> None:
     """The engine goes on as ever, the other one computes what it does not get."""
     port, _ = free_ports(2)
     room = 24 * BLOCK_BYTES
@@ -145,19 +150,19 @@ def test_slab_that_is_full_and_process_that_is_killed(model: Path, plain: Plain)
             wanted = plain(text, GREEDY)
             assert ask(one, text).token_ids == wanted
             if number % 4 == 2:
-                _kill_serving()
+                _kill_serving(worker_nursery)
             assert ask(two, text).token_ids == wanted
         for text in texts[:4]:
             assert ask(two, text).token_ids == plain(text, GREEDY)
             assert ask(one, text).token_ids == plain(text, GREEDY)
 
 
-def _kill_serving() -> None:
+def _kill_serving(nursery: Nursery) -> None:
     """Kill what serves the slab of an engine of this test; it may be away already."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_serving = b"stratakv.tiers.peers.process" in (path / "cmdline").read_bytes()
-            if is_serving and _parent(_parent(int(path.name))) == os.getpid():
+            if is_serving and _parent(_parent(int(path.name))) == nursery.pid:
                 os.kill(int(path.name), signal.SIGKILL)
         except OSError:
             pass  # it has ended meanwhile

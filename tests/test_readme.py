@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands and the Python of README.md and docs/commands.md are run as they stand there.
 
-Two models of the examples are made: `./Llama-3.1-8B` with its real config.json but two layers of
-random weights and a small vocabulary, and `./Qwen3-8B` as its real config.json alone, which is all
-that `plan` reads. `SUBSTITUTES` is all that is done otherwise than a reader would.
+Two models of the examples are made: `./Llama-3.1-8B` with its real context, rope and dtype but two
+narrow layers of random weights and a small vocabulary, and `./Qwen3-8B` as its real config.json
+alone, which is all that `plan` reads. `SUBSTITUTES` is all that is done otherwise than a reader
+would.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from .real_models import LLAMA_3_1_8B, QWEN3_8B, write_config, write_small
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGES = ("README.md", "docs/commands.md")
+# Its real width takes a gigabyte, and seconds a token.
+NARROW = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
 # What stands in the pages → what is run, and why.
 SUBSTITUTES = (
     ("/mnt/nvme/kv", "{home}/nvme", "a disk that this machine need not have"),
@@ -49,7 +55,7 @@ EXPECTED: Mapping[str, tuple[str, ...]] = {
 
 def test_u01_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     """In order, as one reader would: what one writes to the disk another looks at."""
-    write_small(tmp_path / "Llama-3.1-8B", LLAMA_3_1_8B)
+    write_small(tmp_path / "Llama-3.1-8B", LLAMA_3_1_8B | NARROW)
     write_config(tmp_path / "Qwen3-8B", QWEN3_8B)
     reader = Reader(tmp_path, [(old, new) for old, new, _ in SUBSTITUTES])
     seen: list[str] = []

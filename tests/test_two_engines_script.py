@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -35,8 +36,7 @@ def test_the_demonstration() -> None:
     assert second[3] == f'{{"remote": {second[2]}}}'
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_of_them(number: signal.Signals) -> None:
+def test_a_signal_ends_all_of_them() -> None:
     with started(COMMAND) as process:
         assert process.stdout is not None
         told = []
@@ -48,7 +48,15 @@ def test_a_signal_ends_all_of_them(number: signal.Signals) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
             assert response.status == 200
         assert len(children_of(process.pid)) == 3
-        end(process, number)
+        end(process, signal.SIGINT)
+
+
+def test_a_signal_while_they_start_ends_all_of_them() -> None:
+    with started(COMMAND) as process:
+        deadline = time.monotonic() + 60
+        while len(children_of(process.pid)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        end(process, signal.SIGTERM)
 
 
 def test_a_port_that_is_taken_and_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...tiers.settings.values import ConfigError
@@ -80,7 +82,7 @@ def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
 def _installed() -> dict[str, str]:
     """Places of the entry points by name, in the order of the names."""
     found: dict[str, str] = {}
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+    for point in _entry_points(tuple(sys.path)):
         place = f"{point.module}:{point.attr}"
         if found.setdefault(point.name, place) != place:
             raise ConfigError(
@@ -88,6 +90,13 @@ def _installed() -> dict[str, str]:
                 f"and {place}; remove all but one"
             )
     return found
+
+
+@lru_cache(maxsize=4)
+def _entry_points(_: tuple[str, ...]) -> Sequence[EntryPoint]:
+    """In the order of their names. Looked up once for a search path: that reads a file of every
+    package there is, and the front and the core of an engine ask for the same."""
+    return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
 def _load(name: str, place: str) -> type[LogitsProcessor]:

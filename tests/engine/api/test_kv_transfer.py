@@ -39,7 +39,9 @@ def nodes(model_path: Path) -> Iterator[list[httpx.Client]]:
     """Two engines with the same cache server."""
     with server_process("--cpu-bytes", "32MiB") as cache:
         tiers = ("cpu", f"grpc://127.0.0.1:{cache.port}")
-        offload = offload_config(tiers=tiers, load="always", require_tiers=True)
+        offload = offload_config(
+            tiers=tiers, cpu_bytes=8 * 2**20, load="always", require_tiers=True
+        )
         live = [LiveServer(model_path, offload=offload) for _ in range(2)]
         clients = [httpx.Client(base_url=each.url, timeout=30, verify=False) for each in live]
         yield clients

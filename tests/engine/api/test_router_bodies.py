@@ -50,7 +50,9 @@ def nodes(model_path: Path) -> Iterator[dict[str, httpx.Client]]:
     """A prefill and a decode node with the same cache server."""
     with server_process("--cpu-bytes", "32MiB") as cache:
         tiers = ("cpu", f"grpc://127.0.0.1:{cache.port}")
-        offload = offload_config(tiers=tiers, load="always", require_tiers=True)
+        offload = offload_config(
+            tiers=tiers, cpu_bytes=8 * 2**20, load="always", require_tiers=True
+        )
         live = {
             "prefill": LiveServer(model_path, offload=offload, role="prefill"),
             "decode": LiveServer(model_path, offload=offload, role="decode"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.engine.client import launcher
 from stratakv.engine.client.base import EngineDead
 from stratakv.engine.client.process import ProcessClient
 from stratakv.engine.config import EngineConfig
@@ -26,6 +27,8 @@ from stratakv.engine.request import pack_token_ids
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.settings.values import ConfigError
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 VOCAB = 257
 LONG = 4000  # tokens: seconds, so that a request surely runs when it is looked at
@@ -46,7 +49,9 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 @pytest.fixture(scope="module")
-def client(loop: EventLoopThread, long_model: Path) -> Iterator[ProcessClient]:
+def client(
+    forked_engines: None, loop: EventLoopThread, long_model: Path
+) -> Iterator[ProcessClient]:
     """A core that several tests share."""
     started = loop.run(ProcessClient.start(config_of(long_model), timeout_seconds=60))
     yield started
@@ -277,8 +282,9 @@ def test_a_setting_that_cannot_work_comes_back_as_one(
 
 
 def test_a_start_that_takes_too_long_leaves_nothing(
-    loop: EventLoopThread, long_model: Path
+    loop: EventLoopThread, long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launcher, "subprocess", subprocess)  # it imports torch, and so takes long
     with pytest.raises(TimeoutError, match=r"not up within 0\.05 s"):
         loop.run(ProcessClient.start(config_of(long_model), timeout_seconds=0.05))
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,42 @@ from stratakv.engine.core.executor import ExecutorDied
 from stratakv.engine.core.process_executor import ProcessExecutor
 from stratakv.tiers.settings.values import ConfigError
 
+from ...faulty_worker import Plan
+from ...worker_nursery import Nursery
 from .conftest import MakeCore, Reference, config_of, finish, prompt_of, request
 
-# Starts as a worker does, and then says what the test wants to hear it say.
-LIAR = """
-import sys, zmq
-from stratakv.engine.core import worker_messages as w
-from stratakv.engine.core.start import read_start
-from stratakv.engine.scheduler.output import ModelRunnerOutput
-start = read_start(sys.stdin.buffer, w.WorkerStart)
-socket = zmq.Context().socket(zmq.PAIR)
-socket.connect(start.endpoint)
-socket.send(w.encode(w.Up(80, 1000)))
-while True:
-    message = w.decode_to_worker(socket.recv())
-    if isinstance(message, w.Stop):
-        sys.exit(0)
-    {lie}
-"""
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
+MakeLiar = Callable[..., ProcessExecutor]
+LATE_SECONDS = 0.9  # where 0.3 are waited for
 
 
-def liar(lie: str, config_model: Path, seconds: float = 30.0) -> ProcessExecutor:
-    command = [sys.executable, "-P", "-c", LIAR.format(lie=lie)]
-    return ProcessExecutor(config_of(config_model), 80, 1000, step_seconds=seconds, command=command)
+@pytest.fixture
+def make_liar(
+    tiny_model: Path, worker_nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeLiar]:
+    """Makes executors whose worker does one of `LIES` with its first answer."""
+    made: list[ProcessExecutor] = []
+
+    def make(lie: str, seconds: float = 30.0) -> ProcessExecutor:
+        plan = Plan("", lie=lie, lie_at=1, late_seconds=LATE_SECONDS)
+        monkeypatch.setattr(process_executor, "subprocess", worker_nursery.module(plan))
+        made.append(ProcessExecutor(config_of(tiny_model), 80, 256, step_seconds=seconds))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.shutdown(1.0)
+
+
+def wait_until_dead(pid: int) -> None:
+    """Whoever started it may still ask how it ended."""
+    deadline = time.monotonic() + 30.0
+    while Path(f"/proc/{pid}").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.01)
 
 
 def test_random_requests_get_the_tokens_of_one_process(
@@ -161,7 +175,7 @@ def test_a_worker_that_was_gone_before_the_step_is_noticed(tiny_model: Path) -> 
     assert isinstance(core.executor, ProcessExecutor)
     assert not core.has_work()
     os.kill(core.executor.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, core.executor.pid, os.WEXITED | os.WNOWAIT)
+    wait_until_dead(core.executor.pid)
     time.sleep(0.3)  # for the socket to hear of it, which it mostly does at once
     assert core.has_work(), "an idle engine notices too"
     with pytest.raises(ExecutorDied, match="ended with exit status -9"):
@@ -178,7 +192,7 @@ def test_a_worker_that_goes_as_a_message_is_sent_is_noticed(
     executor = core.executor
     assert isinstance(executor, ProcessExecutor)
     os.kill(executor.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, executor.pid, os.WEXITED | os.WNOWAIT)
+    wait_until_dead(executor.pid)
     time.sleep(0.3)  # as above
     waits = []
     wait = executor._wait
@@ -211,51 +225,41 @@ def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeC
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        (
-            "isinstance(message, w.Begin) and socket.send("
-            "w.encode(w.Done(message.step.step_id + 1, ModelRunnerOutput({}))))",
-            r"answered step 2 where step 1 was due",
-        ),
-        ("isinstance(message, w.Sample) and socket.send(b'\\xc1')", "its answer cannot be read"),
-        ("isinstance(message, w.Sample) and socket.send(w.encode(w.Up(1, 1)))",
-         "said Up, which nobody had asked for"),
-        ("sys.exit(7)", "ended with exit status 7"),
-        ("isinstance(message, w.Sample) and socket.send("
-         "w.encode(w.Failed('CUDA', 1, is_device_lost=True)))", "its device is lost: CUDA"),
+        ("answers another step", "answered step 2 where step 1 was due"),
+        ("says nonsense", "its answer cannot be read"),
+        ("begins anew", "said Up, which nobody had asked for"),
+        ("exits", "ended with exit status 7"),
+        ("loses its device", "its device is lost: it fell off"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_a_worker_that_answers_wrongly_is_given_up(
-    tiny_model: Path, make_core: MakeCore, lie: str, words: str
+    make_liar: MakeLiar, make_core: MakeCore, lie: str, words: str
 ) -> None:
     core = make_core()
     core.add(request("a", prompt_of(20)))
     step = core.scheduler.schedule()
-    executor = liar(lie, tiny_model)
-    try:
-        handle = executor.dispatch(step)
-        executor.sample(handle)
-        with pytest.raises(ExecutorDied, match=words):
-            executor.result(handle)
-        with pytest.raises(ExecutorDied, match=words):
-            executor.poll_copies()
-    finally:
-        executor.shutdown(1.0)
-        core.scheduler.fail_step(step, "over")
+    executor = make_liar(lie)
+    handle = executor.dispatch(step)
+    executor.sample(handle)
+    with pytest.raises(ExecutorDied, match=words):
+        executor.result(handle)
+    with pytest.raises(ExecutorDied, match=words):
+        executor.poll_copies()
+    core.scheduler.fail_step(step, "over")
 
 
 @pytest.mark.slow
-def test_a_worker_that_answers_too_late_is_given_up(tiny_model: Path, make_core: MakeCore) -> None:
+def test_a_worker_that_answers_too_late_is_given_up(
+    make_liar: MakeLiar, make_core: MakeCore
+) -> None:
     core = make_core()
-    executor = liar("pass", tiny_model, seconds=0.3)
-    try:
-        step = core.scheduler.schedule()
-        handle = executor.dispatch(step)
-        executor.sample(handle)
-        with pytest.raises(ExecutorDied, match=r"did not answer within 0\.3 s"):
-            executor.result(handle)
-    finally:
-        executor.shutdown(1.0)
+    executor = make_liar("is late", seconds=0.3)
+    step = core.scheduler.schedule()
+    handle = executor.dispatch(step)
+    executor.sample(handle)
+    with pytest.raises(ExecutorDied, match=r"did not answer within 0\.3 s"):
+        executor.result(handle)
 
 
 @pytest.mark.slow
@@ -281,10 +285,11 @@ def test_a_killed_engine_leaves_no_directory(
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_at_the_end_is_not_waited_for(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    make_liar: MakeLiar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_executor, "_END_SECONDS", 0.5)
-    executor = liar("pass", tiny_model, seconds=600.0)
+    executor = make_liar("", seconds=600.0)
+    os.kill(executor.pid, signal.SIGSTOP)
     began = time.monotonic()
     executor.shutdown(0.2)
     assert time.monotonic() - began < 20.0
@@ -382,10 +387,7 @@ def test_a_worker_that_hangs_ends_with_its_launcher(tiny_model: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    while Path(f"/proc/{worker}").exists():
-        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break  # nobody has asked for its status yet
-        time.sleep(0.01)
+    wait_until_dead(worker)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ...tiers.cache_server.rig import server_process
+from ...worker_nursery import Nursery
 from .test_real_nodes import NODE_FLAGS, complete, figure, prompt_of, started, wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,15 +42,17 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
+def nodes(worker_nursery: Nursery) -> Iterator[Nodes]:
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
         cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
         flags = [*NODE_FLAGS, "--kv-offload", f"cpu,grpc://{cache.address}"]
         process, prefill = stack.enter_context(
-            started(scratch, "serve", *flags, "--role", "prefill", *SLOW)
+            started(worker_nursery, scratch, "serve", *flags, "--role", "prefill", *SLOW)
         )
-        _, decode = stack.enter_context(started(scratch, "serve", *flags, "--role", "decode"))
+        _, decode = stack.enter_context(
+            started(worker_nursery, scratch, "serve", *flags, "--role", "decode")
+        )
         yield Nodes(prefill, decode, process)
 
 

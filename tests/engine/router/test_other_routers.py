@@ -177,15 +177,16 @@ def _answers(router: Router, process: subprocess.Popen[bytes], log: str) -> bool
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     if PLACES is None:
         pytest.skip("OTHER_ROUTERS names no folders with routers; see this file's head")
+    nursery = request.getfixturevalue("worker_nursery")
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
         cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
         shared = ("--kv-offload", f"cpu,grpc://{cache.address}")
         urls = [
-            stack.enter_context(started(scratch, "serve", *NODE_FLAGS, *words))[1]
+            stack.enter_context(started(nursery, scratch, "serve", *NODE_FLAGS, *words))[1]
             for words in (
                 ("--role", "prefill", *shared),
                 ("--role", "decode", *shared),
@@ -344,12 +345,15 @@ def running_at(url: str) -> float:
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.fails_over], ids=lambda kind: kind.name)
-def test_a_node_that_is_killed(kind: Kind, nodes: Nodes, tmp_path: Path) -> None:
+def test_a_node_that_is_killed(
+    kind: Kind, nodes: Nodes, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    nursery = request.getfixturevalue("worker_nursery")
     body = {"model": MODEL, "prompt": prompt_of("eight", 5), "temperature": 0, "max_tokens": 6}
     right = complete(nodes.alone, body)["choices"]
     words = ("serve", *NODE_FLAGS, "--kv-offload", "cpu")
     with ExitStack() as stack:
-        process, url = stack.enter_context(started(str(tmp_path), *words))
+        process, url = stack.enter_context(started(nursery, str(tmp_path), *words))
         pair = Nodes(nodes.prefill, [nodes.decode[0], url], nodes.alone)
         router = stack.enter_context(running(kind, pair))
         wait_for(

@@ -30,6 +30,7 @@ from stratakv.engine import LLM, SamplingParams
 from ...free_ports import free_ports
 from ...stepping import noted
 from ...tiers.cache_server.rig import ServerProcess, server_process
+from ...worker_nursery import Nursery
 from .test_real_nodes import NODE_FLAGS, ask, figure, prompt_of, started, wait_for
 from .wire import Wire
 
@@ -52,7 +53,8 @@ NODES_UP = "stratakv_router_nodes_up"
 class Node:
     """An engine's process behind a wire, at a port that stays the same."""
 
-    def __init__(self, scratch: str, role: str, cache_port: int) -> None:
+    def __init__(self, nursery: Nursery, scratch: str, role: str, cache_port: int) -> None:
+        self._nursery = nursery
         (self.port,) = free_ports(1)
         self.wire = Wire(self.port)
         self.url = f"http://127.0.0.1:{self.wire.port}"
@@ -63,7 +65,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
+        self.process = self._nursery.popen(
             self._words, cwd="/", env=self._environment, stdout=subprocess.DEVNULL
         )
 
@@ -96,12 +98,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(worker_nursery: Nursery) -> Iterator[Cluster]:
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
         cache = stack.enter_context(server_process("--cpu-bytes", "256MiB"))
         cache_wire = stack.enter_context(Wire(cache.port))
-        nodes = [Node(scratch, role, cache_wire.port) for role in ("prefill", "decode", "decode")]
+        roles = ("prefill", "decode", "decode")
+        nodes = [Node(worker_nursery, scratch, role, cache_wire.port) for role in roles]
         for node in nodes:
             stack.callback(node.close)
         prefill, *decode = nodes
@@ -110,7 +113,7 @@ def cluster() -> Iterator[Cluster]:
         flags += ["--prefill-seconds", str(PREFILL_SECONDS), "--prefill", prefill.url]
         for node in decode:
             flags += ["--decode", node.url]
-        _, router = stack.enter_context(started(scratch, "route", *flags))
+        _, router = stack.enter_context(started(worker_nursery, scratch, "route", *flags))
         cluster = Cluster(router, prefill, decode, cache, cache_wire)
         cluster.wait_until_up("prefill", "decode")
         yield cluster

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ...tiny_models import VOCAB, make_llama
+from ...worker_nursery import Nursery
 from .test_real_nodes import ask, complete, figure, prompt_of, started, wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,13 +21,15 @@ FLAGS = ("--port", "0", "--num-blocks", "100", "--num-threads", "1", "--log-leve
 NAME = "stratakv-embedded"
 
 
-def test_a_node_of_another_model_or_dtype_answers_nobody(tmp_path: Path) -> None:
+def test_a_node_of_another_model_or_dtype_answers_nobody(
+    worker_nursery: Nursery, tmp_path: Path
+) -> None:
     """And when the others are gone for good, it is the cluster."""
     llama = str(make_llama(tmp_path / "llama"))
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
         (right_process, right), (_, model), (_, dtype) = [
-            stack.enter_context(started(scratch, "serve", *words, *FLAGS))
+            stack.enter_context(started(worker_nursery, scratch, "serve", *words, *FLAGS))
             for words in (
                 ("--dtype", "float64"),
                 (llama, "--served-model-name", NAME, "--dtype", "float64"),
@@ -36,7 +39,7 @@ def test_a_node_of_another_model_or_dtype_answers_nobody(tmp_path: Path) -> None
         nodes = ("--prefill", dtype, "--decode", right, "--decode", model)
         flags = ("--port", "0", "--health-seconds", "0.5", "--log-level", "error")
         _, router = stack.enter_context(
-            started(scratch, "route", "--disaggregate-above", "10", *nodes, *flags)
+            started(worker_nursery, scratch, "route", "--disaggregate-above", "10", *nodes, *flags)
         )
 
         def refused() -> dict[str, str]:

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from ...tiers.cache_server.rig import server_process
+from ...worker_nursery import Child, Nursery
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,13 +45,13 @@ class Cluster:
     router: str
     prefill: str
     decode: list[str]
-    processes: dict[str, subprocess.Popen[str]]
+    processes: dict[str, Child]
 
 
 @contextmanager
-def started(scratch: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(nursery: Nursery, scratch: str, *words: str) -> Iterator[tuple[Child, str]]:
     """A process of ours, and the URL in its ready line."""
-    process = subprocess.Popen(
+    process = nursery.popen(
         [sys.executable, "-m", "stratakv.engine.cli.main", *words],
         cwd="/",
         env={**os.environ, "TMPDIR": scratch},
@@ -69,7 +70,7 @@ def started(scratch: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(worker_nursery: Nursery) -> Iterator[Cluster]:
     with ExitStack() as stack:
         # Processes that are killed leave the folders of their sockets behind.
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratakv-test-"))
@@ -77,16 +78,18 @@ def cluster() -> Iterator[Cluster]:
         nodes = [
             stack.enter_context(
                 started(
-                    scratch, "serve", *NODE_FLAGS, "--kv-offload", f"cpu,grpc://{cache.address}"
+                    worker_nursery, scratch, "serve", *NODE_FLAGS,
+                    "--kv-offload", f"cpu,grpc://{cache.address}",
                 )
             )
             for _ in range(3)
-        ]
+        ]  # fmt: skip
         prefill, *decode = [url for _, url in nodes]
         flags = ["--port", "0", "--health-seconds", "0.5", "--log-level", "error"]
         for url in decode:
             flags += ["--decode", url]
-        _, router = stack.enter_context(started(scratch, "route", "--prefill", prefill, *flags))
+        flags += ["--prefill", prefill]
+        _, router = stack.enter_context(started(worker_nursery, scratch, "route", *flags))
         yield Cluster(router, prefill, decode, {url: process for process, url in nodes})
 
 
