@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, which spends a third of its time on work that it has done already.
 
-Each call of a device function, `tl.sum` among them, replaces the whole language by the interpreter's
-once more, and each array builds the table of numpy's types anew. After `install()` the language is
-replaced once in a launch, and the table is kept. What a kernel computes stays the same.
+Each call of a device function, `tl.sum` among them, replaces the whole language once more by the
+interpreter's, and each array builds the table of numpy's types anew. After `install()` the language
+is replaced once in a launch, and the table is kept. What a kernel computes stays the same.
 """
 
 from __future__ import annotations
