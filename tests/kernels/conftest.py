@@ -37,8 +37,9 @@ def device() -> torch.device:
 def _guarded_launches(seed: int) -> None:
     """In the interpreter: right bf16, every lane in bounds, and another order for each test."""
     if INTERPRETS and importlib.util.find_spec("triton") is not None:
-        from . import interpreter, launch_guard
+        from . import interpreter, launch_guard, quick_interpreter
 
+        quick_interpreter.install()
         interpreter.install()
         launch_guard.install()
         launch_guard.shuffle(seed)

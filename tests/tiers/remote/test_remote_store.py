@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.tiers.base import Answer
+from stratakv.tiers.base import Answer, Stored
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.contract import (
     check_store_contract,
@@ -322,9 +322,10 @@ def test_a_token_that_others_can_read_is_warned_of(
 
 def test_more_than_may_wait_is_refused() -> None:
     size = LAYOUT.page_bytes
+    # What was taken waits for as long as the server hangs, however slow this machine is.
     with (
         server_process() as server,
-        opened(server.port, queue_bytes=4 * size, store_seconds=0.5) as store,
+        opened(server.port, queue_bytes=4 * size, store_seconds=WAIT_SECONDS) as store,
     ):
         put(store, make_keys(1))
         server.stop()
@@ -332,9 +333,10 @@ def test_more_than_may_wait_is_refused() -> None:
         held = store.store(keys, filled_buffers(keys, LAYOUT))
         with pytest.raises(TierBusy, match="bytes wait"):
             store.store(keys, filled_buffers(keys, LAYOUT))
-        with pytest.raises(TierError):
-            held.result(WAIT_SECONDS)
         server.go_on()
+        assert held.result(WAIT_SECONDS) == [Stored.KEPT] * 4
+        # And there is room again.
+        assert put(store, make_keys(4, "later")) == [True] * 4
 
 
 def test_a_lost_connection_is_opened_again_without_a_word() -> None:

@@ -352,7 +352,7 @@ def test_a_scan_has_a_time_limit(pristine: Path) -> None:
 def test_a_scan_that_is_killed_means_damage(
     pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = tmp_path / "killed.py"
+    killed = tmp_path / "scan.py"
     killed.write_text("import os, signal; os.kill(os.getpid(), signal.SIGBUS)\n")
     monkeypatch.setattr(guard, "_SCAN", killed)
     reason = find_damage(pristine / "index", 30.0)

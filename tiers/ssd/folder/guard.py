@@ -26,6 +26,13 @@ from .scan import UNABLE
 # What a damaged file does to its reader. Any other signal came from outside.
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
+# As a module, whose bytecode is kept: a script would be compiled each time.
+_RUN_SCAN = """\
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import scan
+sys.exit(scan.main(sys.argv[1:]))
+"""
 _MOST_ROWS_IN_BATCH = 65536
 _SLOWEST_ROWS_PER_SECOND = 20_000  # of a scan that works; a fast one does 30 times as much
 _PIPE_BYTES = 1024**2  # the child reads on while a batch is taken in
@@ -37,7 +44,8 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     at, which says nothing about it: a cache is not thrown away because memory was short, or because
     the disk was slow: `timeout_seconds` is for the first rows and from one batch to the next, and
     after the last one some is added for each row, which are all looked at once more."""
-    command = [sys.executable, "-P", "-S", str(_SCAN), str(folder), *filter(None, sys.path)]
+    words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
+    command = [sys.executable, "-P", "-S", "-c", _RUN_SCAN, *words]
     watch = _Watch(timeout_seconds)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

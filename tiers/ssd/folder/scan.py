@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at an LMDB file for damage and reads it: `python scan.py FOLDER PATHS...`, run in a process
-of its own.
+"""Looks at an LMDB file for damage and reads it, in a process of its own: `main([FOLDER, *PATHS])`.
 
 LMDB trusts its file. A page that is missing, zeroed or out of bounds ends the process that reads
 or writes it, so this looks first: at the structure of every page in use and of the list of free
@@ -12,8 +11,8 @@ wait for the end of that, but only by it knows that they are good:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
 Exit status 0: sound, and every row was written. 1: damaged, the reason on standard error. 2: short
 of memory or descriptors, which says nothing about the file. Killed by a signal that reading can
-cause: damaged. Imports nothing of ours, so that it starts fast and wherever it lies; PATHS are
-where to look for LMDB.
+cause: damaged. Imports nothing of ours and little else, neither typing nor pathlib, since every
+opening of a store waits for it to start; PATHS are where to look for LMDB.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -26,12 +25,13 @@ import errno
 import mmap
 import struct
 import sys
+from collections import namedtuple
 from operator import lt
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+TYPE_CHECKING = False  # as type checkers know it
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import BinaryIO
 
 _PAGE = struct.Struct("<QHHHH")
 _NODE = struct.Struct("<HHHH")
@@ -60,26 +60,21 @@ class Damage(Exception):
     """What is wrong, in a few words."""
 
 
-class Tree(NamedTuple):
-    """The root record of one B-tree."""
+class Tree(
+    namedtuple(
+        "Tree",
+        "page_size flags depth branch_pages leaf_pages overflow_pages entries root",
+    )
+):
+    """The root record of one B-tree; all are numbers, `page_size` only in a meta page's first."""
 
-    page_size: int  # only in the first tree of a meta page
-    flags: int
-    depth: int
-    branch_pages: int
-    leaf_pages: int
-    overflow_pages: int
-    entries: int
-    root: int
+    __slots__ = ()
 
 
-class Meta(NamedTuple):
-    """One of the two pages that a file begins with."""
+class Meta(namedtuple("Meta", "free main last_page transaction")):
+    """One of the two pages that a file begins with: two trees, two numbers."""
 
-    free: Tree
-    main: Tree
-    last_page: int
-    transaction: int
+    __slots__ = ()
 
 
 class RowStream:
@@ -312,12 +307,12 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
     return 0
 
 
-def read_with_lmdb(folder: Path, num_rows: int) -> None:
+def read_with_lmdb(folder: str, num_rows: int) -> None:
     """Read everything the way the store would; Damage where that finds other rows than before."""
     import lmdb  # found only where `main` has put its place
 
     try:
-        with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=2, create=False) as env:
+        with lmdb.open(folder, readonly=True, lock=False, max_dbs=2, create=False) as env:
             with env.begin() as txn, txn.cursor() as cursor:
                 names = [bytes(name) for name in cursor.iternext(values=False)]
             counts = dict.fromkeys([_ROWS], 0)
@@ -332,10 +327,10 @@ def read_with_lmdb(folder: Path, num_rows: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    folder, sys.path[:] = Path(arguments[0]), arguments[1:]
+    folder, sys.path[:] = arguments[0], arguments[1:]
     try:
         with (
-            (folder / "data.mdb").open("rb") as file,
+            open(f"{folder}/data.mdb", "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             rows = RowStream(sys.stdout.buffer)
@@ -348,7 +343,3 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)  # noqa: T201 - read by the process that asked
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
