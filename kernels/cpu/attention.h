@@ -16,7 +16,8 @@
 namespace {
 
 constexpr int64_t SPLIT = 256;        // tokens of a part of a context
-constexpr int64_t CHUNK = 16;         // of them that all heads read before the next ones
+constexpr int64_t CHUNK = 16;         // of them whose values all heads weigh before the next ones
+constexpr int64_t AHEAD = 16;         // tokens between what is computed and what is sent for
 constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
 constexpr int64_t TILE_KEYS = 64;     // keys against which many rows are multiplied at once
 constexpr int64_t TILE_VECTORS = 96;  // of heads of a group times rows
@@ -122,7 +123,8 @@ template <class A> Layout lay_out(const Step &step, int64_t threads, char *base)
     if (base) layout.first_task[step.num_requests] = tasks;
 
     const int64_t few =
-        few_vectors * (2 * dim + SPLIT + 2) * int64_t(sizeof(A)) + 2 * SPLIT * int64_t(sizeof(void *));
+        few_vectors * (2 * dim + SPLIT + 2) * int64_t(sizeof(A)) +
+        (2 * SPLIT + AHEAD) * int64_t(sizeof(void *));
     const int64_t vectors = rows * group;
     const int64_t many =
         (vectors * (2 * dim + TILE_KEYS + 2) + 2 * TILE_KEYS * dim) * int64_t(sizeof(A));
@@ -140,11 +142,23 @@ template <class E> inline const E *block_of(const Step &step, const void *plane,
     return (const E *)plane + id * step.block_stride;
 }
 
-// Scores of MQ queries, `[MQ, dim]`, for the next keys, into rows of SPLIT.
+inline void prefetch(const void *from, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
+}
+
+// Scores of MQ queries, `[MQ, dim]`, for the next keys, as many as a vector has lanes, into rows of
+// SPLIT. With `fetches`, the keys AHEAD places further on are sent for.
 template <class E, int MQ, class A>
-inline void score_keys(const E *const *keys, const A *q, int64_t dim, A *scores) {
+inline void score_keys(const E *const *keys, int64_t offset, const A *q, int64_t dim, bool fetches,
+                       A *scores) {
     constexpr int NT = LANES<A> / MQ;
-    for (int64_t t = 0; t < CHUNK; t += NT) {
+    for (int64_t t = 0; t < LANES<A>; t += NT) {
+        const E *from[NT];
+#pragma GCC unroll 16
+        for (int i = 0; i < NT; i++) {
+            from[i] = keys[t + i] + offset;
+            if (fetches) prefetch(keys[t + i + AHEAD] + offset, dim * int64_t(sizeof(E)));
+        }
         V<A> acc[LANES<A>] = {};
         for (int64_t d = 0; d < dim; d += LANES<A>) {
             V<A> query[MQ];
@@ -152,7 +166,7 @@ inline void score_keys(const E *const *keys, const A *q, int64_t dim, A *scores)
             for (int m = 0; m < MQ; m++) query[m] = load(q + m * dim + d);
 #pragma GCC unroll 16
             for (int i = 0; i < NT; i++) {
-                V<A> key = load(keys[t + i] + d);
+                V<A> key = load(from[i] + d);
 #pragma GCC unroll 4
                 for (int m = 0; m < MQ; m++) acc[m * NT + i] += query[m] * key;
             }
@@ -163,9 +177,10 @@ inline void score_keys(const E *const *keys, const A *q, int64_t dim, A *scores)
     }
 }
 
-// Adds the next `count` values under their weights to MQ results of DV vectors.
-template <class E, int MQ, int DV, class A>
-inline void weigh_values(const E *const *values, int64_t count, const A *weights, int64_t dim,
+// Adds the next `count` values under their weights to MQ results of DV vectors. With FETCHES, the
+// values AHEAD places further on are sent for.
+template <class E, int MQ, int DV, bool FETCHES, class A>
+inline void weigh_values(const E *const *values, int64_t offset, int64_t count, const A *weights, int64_t dim,
                          A *out) {
     V<A> acc[MQ][DV];
 #pragma GCC unroll 4
@@ -173,12 +188,14 @@ inline void weigh_values(const E *const *values, int64_t count, const A *weights
 #pragma GCC unroll 8
         for (int j = 0; j < DV; j++) acc[m][j] = load(out + m * dim + j * LANES<A>);
     for (int64_t t = 0; t < count; t++) {
+        const E *from = values[t] + offset;
+        if (FETCHES) prefetch(values[t + AHEAD] + offset, DV * LANES<A> * int64_t(sizeof(E)));
         V<A> weight[MQ];
 #pragma GCC unroll 4
         for (int m = 0; m < MQ; m++) weight[m] = all_of(weights[m * SPLIT + t]);
 #pragma GCC unroll 8
         for (int j = 0; j < DV; j++) {
-            V<A> value = load(values[t] + j * LANES<A>);
+            V<A> value = load(from + j * LANES<A>);
 #pragma GCC unroll 4
             for (int m = 0; m < MQ; m++) acc[m][j] += weight[m] * value;
         }
@@ -189,19 +206,46 @@ inline void weigh_values(const E *const *values, int64_t count, const A *weights
         for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<A>, acc[m][j]);
 }
 
-template <class E, int MQ, class A>
+template <class E, int MQ, bool FETCHES, class A>
 inline void weigh_heads(const E *const *values, int64_t offset, int64_t count, const A *weights,
                         int64_t dim, A *out) {
     constexpr int MOST = (VECTOR_BYTES == 64 ? 16 : 8) / MQ;
-    const E *from[CHUNK];
     int64_t d = 0;
-#define WEIGH(DV)                                                                  \
-    if constexpr (MOST >= DV)                                                      \
-        for (; d + DV * LANES<A> <= dim; d += DV * LANES<A>) {                     \
-            for (int64_t t = 0; t < count; t++) from[t] = values[t] + offset + d;  \
-            weigh_values<E, MQ, DV>(from, count, weights, dim, out + d);           \
-        }
+#define WEIGH(DV)                                                                               \
+    if constexpr (MOST >= DV)                                                                   \
+        for (; d + DV * LANES<A> <= dim; d += DV * LANES<A>)                                    \
+            weigh_values<E, MQ, DV, FETCHES>(values, offset + d, count, weights, dim, out + d);
     WEIGH(8)
+    WEIGH(4)
+    WEIGH(2)
+    WEIGH(1)
+#undef WEIGH
+}
+
+// All queries of a group: only the first ones send for what comes next.
+template <class E, class A>
+inline void score_group(const E *const *keys, int64_t offset, const A *q, int64_t vectors,
+                        int64_t dim, A *scores) {
+    int64_t m = 0;
+    for (; m + 4 <= vectors; m += 4)
+        score_keys<E, 4>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+    for (; m + 2 <= vectors; m += 2)
+        score_keys<E, 2>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+    for (; m < vectors; m++)
+        score_keys<E, 1>(keys, offset, q + m * dim, dim, m == 0, scores + m * SPLIT);
+}
+
+template <class E, class A>
+inline void weigh_group(const E *const *values, int64_t offset, int64_t count, const A *weights,
+                        int64_t vectors, int64_t dim, A *out) {
+    int64_t m = 0;
+#define WEIGH(MQ)                                                                             \
+    for (; m + MQ <= vectors; m += MQ)                                                        \
+        if (m == 0)                                                                           \
+            weigh_heads<E, MQ, true>(values, offset, count, weights, dim, out);               \
+        else                                                                                  \
+            weigh_heads<E, MQ, false>(values, offset, count, weights + m * SPLIT, dim,        \
+                                      out + m * dim);
     WEIGH(4)
     WEIGH(2)
     WEIGH(1)
@@ -249,10 +293,6 @@ template <class E> inline E *out_of(const Step &step, const Request &request, in
            (head * group + vector % group) * step.out_head;
 }
 
-inline void prefetch(const void *from, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
-}
-
 // What one part of a request's context gives, for all its rows and heads: results, largest scores
 // and sums of weights go to `partial`; or, where it is null, the results to their place in the end.
 template <class E>
@@ -263,13 +303,14 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
     const int64_t vectors = request.rows * group;
     const int64_t first = at_least(part * SPLIT, request.first_key(0, step.window));
     const int64_t count = at_least(at_most((part + 1) * SPLIT, request.length) - first, 0);
-    const int64_t width = round_up(count, CHUNK);
+    const int64_t width = round_up(count, LANES<A>);
 
     A *q = (A *)scratch;
     A *scores = q + step.kv_heads * vectors * dim;
     A *own = scores + step.kv_heads * vectors * SPLIT;
+    // Rows of keys, of values, and places to send for behind them.
     const E **keys = (const E **)(own + step.kv_heads * vectors * (dim + 2));
-    const E **values = keys + SPLIT;
+    const E **values = keys + width;
     A *out = partial ? partial : own;
     A *tops = out + step.kv_heads * vectors * dim;
     A *totals = tops + step.kv_heads * vectors;
@@ -292,27 +333,12 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
         }
     }
     for (int64_t t = count; t < width; t++) keys[t] = keys[count - 1];
+    for (int64_t t = count; count && t < count + AHEAD; t++) values[t] = values[count - 1];
 
-    const int64_t row_bytes = at_least(step.kv_heads, 1) * dim * int64_t(sizeof(E));
-    const bool is_whole = step.head_stride == dim;
-    for (int64_t t = 0; t < width; t += CHUNK) {
-        if (is_whole)
-            for (int64_t i = t + CHUNK; i < at_most(t + 2 * CHUNK, width); i++)
-                prefetch(keys[i], row_bytes);
-        for (int64_t head = 0; head < step.kv_heads; head++) {
-            const E *from[CHUNK];
-            for (int64_t i = 0; i < CHUNK; i++) from[i] = keys[t + i] + head * step.head_stride;
-            const A *query = q + head * vectors * dim;
-            A *to = scores + head * vectors * SPLIT + t;
-            int64_t m = 0;
-            for (; m + 4 <= vectors; m += 4)
-                score_keys<E, 4>(from, query + m * dim, dim, to + m * SPLIT);
-            for (; m + 2 <= vectors; m += 2)
-                score_keys<E, 2>(from, query + m * dim, dim, to + m * SPLIT);
-            for (; m < vectors; m++) score_keys<E, 1>(from, query + m * dim, dim, to + m * SPLIT);
-        }
-    }
-    if (is_whole && count) prefetch(values[0], row_bytes);
+    for (int64_t t = 0; t < width; t += LANES<A>)
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            score_group(keys + t, head * step.head_stride, q + head * vectors * dim, vectors, dim,
+                        scores + head * vectors * SPLIT + t);
     for (int64_t v = 0; v < step.kv_heads * vectors; v++) {
         const int64_t row = v % vectors / group;
         const int64_t from = at_least(request.first_key(row, step.window) - first, 0);
@@ -322,24 +348,11 @@ void attend_part(const Step &step, int64_t index, const Request &request, int64_
                                A(step.scale), A(step.softcap), tops + v);
     }
     for (int64_t i = 0; i < step.kv_heads * vectors * dim; i += LANES<A>) store(out + i, V<A>{});
-    for (int64_t t = 0; t < count; t += CHUNK) {
-        const int64_t here = at_most(CHUNK, count - t);
-        if (is_whole)
-            for (int64_t i = t + CHUNK; i < at_most(t + 2 * CHUNK, count); i++)
-                prefetch(values[i], row_bytes);
-        for (int64_t head = 0; head < step.kv_heads; head++) {
-            const A *weights = scores + head * vectors * SPLIT + t;
-            A *to = out + head * vectors * dim;
-            const int64_t offset = head * step.head_stride;
-            int64_t m = 0;
-            for (; m + 4 <= vectors; m += 4)
-                weigh_heads<E, 4>(values + t, offset, here, weights + m * SPLIT, dim, to + m * dim);
-            for (; m + 2 <= vectors; m += 2)
-                weigh_heads<E, 2>(values + t, offset, here, weights + m * SPLIT, dim, to + m * dim);
-            for (; m < vectors; m++)
-                weigh_heads<E, 1>(values + t, offset, here, weights + m * SPLIT, dim, to + m * dim);
-        }
-    }
+    for (int64_t t = 0; t < count; t += CHUNK)
+        for (int64_t head = 0; head < step.kv_heads; head++)
+            weigh_group(values + t, head * step.head_stride, at_most(CHUNK, count - t),
+                        scores + head * vectors * SPLIT + t, vectors, dim,
+                        out + head * vectors * dim);
     if (!partial)
         for (int64_t v = 0; v < step.kv_heads * vectors; v++)
             give(out + v * dim, totals[v], dim,
