@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of a kernel runs: Triton's, or its plain twin in torch.
+"""Which implementation of a kernel runs: Triton's, the compiled one of the CPU, or the plain twin
+in torch.
 
-Triton's runs on CUDA devices that can; the plain one runs everywhere and is what the other is
-compared with. A caller may name one; under `strict` a kernel that cannot run is refused instead of
-replaced.
+Triton's runs on CUDA devices that can, the compiled one on CPUs that can, where the installation
+could build it; the plain one runs everywhere and is what the others are compared with. A caller may
+name one; under `strict` a kernel that cannot run on a GPU is refused instead of replaced.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-AUTO, TRITON, PLAIN = "auto", "triton", "plain"
-KERNELS = (AUTO, TRITON, PLAIN)
+AUTO, TRITON, NATIVE, PLAIN = "auto", "triton", "native", "plain"
+KERNELS = (AUTO, TRITON, NATIVE, PLAIN)
+NO_NATIVE = "there is none of this"
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)  # the first that converts e4m3 in hardware
 
@@ -56,26 +58,43 @@ def is_interpreting() -> bool:
 
 
 def choose_kernel(
-    wanted: str, device: torch.device, *, unsupported: str | None = None, strict: bool = False
+    wanted: str,
+    device: torch.device,
+    *,
+    unsupported: str | None = None,
+    native_unsupported: str | None = NO_NATIVE,
+    strict: bool = False,
 ) -> str:
-    """TRITON or PLAIN for tensors on `device`.
+    """TRITON, NATIVE or PLAIN for tensors on `device`.
 
-    `unsupported` is the kernel's own reason against Triton, such as a head size; None where there
-    is none. Raises KernelRefused for an unknown name, for TRITON where it cannot run, and under
-    `strict` for AUTO on a CUDA device where it cannot.
+    `unsupported` is the kernel's own reason against Triton, such as a head size, and
+    `native_unsupported` that against the compiled kernel of the CPU; None where there is none.
+    Raises KernelRefused for an unknown name, for TRITON and NATIVE where they cannot run, and under
+    `strict` for AUTO on a CUDA device where Triton cannot.
     """
     if wanted not in KERNELS:
         raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")
     if wanted == PLAIN:
         return PLAIN
+    if wanted == NATIVE or (wanted == AUTO and device.type == "cpu"):
+        return _native_or_plain(wanted, device, native_unsupported)
     reason = unsupported or _reason_against(device)
     if reason is None:
-        # The interpreter is for tests, which name what they test.
-        return TRITON if wanted == TRITON or device.type == "cuda" else PLAIN
+        return TRITON
     if wanted == TRITON or (strict and device.type == "cuda"):
         raise KernelRefused(f"the Triton kernel cannot run: {reason}; use the plain one")
     if device.type == "cuda":
         _warn_once(reason)
+    return PLAIN
+
+
+def _native_or_plain(wanted: str, device: torch.device, reason: str | None) -> str:
+    if device.type != "cpu":
+        reason = f"its tensors are on {device.type}"
+    if reason is None:
+        return NATIVE
+    if wanted == NATIVE:
+        raise KernelRefused(f"the compiled kernel cannot run: {reason}; use the plain one")
     return PLAIN
 
 

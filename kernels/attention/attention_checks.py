@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..choice import KernelRefused
+from ..cpu.paged_attention import reason_against
 from ..pool_checks import FP8, check_last_axis, check_one_device, check_written
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -66,3 +67,12 @@ def check_layout(
         check_last_axis(name, tensor)
     check_written("out", out)
     check_one_device({**given, "kv_scales": kv_scales})
+
+
+def reason_against_native(q: Tensor, kv: Tensor, scale: float) -> str | None:
+    """Why the compiled kernels of the CPU cannot take these, or None."""
+    if q.device.type != "cpu":
+        return f"its tensors are on {q.device.type}"
+    if not scale > 0:
+        return f"it takes a scale above 0, and this is {scale}"
+    return reason_against(q.dtype, q.shape[-1], pool_dtype=kv.dtype)

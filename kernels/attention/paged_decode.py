@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one new token of each request over the paged pool of one layer.
 
-Checks its arguments and runs Triton's kernel or the plain twin.
+Checks its arguments and runs Triton's kernel, the compiled one of the CPU, or the plain twin.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, TRITON, KernelRefused, choose_kernel
+from ..choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel
 from ..pool_checks import check_scales, reason_against_fp8
-from .attention_checks import check_layout, check_query_and_pool, check_scores
+from .attention_checks import (
+    check_layout,
+    check_query_and_pool,
+    check_scores,
+    reason_against_native,
+)
 
 MAX_HEAD_DIM = 256  # of Triton's kernel: a tile of more does not fit into shared memory
 MAX_GROUP = 32  # of Triton's kernel: query heads of one program; beyond, registers spill
@@ -62,7 +67,13 @@ def paged_decode(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     check_layout(q, kv, out, {"block_tables": block_tables, "seq_lens": seq_lens}, kv_scales)
     reason = _reason_against_triton(q, kv)
-    chosen = choose_kernel(kernel, q.device, unsupported=reason, strict=strict)
+    chosen = choose_kernel(
+        kernel,
+        q.device,
+        unsupported=reason,
+        native_unsupported=reason_against_native(q, kv, scale),
+        strict=strict,
+    )
     if q.numel() == 0:
         return out
     if chosen == TRITON:
@@ -78,6 +89,20 @@ def paged_decode(
             softcap=softcap,
             kv_scales=kv_scales,
             num_splits=num_splits,
+            out=out,
+        )
+    if chosen == NATIVE:
+        from ..cpu.paged_attention import paged_attention_cpu
+
+        return paged_attention_cpu(
+            q,
+            kv,
+            block_tables,
+            seq_lens,
+            None,
+            scale=scale,
+            window=window,
+            softcap=softcap,
             out=out,
         )
     from .paged_decode_plain import paged_decode_plain

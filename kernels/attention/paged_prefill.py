@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of the new tokens of each request over the paged pool of one layer: chunks of prompts.
 
-Checks its arguments and runs Triton's kernel or the plain twin.
+Checks its arguments and runs Triton's kernel, the compiled one of the CPU, or the plain twin.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..choice import AUTO, TRITON, KernelRefused, choose_kernel, probe_hardware
+from ..choice import AUTO, NATIVE, TRITON, KernelRefused, choose_kernel, probe_hardware
 from ..pool_checks import check_last_axis, check_scales, reason_against_fp8
-from .attention_checks import check_layout, check_query_and_pool, check_scores
+from .attention_checks import (
+    check_layout,
+    check_query_and_pool,
+    check_scores,
+    reason_against_native,
+)
 from .paged_prefill_launch import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM, choose_launch
 
 MAX_KV_HEADS = 65535  # of Triton's kernel: CUDA's limit on the second axis of a grid
@@ -67,7 +72,13 @@ def paged_prefill(
     integers = {"block_tables": block_tables, "seq_lens": seq_lens, "query_starts": query_starts}
     check_layout(q, kv, out, integers, kv_scales)
     reason = _reason_against_triton(q, kv)
-    chosen = choose_kernel(kernel, q.device, unsupported=reason, strict=strict)
+    chosen = choose_kernel(
+        kernel,
+        q.device,
+        unsupported=reason,
+        native_unsupported=reason_against_native(q, kv, scale),
+        strict=strict,
+    )
     if q.numel() == 0 or len(seq_lens) == 0:
         return out
     if chosen == TRITON:
@@ -87,6 +98,20 @@ def paged_prefill(
             window=window,
             softcap=softcap,
             kv_scales=kv_scales,
+            out=out,
+        )
+    if chosen == NATIVE:
+        from ..cpu.paged_attention import paged_attention_cpu
+
+        return paged_attention_cpu(
+            q,
+            kv,
+            block_tables,
+            seq_lens,
+            query_starts,
+            scale=scale,
+            window=window,
+            softcap=softcap,
             out=out,
         )
     from .paged_prefill_plain import paged_prefill_plain

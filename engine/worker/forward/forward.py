@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seam between a step and the attention that computes it.
 
-    gather     torch's attention over gathered blocks: the CPU (`GatherForward`, here)
+    in place   the compiled kernels of the CPU over the pool where it lies: `in_place_forward.py`
+    gather     torch's attention over gathered blocks, on a CPU without them (`GatherForward`, here)
     kernels    the kernels of `kernels/` over buffers that stay: `kernel_forward.py`
 
-Both are given the same steps and give the same hidden states.
+All are given the same steps and give the same hidden states.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...cache.group_spec import CacheGroups
 from ...embeds import EmbedArray
 from ...models.attention import PagedAttention
 from ...models.checkpoint.checkpoint import CPU
-from ...models.decoder import AuxStates, Decoder, Embeds
+from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner
@@ -126,20 +127,26 @@ class GatherForward:
                 for table, slots in zip(step.tables, step.slots, strict=True)
             ]
         )
+        return launch_of(self._model, self._attention, plan, step)
 
-        token_ids = torch.from_numpy(step.token_ids)
-        if step.late is not None:
-            step.late.put(token_ids)
 
-        def launch() -> Tensor:
-            return self._model.forward(
-                token_ids,
-                torch.from_numpy(step.positions),
-                self._attention,
-                plan,
-                None if step.wanted is None else torch.from_numpy(step.wanted),
-                embeds=None if step.embeds is None else step.embeds.to(CPU),
-                aux=step.aux,
-            )
+def launch_of(
+    model: Decoder, attention: Attention[Plan], plan: Plan, step: StepInputs
+) -> Launch:
+    """A step on the CPU; its tensors share the memory of the step's arrays."""
+    token_ids = torch.from_numpy(step.token_ids)
+    if step.late is not None:
+        step.late.put(token_ids)
 
-        return launch
+    def launch() -> Tensor:
+        return model.forward(
+            token_ids,
+            torch.from_numpy(step.positions),
+            attention,
+            plan,
+            None if step.wanted is None else torch.from_numpy(step.wanted),
+            embeds=None if step.embeds is None else step.embeds.to(CPU),
+            aux=step.aux,
+        )
+
+    return launch

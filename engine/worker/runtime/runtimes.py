@@ -22,10 +22,11 @@ from ...models.spec import ModelSpec
 from ...plan import weight_bytes
 from ...sampling.logprobs import raw_logprobs
 from ..forward.forward import GatherForward, StepForward
+from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention
 from ..forward.kernel_forward import KernelForward
 from ..kv_pool import KvPool
-from .device_config import Placement
+from .device_config import AUTO, Placement
 from .device_runtime import DeviceRuntime, HostRuntime
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
 
@@ -158,6 +159,8 @@ def make_forward(
     layout = pool.layout
     groups = groups or plan_groups(layout, 1)
     if not placement.uses_kernels:
+        if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):
+            return InPlaceForward(model, pool.tensor, groups)
         return GatherForward(model, pool.tensor, groups, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on the CPU whose attention reads the pool where it lies, by the library of `kernels/cpu/`.
+
+Nothing is gathered and nothing is padded: a request has its row of the block table, its length and
+its rows of the step, and one call a layer writes new K and V and attends for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.cpu.paged_attention import CpuAttentionStep, Workspace, reason_against
+from ....tiers.block import BlockLayout
+from ...batch.batch_update import IntArray
+from ...cache.group_spec import CacheGroups
+from ...models.decoder import Decoder
+from ...models.dtypes import pool_dtype
+from ..block_table import BlockTable
+from .forward import Launch, StepInputs, launch_of
+from .grouped_attention import attention_over, plan_of
+
+
+def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
+    """Why attention over a pool of this layout cannot run here, or None."""
+    return reason_against(compute, layout.head_dim, pool_dtype=pool_dtype(layout.kv_dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class InPlacePlan:
+    """One step, the same for every layer."""
+
+    step: CpuAttentionStep
+
+
+class InPlacePlanner:
+    """Lays down steps over one pool."""
+
+    def __init__(
+        self, pool: Tensor, num_heads: int, scale: float, window: int | None = None
+    ) -> None:
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `window` is
+        how many tokens a position sees, itself included."""
+        self._layer = pool[:, 0]
+        self._num_heads, self._scale, self._window = num_heads, scale, window
+        self._workspace = Workspace()
+
+    def plan(
+        self,
+        table: BlockTable,
+        rows: IntArray,
+        computed: IntArray,
+        counts: IntArray,
+        slots: IntArray,
+    ) -> InPlacePlan:
+        """`rows` of the batch compute `counts` tokens each after `computed` ones; the step's tokens
+        lie in that order, and `slots` (one for each token) is where their K and V go."""
+        lengths = computed + counts
+        width = -(-int(lengths.max()) // table.block_size)
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        return InPlacePlan(
+            CpuAttentionStep(
+                self._layer,
+                # A copy, since the batch may change while the step is computed.
+                torch.from_numpy(table.array[rows, :width]),
+                torch.from_numpy(lengths.astype(np.int32)),
+                torch.from_numpy(starts),
+                num_tokens=len(slots),
+                num_heads=self._num_heads,
+                scale=self._scale,
+                workspace=self._workspace,
+                window=self._window,
+                slots=torch.from_numpy(slots),
+            )
+        )
+
+
+class InPlaceAttention:
+    """Attention of one model over one pool."""
+
+    def __init__(self, pool: Tensor) -> None:
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`."""
+        self._layers = [pool[:, layer] for layer in range(pool.shape[1])]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: InPlacePlan) -> Tensor:
+        """Attend `q` `[tokens, heads, head_dim]` after writing `k` and `v` `[tokens, kv heads,
+        head_dim]` to the pool; `[tokens, heads * head_dim]`."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        plan.step.run(q, self._layers[layer], out, (k, v))
+        return out.view(len(q), -1)
+
+
+class InPlaceForward:
+    """A model over one pool; tensors share the memory of the step's arrays."""
+
+    def __init__(self, model: Decoder, pool: Tensor, groups: CacheGroups) -> None:
+        self._model = model
+        spec = model.spec
+        self._planner = InPlacePlanner(pool, spec.num_heads, spec.head_dim**-0.5)
+        self._attention = attention_over(InPlaceAttention(pool), groups)
+
+    def prepare(self, step: StepInputs) -> Launch:
+        plan = plan_of(
+            [
+                self._planner.plan(table, step.rows, step.computed, step.counts, slots)
+                for table, slots in zip(step.tables, step.slots, strict=True)
+            ]
+        )
+        return launch_of(self._model, self._attention, plan, step)

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of the library, which `library.py` calls. This file runs on any processor; the
+// variants do the work.
+#include <cpuid.h>
+
+#include "step.h"
+
+extern const Variant stratakv_avx2;
+extern const Variant stratakv_avx512;
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED int64_t stratakv_cpu_abi() { return STRATAKV_ABI; }
+EXPORTED int64_t stratakv_cpu_step_bytes() { return sizeof(Step); }
+
+static bool has_half_conversion() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// Whether this processor, and the system with it, runs a variant: 0 AVX2, 1 AVX-512.
+EXPORTED int64_t stratakv_cpu_runs(int64_t variant) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !has_half_conversion())
+        return 0;
+    return variant == 0 ||
+           (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"));
+}
+
+static const Variant &variant_of(int64_t variant) {
+    return variant == 0 ? stratakv_avx2 : stratakv_avx512;
+}
+
+// Bytes that a call with this step needs; of q, k, v, out and the pool nothing is read.
+EXPORTED int64_t stratakv_cpu_workspace(int64_t variant, const Step *step, int64_t threads) {
+    return variant_of(variant).workspace_bytes(step, threads);
+}
+
+// 0, or what is out of bounds: 1 a slot, 2 a block, 3 a length that its table does not hold,
+// 4 rows of a request.
+EXPORTED int64_t stratakv_cpu_check(const Step *step) {
+    if (step->k)
+        for (int64_t i = 0; i < step->num_tokens; i++)
+            if (step->slots[i] < -1 || step->slots[i] >= step->num_blocks * step->block_size)
+                return 1;
+    for (int64_t i = 0; i < step->num_requests; i++) {
+        const int64_t length = step->seq_lens[i];
+        const int64_t used =
+            length > 0 ? (length + step->block_size - 1) / step->block_size : 0;
+        if (used > step->table_stride) return 3;
+        const int32_t *table = step->tables + i * step->table_stride;
+        int32_t wrong = 0;
+        for (int64_t b = 0; b < used; b++)
+            wrong |= table[b] < 0 || table[b] >= step->num_blocks;
+        if (wrong) return 2;
+        if (step->query_starts) {
+            const int64_t first = step->query_starts[i], end = step->query_starts[i + 1];
+            if (first < 0 || end < first || end > step->num_tokens) return 4;
+        } else if (i >= step->num_tokens) {
+            return 4;
+        }
+    }
+    return 0;
+}
+
+// Writes k and v into their slots, unless k is null, then attends. 0, or 1 where the workspace is
+// too small; then nothing was done.
+EXPORTED int64_t stratakv_cpu_attend(int64_t variant, const Step *step, Parallel parallel,
+                                     int64_t threads) {
+    const Variant &chosen = variant_of(variant);
+    if (step->num_requests && chosen.workspace_bytes(step, threads) > step->workspace_bytes)
+        return 1;
+    if (step->k) chosen.write(step, parallel, threads);
+    if (step->num_requests) chosen.attend(step, parallel, threads);
+    return 0;
+}

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled library: where it is, whether it can be used here, and its functions.
+
+`setup.py` builds it beside this file. It is a plain shared library, called with addresses, and is
+bound neither to a Python nor to a torch. Its work is split over torch's own OpenMP threads, by the
+function that torch splits its work with: a second pool would have each wait for the other's threads
+to stop spinning.
+
+STRATAKV_CPU_KERNELS names a variant, `avx2` or `avx512`, or `none`; without it, the widest one that
+the processor runs is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "libstratakv_cpu.so"
+ABI = 1  # STRATAKV_ABI of step.h
+VARIABLE = "STRATAKV_CPU_KERNELS"
+AUTO, NONE = "auto", "none"
+VARIANTS = ("avx2", "avx512")  # by their numbers in the library
+ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_REBUILD = "install again where there is a C++ compiler"
+
+
+class Step(ctypes.Structure):
+    """A call's arguments, which `step.h` explains; strides are in elements."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in (
+            "q", "out", "k", "v", "slots", "keys", "values",
+            "tables", "seq_lens", "query_starts", "workspace",
+        )],
+        *[(name, ctypes.c_int64) for name in (
+            "workspace_bytes", "num_tokens", "num_requests", "table_stride",
+            "q_row", "q_head", "out_row", "out_head", "k_row", "k_head", "v_row", "v_head",
+            "block_stride", "token_stride", "head_stride", "num_blocks", "block_size",
+            "heads", "kv_heads", "head_dim", "window",
+        )],
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+        ("element", ctypes.c_int64),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLibrary:
+    """The functions of one variant. `lanes` is how many float32 its vectors hold."""
+
+    variant: str
+    lanes: int
+    check: Callable[[Any], int]  # a Step: 0, or which of its numbers is out of bounds
+    workspace_bytes: Callable[[Any, int], int]  # a Step, threads
+    attend: Callable[[Any, int], int]  # a Step, threads: 0, or 1 where the workspace is too small
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why there is no library to use."""
+
+    reason: str
+
+
+@functools.cache
+def cpu_library() -> CpuLibrary | Missing:
+    """Looked for once in a process; the answer is logged."""
+    found = open_library(Path(__file__).with_name(FILE_NAME), os.environ.get(VARIABLE, AUTO))
+    if isinstance(found, Missing):
+        logger.info("attention on the CPU by torch, without kernels of our own: %s", found.reason)
+    else:
+        logger.info("attention on the CPU by kernels for %s", found.variant)
+    return found
+
+
+def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
+    """The library at `path`, whichever variant is `wanted`: `auto`, one of VARIANTS or `none`. Never
+    raises: what is wrong with the file, the processor or the wish is in the answer."""
+    if wanted not in (AUTO, NONE, *VARIANTS):
+        names = ", ".join((AUTO, *VARIANTS, NONE))
+        return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
+    if wanted == NONE:
+        return Missing(f"{VARIABLE} says {NONE}")
+    if not path.exists():
+        return Missing(f"they were not built; {_REBUILD}")
+    try:
+        library = ctypes.CDLL(str(path))
+        functions = {name: _function(library, name) for name in ("abi", "step_bytes", "runs")}
+        abi, step_bytes = functions["abi"](), functions["step_bytes"]()
+    except (OSError, AttributeError) as error:
+        return Missing(f"{path} cannot be used ({error}); {_REBUILD}")
+    if (abi, step_bytes) != (ABI, ctypes.sizeof(Step)):
+        return Missing(f"{path} is of another version ({abi}, and this is {ABI}); {_REBUILD}")
+    runs = [name for number, name in enumerate(VARIANTS) if functions["runs"](number)]
+    if not runs:
+        return Missing("this processor has no AVX2 with FMA and F16C")
+    if wanted not in (AUTO, *runs):
+        return Missing(f"{VARIABLE} says {wanted}, and this processor runs {', '.join(runs)}")
+    return _variant(library, runs[-1] if wanted == AUTO else wanted)
+
+
+def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
+    number = VARIANTS.index(variant)
+    workspace, attend = _function(library, "workspace"), _function(library, "attend")
+    workspace.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    attend.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    parallel = _torch_parallel()
+    return CpuLibrary(
+        variant,
+        16 if variant == "avx512" else 8,
+        check=_function(library, "check"),
+        workspace_bytes=functools.partial(workspace, number),
+        attend=lambda step, threads: attend(number, step, parallel, threads),  # type: ignore[no-any-return]
+    )
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, f"stratakv_cpu_{name}")
+    function.restype = ctypes.c_int64
+    return function
+
+
+def _torch_parallel() -> int | None:
+    """The address of OpenMP's GOMP_parallel as torch's own code finds it; None where torch was
+    built without, and everything then runs on the calling thread."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(path)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

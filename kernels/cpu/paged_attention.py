@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention by the compiled library: a step is laid down once and run for every layer.
+
+A request may have any number of new tokens; the library sees to how each is computed. What every
+call checks is types and shapes; ids, slots and lengths are checked once, when a step is laid down,
+since the library reads wherever they point.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..choice import KernelRefused
+from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
+
+MAX_HEAD_DIM = 512  # what a thread keeps of a tile then no longer fits into its cache
+_EVERY_LANES = 8  # head sizes are multiples of the narrowest vectors
+_OUT_OF_BOUNDS = {
+    1: "slots from -1 to the last one of the pool",
+    2: "block ids of the pool",
+    3: "lengths that the block tables hold",
+    4: "query_starts that ascend from 0 to the number of tokens",
+}
+
+
+def reason_against(
+    dtype: torch.dtype, head_dim: int, *, pool_dtype: torch.dtype | None = None
+) -> str | None:
+    """Why the library cannot compute heads of this size in this type, or None. `pool_dtype` is
+    that of the pool, where it is another one."""
+    library = cpu_library()
+    if isinstance(library, Missing):
+        return library.reason
+    if pool_dtype not in (None, dtype) or dtype not in ELEMENTS:
+        return f"they read pools of 16, 32 and 64 bits in their own type, not {pool_dtype or dtype}"
+    if head_dim % library.lanes or head_dim > MAX_HEAD_DIM:
+        return (
+            f"their heads are multiples of {library.lanes} elements up to {MAX_HEAD_DIM}, and "
+            f"these are {head_dim}"
+        )
+    return None
+
+
+class Workspace:
+    """Memory for partial results and tiles, which grows with what is asked of it and is kept, since
+    fresh pages cost more than what is computed in them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, num_bytes: int) -> Tensor:
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes + num_bytes // 2, dtype=torch.uint8)
+        return self._memory
+
+
+class CpuAttentionStep:
+    """The requests of one step over a pool, for all its layers. Keeps the tensors it was made from,
+    which must not change while it is used."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_starts: Tensor | None,
+        *,
+        num_tokens: int,
+        num_heads: int,
+        scale: float,
+        workspace: Workspace,
+        window: int | None = None,
+        softcap: float | None = None,
+        slots: Tensor | None = None,
+    ) -> None:
+        """`pool` is K and V of a layer, `[num_blocks, 2, block_size, kv heads, head_dim]`, whose
+        strides all layers have. `block_tables`, `seq_lens` and `query_starts` are as `paged_decode`
+        and `paged_prefill` take them; without starts row i is request i's. `slots` is int64
+        `[num_tokens]`, needed where K and V are written; -1 writes nothing.
+
+        Raises KernelRefused for what is out of bounds, and where the library cannot be used.
+        """
+        why = reason_against(pool.dtype, pool.shape[-1])
+        library = cpu_library()
+        if why is not None or not isinstance(library, CpuLibrary):
+            raise KernelRefused(f"kernels of the CPU cannot run: {why}; use the plain ones")
+        if not scale > 0:
+            raise KernelRefused(f"expected a scale above 0, got {scale}")
+        self._library = library
+        self._kept = (pool, block_tables, seq_lens, query_starts, slots)
+        num_blocks, _, block_size, kv_heads, head_dim = pool.shape
+        block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
+        step = self._step = Step(
+            tables=block_tables.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            query_starts=None if query_starts is None else query_starts.data_ptr(),
+            slots=None if slots is None else slots.data_ptr(),
+            # Only its being there is looked at before a layer's own is put in its place.
+            k=None if slots is None else slots.data_ptr(),
+            num_tokens=num_tokens,
+            num_requests=len(seq_lens),
+            table_stride=block_tables.stride(0) if len(seq_lens) > 1 else block_tables.shape[1],
+            block_stride=block_stride,
+            token_stride=token_stride,
+            head_stride=head_stride,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            softcap=softcap or 0.0,
+            element=ELEMENTS[pool.dtype],
+        )
+        self._address = ctypes.addressof(step)
+        wrong = library.check(ctypes.byref(step))
+        if wrong:
+            raise KernelRefused(f"expected {_OUT_OF_BOUNDS[wrong]}, got others")
+        # A window leaves some parts of a context out, so that without one the need is the largest.
+        self._threads = torch.get_num_threads()
+        self._memory = workspace.at_least(library.workspace_bytes(self._address, self._threads))
+        step.workspace, step.workspace_bytes = self._memory.data_ptr(), self._memory.numel()
+        step.window = window or 0
+
+    def run(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        out: Tensor,
+        written: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write K and V of `written`, each `[tokens, kv heads, head_dim]`, into their slots of
+        `pool`, then attend `q` `[tokens, heads, head_dim]` into `out`. `pool` is a layer's, of the
+        shape and strides that the step was laid down for; last axes are contiguous."""
+        step = self._step
+        step.q, step.out = q.data_ptr(), out.data_ptr()
+        step.q_row, step.q_head, _ = q.stride()
+        step.out_row, step.out_head, _ = out.stride()
+        step.keys = pool.data_ptr()
+        step.values = step.keys + self._plane_stride * pool.element_size()
+        if written is None:
+            step.k = None
+        else:
+            k, v = written
+            step.k, step.v = k.data_ptr(), v.data_ptr()
+            step.k_row, step.k_head, _ = k.stride()
+            step.v_row, step.v_head, _ = v.stride()
+        if self._library.attend(self._address, self._threads):
+            raise RuntimeError("the workspace of a step was measured too small")
+
+
+def paged_attention_cpu(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> Tensor:
+    """Fill `out` and return it; the arguments are those that `paged_decode`, or with
+    `query_starts` `paged_prefill`, has checked."""
+    step = CpuAttentionStep(
+        kv,
+        block_tables.contiguous(),
+        seq_lens.contiguous(),
+        None if query_starts is None else query_starts.contiguous(),
+        num_tokens=len(q),
+        num_heads=q.shape[1],
+        scale=scale,
+        workspace=Workspace(),
+        window=window,
+        softcap=softcap,
+    )
+    step.run(q, kv, out)
+    return out

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention for processors with AVX2; `setup.py` compiles it for them.
+#define VECTOR_BYTES 32
+#include "attention.h"
+
+extern const Variant stratakv_avx2;
+const Variant stratakv_avx2 = {workspace_bytes, write, attend};

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of VECTOR_BYTES as GCC and Clang have them, so that one text makes every variant.
+//
+// What is included here is compiled for a processor that this one need not be: nothing may be
+// inline and shared with other files, or the linker might keep the wrong copy. Hence the unnamed
+// namespace, and no header of the C++ library.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+typedef float FloatVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef double DoubleVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t IntVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef int64_t LongVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t WordVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t HalfWordVector __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+template <class A> struct Of;  // of the type that is added up in
+template <> struct Of<float> {
+    typedef FloatVector V;
+    typedef IntVector I;
+};
+template <> struct Of<double> {
+    typedef DoubleVector V;
+    typedef LongVector I;
+};
+template <class A> using V = typename Of<A>::V;
+template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+// What numbers of an element type are added up in.
+template <class E> struct Wide {
+    typedef float A;
+};
+template <> struct Wide<double> {
+    typedef double A;
+};
+
+template <class T> inline T read_as(const void *from) {
+    T value;
+    __builtin_memcpy(&value, from, sizeof(T));
+    return value;
+}
+
+inline FloatVector load(const float *from) { return read_as<FloatVector>(from); }
+inline DoubleVector load(const double *from) { return read_as<DoubleVector>(from); }
+inline FloatVector load(const BFloat16 *from) {
+    HalfWordVector bits = read_as<HalfWordVector>(from);
+    return (FloatVector)(__builtin_convertvector(bits, WordVector) << 16);
+}
+inline FloatVector load(const Float16 *from) {
+    FloatVector out;
+#if defined(__AVX512F__)
+    __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    __builtin_memcpy(&out, &wide, sizeof(out));
+#else
+    for (int i = 0; i < LANES<float>; i += 8) {
+        __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i)));
+        __builtin_memcpy((float *)&out + i, &eight, sizeof(eight));
+    }
+#endif
+    return out;
+}
+template <class A> inline void store(A *to, V<A> value) {
+    __builtin_memcpy(to, &value, sizeof(value));
+}
+
+template <class A> inline V<A> all_of(A value) { return value - V<A>{}; }
+
+inline float widened(float value) { return value; }
+inline double widened(double value) { return value; }
+inline float widened(BFloat16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    return read_as<float>(&bits);
+}
+inline float widened(Float16 value) { return _cvtsh_ss(value.bits); }
+
+inline void narrow(float value, float *to) { *to = value; }
+inline void narrow(double value, double *to) { *to = value; }
+inline void narrow(float value, BFloat16 *to) {
+    uint32_t bits = read_as<uint32_t>(&value);
+    if (value != value)
+        to->bits = uint16_t((bits >> 16) | 0x40);
+    else  // to the nearest, of two equally near ones to the even
+        to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float value, Float16 *to) {
+    to->bits = uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// NaN in `b` is passed over; the weights computed from it are NaN all the same.
+template <class X> inline X larger(X a, X b) { return b > a ? b : a; }
+
+template <class A> inline A largest(V<A> value) {
+    A best = value[0];
+    for (int i = 1; i < LANES<A>; i++) best = larger(best, A(value[i]));
+    return best;
+}
+template <class A> inline A sum(V<A> value) {
+    A total = value[0];
+    for (int i = 1; i < LANES<A>; i++) total += value[i];
+    return total;
+}
+
+#if defined(__clang__)
+#define TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TWO(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
+#endif
+
+// The sums of as many vectors as one has lanes, in their order: vectors are added in pairs, and
+// each step leaves half as many, in whose lanes twice as many sums are begun.
+inline DoubleVector sums(const DoubleVector *v) {
+    typedef LongVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    DoubleVector a = TWO(v[0], v[1], 0, 4, 2, 6) + TWO(v[0], v[1], 1, 5, 3, 7);
+    DoubleVector b = TWO(v[2], v[3], 0, 4, 2, 6) + TWO(v[2], v[3], 1, 5, 3, 7);
+    return TWO(a, b, 0, 1, 4, 5) + TWO(a, b, 2, 3, 6, 7);
+#else
+    DoubleVector a[4], b[2];
+    for (int i = 0; i < 4; i++)
+        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+               TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; i++)
+        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+               TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+inline FloatVector sums(const FloatVector *v) {
+    typedef IntVector I;
+    (void)sizeof(I);
+#if VECTOR_BYTES == 32
+    FloatVector a[4], b[2];
+    for (int i = 0; i < 4; i++)
+        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+               TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; i++)
+        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+               TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    FloatVector a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14,
+                   30) +
+               TWO(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15,
+                   31);
+    for (int i = 0; i < 4; i++)
+        b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28,
+                   29) +
+               TWO(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
+                   31);
+    for (int i = 0; i < 2; i++)
+        c[i] = TWO(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26,
+                   27) +
+               TWO(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30,
+                   31);
+    return TWO(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           TWO(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#endif
+}
+
+// e to the power of x, for x up to 88: within 2 units in the last place above -87, 0 below.
+inline FloatVector exponential(FloatVector x) {
+    const float lowest = -87.0f;
+    FloatVector y = x < lowest ? all_of(lowest) : x;
+    // The nearest integer, by a sum whose last place is 1.
+    const float shift = 12582912.0f;
+    FloatVector shifted = y * 1.44269504f + shift;
+    FloatVector n = shifted - shift;
+    FloatVector r = y - n * 0.693145751953125f;  // ln 2 in two parts, the first exact times n
+    r = r - n * 1.42860677e-6f;
+    FloatVector p = all_of(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    // The bits of `shifted` end in those of n, which go where the exponent is.
+    WordVector power = ((WordVector)shifted << 23) + (127u << 23);
+    FloatVector result = p * (FloatVector)power;
+    return x < lowest ? FloatVector{} : result;
+}
+inline DoubleVector exponential(DoubleVector x) {
+    DoubleVector result = {};
+    for (int i = 0; i < LANES<double>; i++) result[i] = __builtin_exp(x[i]);
+    return result;
+}
+
+inline FloatVector tangent(FloatVector x) {
+    FloatVector size = x < 0.0f ? -x : x;
+    FloatVector most = size > 10.0f ? all_of(10.0f) : size;  // 1 from there on
+    FloatVector far = 1.0f - 2.0f / (exponential(2.0f * most) + 1.0f);
+    FloatVector z = x * x;
+    FloatVector p = all_of(-1382.0f / 155925);
+    p = p * z + 62.0f / 2835;
+    p = p * z - 17.0f / 315;
+    p = p * z + 2.0f / 15;
+    p = p * z - 1.0f / 3;
+    FloatVector near = x + x * z * p;
+    return size < 0.3f ? near : (x < 0.0f ? -far : far);
+}
+inline DoubleVector tangent(DoubleVector x) {
+    DoubleVector result = {};
+    for (int i = 0; i < LANES<double>; i++) result[i] = __builtin_tanh(x[i]);
+    return result;
+}
+
+}  // namespace

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the library of kernels/cpu/ where it can; everything else is in pyproject.toml.
+
+It is a shared library with a C interface, not a module of Python: each source is compiled for the
+processor that it is for, and the library says at run time which of them can be used. Nothing is
+fetched. Without a compiler, on another processor, or where the compiler fails, the installation
+goes on without it, and attention runs by torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+FOLDER = Path("kernels") / "cpu"
+FILE_NAME = "libstratakv_cpu.so"  # as in kernels/cpu/library.py
+FLAGS = [
+    "-O3", "-std=gnu++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-math-errno", "-ffp-contract=fast",
+]  # fmt: skip
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+SOURCES = {
+    "library.cpp": [],
+    "variant_avx2.cpp": AVX2,
+    "variant_avx512.cpp": [*AVX512, "-mprefer-vector-width=512"],
+}
+HEADERS = ("attention.h", "step.h", "vectors.h")
+MACHINES = ("x86_64", "amd64")
+
+
+class BuildLibrary(build_ext):
+    """Compiles every source with flags of its own."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # The library is the same for every Python.
+        return str(Path(*fullname.split(".")[:-1]) / FILE_NAME)
+
+    def run(self) -> None:
+        # Whatever a compiler's absence or fault looks like, it must not end the installation.
+        try:
+            super().run()
+        except Exception as error:  # noqa: BLE001 - the plain twins are there
+            self._give_up(error)
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        try:
+            if platform.machine().lower() not in MACHINES:
+                raise RuntimeError(f"it is written for {MACHINES[0]}, not {platform.machine()}")
+            self._build(target)
+        except Exception as error:  # noqa: BLE001 - the plain twins are there
+            # One of an earlier build would be taken for this one.
+            target.unlink(missing_ok=True)
+            self._give_up(error)
+
+    def _build(self, target: Path) -> None:
+        objects: list[str] = []
+        for name, flags in SOURCES.items():
+            objects += self.compiler.compile(
+                [str(FOLDER / name)],
+                output_dir=self.build_temp,
+                extra_postargs=[*FLAGS, *flags],
+                depends=[str(FOLDER / header) for header in HEADERS],
+            )
+        # Put in its place as a whole: a build that is broken off leaves nothing that is half there.
+        begun = target.with_name(f"{target.name}.{os.getpid()}")
+        self.compiler.link_shared_object(
+            objects, str(begun), libraries=["m"], build_temp=self.build_temp, target_lang="c"
+        )
+        begun.replace(target)
+
+    def _give_up(self, error: Exception) -> None:
+        self.warn(f"attention on the CPU will run by torch: {FILE_NAME} was not built ({error})")
+
+
+class Modules(build_py):
+    """The root is a package, of which this file is no part."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        found = super().find_package_modules(package, package_dir)
+        return [module for module in found if module[1] != "setup"]
+
+
+class LibraryWheel(bdist_wheel):
+    """A wheel for every Python of a platform."""
+
+    def get_tag(self) -> tuple[Any, Any, Any]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "stratakv.kernels.cpu.library_file",
+            [str(FOLDER / name) for name in SOURCES],
+            depends=[str(FOLDER / header) for header in HEADERS],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "build_py": Modules, "bdist_wheel": LibraryWheel},
+)
