@@ -165,7 +165,11 @@ def make_forward(
         # travel with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
-        pool.tensor, layout, kv_scales=scales, strict=placement.strict_kernels
+        pool.tensor,
+        layout,
+        scale=model.spec.attention_scale,
+        kv_scales=scales,
+        strict=placement.strict_kernels,
     )
     forward = KernelForward(
         runtime,
