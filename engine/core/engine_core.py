@@ -46,7 +46,7 @@ from ..wire import (
     Ready,
     TokenOutput,
 )
-from ..worker.kv_pool import check_pool_size
+from ..worker.kv_pool import PoolDemand, check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
@@ -117,12 +117,13 @@ class EngineCore:
         self._dtype = dtype_for(config, self.spec, device)
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
-        self._groups = plan_groups(layout, config.cache.num_groups)
-        num_blocks = blocks_of_pool(config, self.spec, layout)
+        self._groups = plan_groups(layout, config.cache.num_groups, self.spec.layer_attention)
+        demand = PoolDemand(self._groups, config.scheduler.max_num_batched_tokens)
+        num_blocks = blocks_of_pool(config, self.spec, demand)
         if num_blocks is not None:
             if config.model.max_model_len is None:
-                self.max_model_len = context_that_fits(layout, num_blocks, self.max_model_len)
-            check_pool_size(layout, num_blocks, self.max_model_len, device)
+                self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
+            check_pool_size(demand, num_blocks, self.max_model_len, device)
         identity = Identity(
             fingerprint(
                 config.model.path,

@@ -18,6 +18,7 @@ from .checkpoint.files import check_directory, is_there
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, Family, Windows
+from .layer_attention import LayerAttention, full, window
 from .rope_spec import (
     FULL,
     LAYER_KINDS,
@@ -96,11 +97,11 @@ class LayerWindows(NamedTuple):
 def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
     """The window and its layers where any layer has one, else None; raises ConfigError naming the
     key."""
-    window = _window(config, family)
+    size = _window(config, family)
     kinds = _layer_types(config, num_layers)
-    if SLIDING in kinds and window is None:
+    if SLIDING in kinds and size is None:
         raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
-    if window is None:
+    if size is None:
         if family.windows is Windows.MOST_LAYERS and not kinds:
             raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
         return None
@@ -108,7 +109,7 @@ def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerW
     if family.windows is not Windows.EVERY_LAYER:
         slides = _slides_by_type(kinds) if kinds else _slides_by_number(config, family)
         layers = tuple(layer for layer in layers if slides(layer))
-    return LayerWindows(window, layers) if layers else None
+    return LayerWindows(size, layers) if layers else None
 
 
 def _slides_by_type(kinds: list[object]) -> Callable[[int], bool]:
@@ -191,12 +192,14 @@ class ModelSpec:
         return self.attention_bias and self.family.output_bias
 
     @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer the positions that it sees, a token's own among them; None: all."""
-        sliding = self.sliding_layers or ()
-        return tuple(
-            self.sliding_window if layer in sliding else None for layer in range(self.num_layers)
-        )
+    def layer_attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer attends. A window that no sequence outgrows is none."""
+        sees_all = (full(),) * self.num_layers
+        if self.sliding_window is None or self.sliding_window >= self.max_context:
+            return sees_all
+        sliding = set(self.sliding_layers or ())
+        local = window(self.sliding_window)
+        return tuple(local if i in sliding else kind for i, kind in enumerate(sees_all))
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -208,7 +211,8 @@ class ModelSpec:
         """For each layer which of `ropes` it has."""
         if self.local_rope is None:
             return (0,) * self.num_layers
-        return tuple(int(window is not None) for window in self.layer_windows)
+        sliding = set(self.sliding_layers or ())
+        return tuple(int(layer in sliding) for layer in range(self.num_layers))
 
     @property
     def attention_scale(self) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
 from ...embeds import EmbedArray
@@ -107,14 +108,15 @@ class GatherForward:
         self,
         model: Decoder,
         pool: Tensor,
+        layout: BlockLayout,
         groups: CacheGroups,
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
+        """`pool` is of blocks of this layout, as the step's tables name them."""
         self._model = model
-        layout = groups.layout
         spec = model.spec
-        views = LayerViews(groups, spec.layer_windows)
+        views = LayerViews(groups, spec.layer_attention)
         # With the group whose table each reads.
         self._planners = [
             (view.group, AttentionPlanner(layout, dtype, max_model_len, view.window))

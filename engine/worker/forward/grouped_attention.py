@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...cache.group_spec import CacheGroups
 from ...models.decoder import Attention, Plan
+from ...models.layer_attention import LayerAttention
 
 
 class View(NamedTuple):
@@ -26,11 +27,15 @@ class View(NamedTuple):
 class LayerViews:
     """The views of a model: `views`, and for each layer which it has, and its place in a page."""
 
-    def __init__(self, groups: CacheGroups, windows: Sequence[int | None]) -> None:
-        """`windows` has one for each layer."""
-        places = groups.places()
+    def __init__(self, groups: CacheGroups, attention: Sequence[LayerAttention]) -> None:
+        """`attention` has one for each layer, of which a group may have several. Raises ValueError
+        for a kind that is not computed."""
+        places, kinds = groups.places(), tuple(attention)
+        for kind in kinds:
+            if not kind.is_full and kind.window is None:
+                raise ValueError(f"no attention of the worker computes {kind}")
         of_layers = [
-            View(place.group, window) for place, window in zip(places, windows, strict=True)
+            View(place.group, kind.window) for place, kind in zip(places, kinds, strict=True)
         ]
         self.views = tuple(dict.fromkeys(of_layers))
         index = {view: number for number, view in enumerate(self.views)}

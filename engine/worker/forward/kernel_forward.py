@@ -98,7 +98,7 @@ class KernelForward:
         max_requests: int,
         max_blocks: int,
     ) -> None:
-        views = LayerViews(groups, model.spec.layer_windows)
+        views = LayerViews(groups, model.spec.layer_attention)
         self._model, self._attention = model, attention_over(attention, views)
         self._buffers = InputBuffers(
             runtime,
