@@ -180,6 +180,11 @@ class SchedulerConfig:
                 f"{self.preempt_above} sends them back; raise the second or lower the first"
             )
 
+    @property
+    def most_step_tokens(self) -> int:
+        """The tokens that one step computes of one request at most."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

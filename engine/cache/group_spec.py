@@ -39,15 +39,6 @@ class CacheGroup:
         """The tokens of its sliding window; None for other kinds."""
         return self.attention.window
 
-    def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
-        """The blocks that a request of `num_tokens` holds at most, if no step computes more than
-        `most_step_tokens` of it: what the first token of a step sees, and the step."""
-        blocks = -(-num_tokens // block_size)
-        if self.attention.is_full:
-            return blocks
-        reach = self.attention.num_tokens + most_step_tokens - 1
-        return min(blocks, (reach - 2) // block_size + 2 if reach > 1 else 1)
-
 
 class LayerPlace(NamedTuple):
     """Where a layer's K and V lie."""
@@ -94,9 +85,10 @@ class CacheGroups:
         return pages
 
     def most_pages(self, num_tokens: int, most_step_tokens: int) -> int:
-        """The pages that a request of `num_tokens` holds at most; see `CacheGroup.most_blocks`."""
+        """The pages that a request of `num_tokens` holds at once at most
+        (`LayerAttention.most_blocks`)."""
         size = self.layout.block_size
-        return sum(group.most_blocks(num_tokens, size, most_step_tokens) for group in self.groups)
+        return sum(kind.most_blocks(num_tokens, size, most_step_tokens) for kind in self.attention)
 
     def places(self) -> list[LayerPlace]:
         """The place of every layer of the model."""

@@ -45,6 +45,16 @@ class LayerAttention:
             return position - position % self.num_tokens
         return 0
 
+    def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
+        """The blocks of a sequence of `num_tokens` that are kept at once at most, if no step
+        computes more than `most_step_tokens` of it: what the first token of a step sees, and the
+        step."""
+        blocks = -(-num_tokens // block_size)
+        if self.is_full:
+            return blocks
+        reach = self.num_tokens + most_step_tokens - 1
+        return min(blocks, (reach - 2) // block_size + 2 if reach > 1 else 1)
+
 
 def full() -> LayerAttention:
     """A token sees all before it."""
