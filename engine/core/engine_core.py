@@ -118,7 +118,7 @@ class EngineCore:
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
         self._groups = plan_groups(layout, config.cache.num_groups, self.spec.layer_attention)
-        demand = PoolDemand(self._groups, config.scheduler.max_num_batched_tokens)
+        demand = PoolDemand(self._groups, config.scheduler.most_step_tokens)
         num_blocks = blocks_of_pool(config, self.spec, demand)
         if num_blocks is not None:
             if config.model.max_model_len is None:
@@ -130,7 +130,7 @@ class EngineCore:
                 self.spec,
                 random_for=device.type if self._placement.random_weights else None,
             ),
-            config.model.revision,
+            config.model.revision + self._page_order(),
             kv_dtype,
             config.cache.block_size,
         )
@@ -351,7 +351,9 @@ class EngineCore:
             self.max_model_len = executor.max_model_len
         else:
             self.num_blocks = self._groups.num_pages(num_blocks)
-        self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
+        self._stats = CoreStats(
+            config, self._groups.layout, self.num_blocks, self._prefill, len(self._groups)
+        )
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
@@ -375,6 +377,13 @@ class EngineCore:
         self._held = HeldAnswers(self.scheduler.manager, self._connector)
         if self._executor is None:
             self._executor = self._load_model(num_blocks)
+
+    def _page_order(self) -> str:
+        """What tells blocks apart whose bytes lie in another order: nothing for the usual one."""
+        cache = self.config.cache
+        if cache.kernel_block_size in (None, cache.block_size):
+            return ""
+        return f"\nkernel blocks of {cache.kernel_block_size}"
 
     def _load_model(self, num_blocks: int | None) -> Executor:
         config = self.config

@@ -36,9 +36,8 @@ class KvPool:
         device: torch.device = CPU,
         kernel_block_size: int | None = None,
     ) -> None:
-        """Raises ConfigError where the memory cannot be had, or where `kernel_block_size` does not
-        divide the tokens of a block."""
-        check_kernel_block_size(layout.block_size, kernel_block_size)
+        """`kernel_block_size` divides the tokens of a block. Raises ConfigError where the memory
+        cannot be had."""
         if num_blocks < 2:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
@@ -67,15 +66,6 @@ class KvPool:
 def block_shape(layout: BlockLayout) -> tuple[int, ...]:
     """The shape of one block in a pool."""
     return layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
-
-
-def check_kernel_block_size(block_size: int, kernel_block_size: int | None) -> None:
-    """Raise ConfigError where blocks of so many tokens cannot be read in blocks of the other."""
-    if kernel_block_size is not None and block_size % kernel_block_size:
-        raise ConfigError(
-            f"blocks of {block_size} tokens cannot be read by attention in blocks of "
-            f"{kernel_block_size}; take a divisor of {block_size}, or another --block-size"
-        )
 
 
 def _memory_of(device: torch.device) -> str:

@@ -168,6 +168,7 @@ class ModelRunner:
         is_length_asked: bool = True,
         num_groups: int = 1,
         kernel_block_size: int | None = None,
+        most_step_tokens: int | None = None,
         connector: KVConnectorWorker | None = None,
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
@@ -179,7 +180,8 @@ class ModelRunner:
         `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. Blocks are
         counted over all layers here; with several cache groups the pool has a page in each instead.
         Attention reads blocks of `kernel_block_size` tokens, where that is smaller: several of them
-        lie one behind the other in each block.
+        lie one behind the other in each block. No step computes more than `most_step_tokens` of one
+        request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
@@ -192,7 +194,7 @@ class ModelRunner:
         compute = compute_dtype(dtype, device.type, spec.stored_dtype)
         layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
         groups = plan_groups(layout, num_groups, spec.layer_attention)
-        demand = PoolDemand(groups, max_num_batched_tokens)
+        demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
         elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
         load = partial(
             Decoder.load, path, spec, max_model_len, compute, device, elementwise,
