@@ -173,7 +173,8 @@ class LoadingRequests:
         else:
             # Without its blocks it is admitted like any other request, hits included. So is one
             # with a window of which not all came: its load brought what its end reads, and no more.
-            request.num_external_computed_tokens = 0
+            request.num_external_computed_tokens = report.num_loaded_tokens = 0
+            report.tokens_by_tier = {}
             self._manager.free(request)
             request.num_computed_tokens = 0
             request.external_load_failed = not report.is_cancelled
