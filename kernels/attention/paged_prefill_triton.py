@@ -66,16 +66,13 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Add the keys `first_key` … `last_key` to a tile's running sums. Without MASKED every row
     sees all of them; with it, row by row, and none from `key_end` on is even loaded, nor with a
-    window one before `key_begin`."""
+    window V before `key_begin`."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        is_there = keys < key_end
-        if HAS_WINDOW:
-            is_there = is_there & (keys >= key_begin)
         block_numbers = keys // BLOCK_SIZE
         if MASKED:
-            blocks = tl.load(table_ptr + block_numbers, mask=is_there, other=0)
+            blocks = tl.load(table_ptr + block_numbers, mask=keys < key_end, other=0)
         else:
             blocks = tl.load(table_ptr + block_numbers)
         slots = keys % BLOCK_SIZE
@@ -83,8 +80,10 @@ def _attend(  # type: ignore[no-untyped-def]
         offsets = rows[:, None] + dims[None, :]
         # What lies outside the keys may be NaN, and 0 * NaN is NaN: it must not be loaded.
         if MASKED or PADDED_DIM != HEAD_DIM:
-            loaded = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+            loaded = (keys < key_end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
+            if MASKED and HAS_WINDOW:  # of K the scores are masked, whatever they are
+                loaded = loaded & (keys >= key_begin)[:, None]
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
         else:
             k = tl.load(k_ptr + offsets)
@@ -94,8 +93,11 @@ def _attend(  # type: ignore[no-untyped-def]
         if TOKEN_SCALES:
             places = blocks.to(tl.int64) * scales_block_stride + slots * scales_slot_stride
             if MASKED:
-                k_scales = tl.load(k_scales_ptr + places, mask=is_there, other=0.0)
-                v_scales = tl.load(v_scales_ptr + places, mask=is_there, other=0.0)
+                scaled = keys < key_end
+                k_scales = tl.load(k_scales_ptr + places, mask=scaled, other=0.0)
+                if HAS_WINDOW:
+                    scaled = scaled & (keys >= key_begin)
+                v_scales = tl.load(v_scales_ptr + places, mask=scaled, other=0.0)
             else:
                 k_scales = tl.load(k_scales_ptr + places)
                 v_scales = tl.load(v_scales_ptr + places)
