@@ -115,10 +115,14 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     block_hash: str = "sha256"
     watermark: float = 0.01  # fraction of blocks kept free when admitting requests
-    # The layers are split into so many groups with block tables of their own
-    # (`cache/group_spec.py`). Settings count blocks over all layers; a pool of several groups has a
-    # smaller one in each instead. One is as fast as it gets; more are for kinds of layer to come.
+    # The layers are split into so many groups with block tables of their own, where all attend
+    # alike; otherwise their kinds decide (`cache/group_spec.py`). Settings count blocks over all
+    # layers; a pool of several groups has a smaller one in each instead.
     num_groups: int = 1
+    # Attention reads blocks of so many tokens, several of which lie one behind the other in each
+    # block of the pool; None: those of the pool. Another number is another order of the bytes, so
+    # engines with different ones share no blocks.
+    kernel_block_size: int | None = None
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -138,6 +142,12 @@ class CacheConfig:
                 f"{self.gpu_memory_utilization}"
             )
         one_of("--block-hash", self.block_hash, BLOCK_HASHES)
+        kernel = self.kernel_block_size
+        if kernel is not None and (kernel < 1 or size % kernel):
+            raise ConfigError(
+                f"attention reads blocks of a divisor of --block-size {size}, not of "
+                f"{format_value(kernel)} tokens; take a power of two up to {size}"
+            )
         within("the number of cache groups", self.num_groups, 1, MAX_GROUPS)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"the watermark is a fraction in [0, 1), not {self.watermark}")
@@ -180,6 +190,11 @@ class SchedulerConfig:
                 f"--admit-below {self.admit_below} lets requests in where --preempt-above "
                 f"{self.preempt_above} sends them back; raise the second or lower the first"
             )
+
+    @property
+    def most_step_tokens(self) -> int:
+        """The tokens that one step computes of one request at most."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)

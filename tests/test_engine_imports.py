@@ -35,7 +35,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "wire": "handover logprobs sampling_params",
     "pooling": "models sampling_params wire",
     "batch": "request sampling_params",
-    "cache": "observer request",
+    "cache": "models observer request",
     "settings": "config logprobs logs not_built offload_config options",
     "sampling": "batch logprobs reasoning request sampling_params",
     "structured": "models reasoning request sampling structured_params wire",

@@ -54,8 +54,7 @@ def running_core(
             path=model,
             served_name="tiny",
             dtype="float64",
-            max_model_len=256,
-            **(model_options or {}),
+            **({"max_model_len": 256} | (model_options or {})),
         ),
         cache=CacheConfig(**({"block_size": 8, "num_blocks": 200} | (cache or {}))),
         scheduler=SchedulerConfig(

@@ -77,14 +77,17 @@ def make_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **(BASE | changes))
     model = AutoModelForCausalLM.from_config(config)
+    # A Gemma multiplies its embeddings, and adds to them what norms have bounded.
+    is_gemma = model_type == "gemma3_text"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.mul_(10.0 if "embed" not in name else 2.0)
+                parameter.mul_(10.0 if "embed" not in name else 0.5 if is_gemma else 2.0)
             elif "bias" in name:
                 parameter.normal_(0.0, 0.1)
             else:
-                parameter.normal_(1.0, 0.1)  # norms, which start as ones
+                # Norms, which start as ones, or as zeros where one is added.
+                parameter.normal_(0.0 if is_gemma else 1.0, 0.1)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 

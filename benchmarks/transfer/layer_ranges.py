@@ -107,7 +107,11 @@ class _Place:
         self.slab[:] = noise.view(np.uint8)
         self.planner = AttentionPlanner(layout, torch.float32, num_tokens)
         self.attention = PagedAttention(
-            pool.tensor, layout, self.spec.num_heads, self.planner.max_group_blocks
+            pool.tensor,
+            layout,
+            self.spec.num_heads,
+            self.planner.max_group_blocks,
+            self.spec.attention_scale,
         )
 
 

@@ -118,6 +118,15 @@ class BlockPool:
                 del found[shortest:]
         return prefix
 
+    def has(self, key: bytes) -> bool:
+        """Whether a block carries this name."""
+        return key in self._named
+
+    def named(self, key: bytes) -> KVCacheBlock:
+        """A block of this name, which there is."""
+        found = self._named[key]
+        return next(iter(found.values())) if isinstance(found, dict) else found
+
     def all_computed(self, blocks: Iterable[KVCacheBlock]) -> bool:
         """Whether the steps that write these blocks have all run."""
         uncomputed = self._uncomputed

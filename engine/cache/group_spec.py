@@ -2,28 +2,42 @@
 """The cache groups of a model: which layers share a block table, and so the pages of the pool.
 
 A page is a block of the pool: K and V of `block_size` tokens in the layers of one group. A block of
-tokens has a page in each group, with an id of its own; all ids come from the one pool.
+tokens has a page in each group, with an id of its own; all ids come from the one pool, so all pages
+have one size. The layers of a group attend alike, because a group forgets a block as a whole.
 
-    group 0   layers 0 … n-1     table: 7 3 8
-    group 1   layers n … 2n-1    table: 2 9 4
-
-Today all groups are of one kind, full attention, and of equal size, so that their pages are too.
+    group 0   full attention      layers 5 11          table: 7 3 8
+    group 1   window of 512       layers 0 1           table: 0 9 4    (0: outside the window)
+    group 2   window of 512       layers 2 3           table: 0 1 5
+    group 3   window of 512       layers 4             table: 0 6 2    (its pages have a place free)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
 from ...tiers.settings.values import MAX_BLOCKS, ConfigError
+from ..models.layer_attention import AttentionKind, LayerAttention, full
+
+# The kinds have so many layers for each other's one at the most for pages to be as large as the
+# larger kind: that wastes less than a place in five, and one group fewer is one table fewer.
+_NEARLY_EQUAL = 1.25
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """The layers of one group, in the order in which they lie in a page."""
+    """Layers in the order in which they lie in a page, and how each of them attends. There may be
+    fewer than a page has places for; the last places then hold nothing."""
 
-    layers: range
+    layers: tuple[int, ...]
+    attention: LayerAttention
+
+    @property
+    def window(self) -> int | None:
+        """The tokens of its sliding window; None for other kinds."""
+        return self.attention.window
 
 
 class LayerPlace(NamedTuple):
@@ -35,7 +49,7 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """All groups of a model, and the layout of their pages."""
+    """All groups of a model, and the layout of their pages (`layout.num_layers` places each)."""
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
@@ -43,10 +57,25 @@ class CacheGroups:
     def __len__(self) -> int:
         return len(self.groups)
 
+    @property
+    def num_layers(self) -> int:
+        """The layers of the model."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each group attends."""
+        return tuple(group.attention for group in self.groups)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether some group does not keep all blocks of a sequence."""
+        return not all(group.attention.is_full for group in self.groups)
+
     def num_pages(self, num_blocks: int) -> int:
         """The pages that take the memory of `num_blocks` over all layers. Raises ConfigError for
         more than a pool may have."""
-        pages = num_blocks * len(self.groups)
+        pages = num_blocks * self.num_layers // self.layout.num_layers
         if pages > MAX_BLOCKS:
             raise ConfigError(
                 f"{num_blocks} blocks in {len(self.groups)} cache groups are {pages} of the KV "
@@ -54,6 +83,12 @@ class CacheGroups:
                 "--kv-cache-memory-bytes"
             )
         return pages
+
+    def most_pages(self, num_tokens: int, most_step_tokens: int) -> int:
+        """The pages that a request of `num_tokens` holds at once at most
+        (`LayerAttention.most_blocks`)."""
+        size = self.layout.block_size
+        return sum(kind.most_blocks(num_tokens, size, most_step_tokens) for kind in self.attention)
 
     def places(self) -> list[LayerPlace]:
         """The place of every layer of the model."""
@@ -65,15 +100,84 @@ class CacheGroups:
         return [found[layer] for layer in range(len(found))]
 
 
-def plan_groups(layout: BlockLayout, num_groups: int) -> CacheGroups:
-    """Split the layers of a model, whose blocks over all layers have this layout, into groups of
-    equal size. Raises ConfigError where that is not possible."""
-    size, rest = divmod(layout.num_layers, num_groups)
+def plan_groups(
+    layout: BlockLayout, num_groups: int = 1, attention: Sequence[LayerAttention] = ()
+) -> CacheGroups:
+    """Split the layers of a model, whose blocks over all layers have this layout, into groups whose
+    pages are equal. `attention` has a value for each layer; without it all attend to everything.
+
+    Where all layers attend alike, there are `num_groups`. Otherwise the kinds say how many groups
+    there are, and `num_groups` must be 1. Raises ConfigError, naming the layers, where the pages
+    cannot be equal.
+    """
+    attention = tuple(attention) or (full(),) * layout.num_layers
+    if len(attention) != layout.num_layers:
+        raise ConfigError(
+            f"a model of {layout.num_layers} layers needs as many kinds of attention, and "
+            f"{len(attention)} were given"
+        )
+    kinds: dict[LayerAttention, list[int]] = {}
+    for layer, kind in enumerate(attention):
+        kinds.setdefault(kind, []).append(layer)
+    _check_kinds(kinds)
+    if len(kinds) == 1:
+        size = _equal_size(kinds, num_groups)
+    elif num_groups == 1:
+        size = _common_size([len(layers) for layers in kinds.values()])
+    else:
+        raise ConfigError(
+            f"{num_groups} cache groups cannot be asked for where layers attend in several ways: "
+            f"{_describe(kinds)}; leave the number of groups at 1, and the layers will decide"
+        )
+    # Full attention first: what it has found bounds what the others look for.
+    in_order = sorted(kinds.items(), key=lambda item: not item[0].is_full)
+    groups = tuple(
+        CacheGroup(tuple(layers[start : start + size]), kind)
+        for kind, layers in in_order
+        for start in range(0, len(layers), size)
+    )
+    return CacheGroups(groups, replace(layout, num_layers=size))
+
+
+def _check_kinds(kinds: dict[LayerAttention, list[int]]) -> None:
+    for kind, layers in kinds.items():
+        if kind.kind is AttentionKind.STATE:
+            raise ConfigError(
+                f"layers {_ranges(layers)} carry a state, which has no page of K and V, so their "
+                "pages cannot be as large as those of the others; this version caches models "
+                "whose layers all attend"
+            )
+
+
+def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
+    """The layers of a group where all attend alike: without a place free, as that was asked for."""
+    [layers] = kinds.values()
+    size, rest = divmod(len(layers), num_groups)
     if rest or not size:
         raise ConfigError(
-            f"{num_groups} cache groups of equal size cannot be made of {layout.num_layers} "
-            f"layers; take a divisor of {layout.num_layers}"
+            f"{num_groups} cache groups of equal size cannot be made of {len(layers)} layers "
+            f"({_describe(kinds)}); take a divisor of {len(layers)}"
         )
-    starts = range(0, layout.num_layers, size)
-    groups = tuple(CacheGroup(range(start, start + size)) for start in starts)
-    return CacheGroups(groups, replace(layout, num_layers=size))
+    return size
+
+
+def _common_size(counts: Sequence[int]) -> int:
+    """The layers of a page for kinds with so many layers each: the fewest of any kind, so that a
+    kind with few layers has no place free in its pages; or the most, where that is nearly equal."""
+    least, most = min(counts), max(counts)
+    return most if most <= least * _NEARLY_EQUAL else least
+
+
+def _describe(kinds: dict[LayerAttention, list[int]]) -> str:
+    return ", ".join(f"{kind} in layers {_ranges(layers)}" for kind, layers in kinds.items())
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """`0-4, 6, 8-9`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -1,64 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: the cache groups of a model, treated as one.
+"""The coordinators: the cache groups of a model, treated as one.
 
-Today all groups attend to everything, so a prefix is a hit if every group has its blocks; other
-kinds of group will bring managers of their own.
+    none      blocks are never found again
+    unitary   one group, which decides alone
+    hybrid    a hit needs every group
+
+A hybrid hit is found by going round: each group shortens the length to one that is a hit for it,
+and the round ends when all agree. No longer hit is passed by, because a group takes the longest one
+that is not above what the others left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from ..models.layer_attention import LayerAttention
 from ..request import Request
 from .block_pool import BlockPool, group_suffix
 from .full_attention_manager import FullAttentionManager
+from .group_manager import GroupManager
 from .kv_block import BlockIds, KVCacheBlock
+from .local_attention_manager import LocalAttentionManager
 
 # One list of blocks for each cache group.
 GroupBlocks = tuple[list[KVCacheBlock], ...]
+NO_HITS: tuple[KVCacheBlock, ...] = ()
 
 
 class KVCacheCoordinator:
-    """Calls every group in turn; the order of the groups is the order of all tuples."""
+    """Calls every group in turn; the order of the groups is the order of all tuples. This one finds
+    nothing and names nothing."""
 
-    def __init__(self, pool: BlockPool, block_size: int, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        attention: Sequence[LayerAttention],
+        *,
+        most_step_tokens: int,
+        hashes_per_block: int = 1,
+        drops_last_hit: bool = False,
+    ) -> None:
+        """`attention`: how the layers of each group attend. `drops_last_hit`: see
+        `KVCacheManager`."""
         self.block_size = block_size
         self._pool = pool
-        self._group_ids = tuple(range(num_groups))
-        self._groups = tuple(FullAttentionManager(pool, block_size, i) for i in self._group_ids)
+        self._hashes_per_block = hashes_per_block
+        self._drops_last_hit = drops_last_hit
+        self._group_ids = tuple(range(len(attention)))
+        self._groups: tuple[GroupManager, ...] = tuple(
+            (FullAttentionManager if kind.is_full else LocalAttentionManager)(
+                pool,
+                block_size,
+                group_id,
+                kind,
+                most_step_tokens=most_step_tokens,
+                hashes_per_block=hashes_per_block,
+            )
+            for group_id, kind in enumerate(attention)
+        )
+        self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
+        self._full_ids = tuple(g.group_id for g in self._groups if g.attention.is_full)
+        kinds: dict[LayerAttention, list[GroupManager]] = {}
+        for group in self._groups:
+            if not group.attention.is_full:
+                kinds.setdefault(group.attention, []).append(group)
+        # Groups that attend alike are asked as one: what one needs, all need.
+        self._local = tuple(map(tuple, kinds.values()))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` takes in all groups when nothing is shared."""
-        return sum(group.num_blocks_for(num_tokens) for group in self._groups)
+        """Blocks that a request of `num_tokens` holds at once, in all groups, when nothing is
+        shared."""
+        return sum(group.most_blocks(num_tokens) for group in self._groups)
+
+    def num_missing(self, request_id: str, num_tokens: int, hits: GroupBlocks | None) -> int:
+        """Free blocks that a request takes, at most, until `num_tokens` have been computed."""
+        given = self.no_blocks if hits is None else hits
+        return sum(
+            group.num_missing(request_id, num_tokens, blocks)
+            for group, blocks in zip(self._groups, given, strict=True)
+        )
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int
     ) -> tuple[GroupBlocks, int]:
-        """Blocks of the longest known prefix of at most `max_tokens`, and its tokens."""
-        wanted = digests[: max_tokens // self.block_size]
-        hits = self._pool.get_cached_prefix(wanted, self._group_ids)
-        return hits, len(hits[0]) * self.block_size
+        """Blocks of the longest known prefix of at most `max_tokens`, and its tokens. Null blocks
+        stand where nothing is needed."""
+        return self.no_blocks, 0
 
-    def num_missing(self, request_id: str, num_tokens: int) -> list[int]:
-        """For each group, blocks to add to what the request holds until `num_tokens` fit."""
-        return [group.num_missing(request_id, num_tokens) for group in self._groups]
+    def allocate(
+        self,
+        request_id: str,
+        num_slots: int,
+        num_computed: int,
+        hits: GroupBlocks | None,
+        num_spare: int,
+    ) -> GroupBlocks | None:
+        """Blocks until `num_slots` tokens have a place, behind `num_computed`, of which `hits` hold
+        the first. Those added, or None where the free ones would become fewer by more than
+        `num_spare`, and nothing has changed."""
+        given = self.no_blocks if hits is None else hits
+        with_hits = list(zip(self._groups, given, strict=True))
+        needs = [g.need(request_id, num_slots, num_computed, h, -1) for g, h in with_hits]
+        taken = sum([fewer for _, fewer in needs])
+        if taken > 0 and taken > num_spare:
+            return None
+        for group, blocks in with_hits:
+            group.attach(request_id, num_computed, blocks)
+        counts = zip(self._groups, needs, strict=True)
+        return tuple([g.extend(request_id, count, num_computed) for g, (count, _) in counts])
 
-    def attach(self, request_id: str, hits: GroupBlocks) -> None:
-        """Begin the tables of a request with hits."""
-        for group, blocks in zip(self._groups, hits, strict=True):
-            group.attach(request_id, blocks)
-
-    def allocate(self, request_id: str, counts: Sequence[int]) -> GroupBlocks:
-        """Add new blocks, `counts[i]` to group i; the caller has checked that there are as many."""
-        added = tuple([self._pool.get_new_blocks(count) for count in counts])
-        for group, blocks in zip(self._groups, added, strict=True):
-            group.extend(request_id, blocks)
-        return added
+    def can_go_on(self, request_id: str, num_computed: int) -> bool:
+        """Whether the tables have all that the token behind `num_computed` reads."""
+        return all(group.can_go_on(request_id, num_computed) for group in self._groups)
 
     def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
         """Name the full blocks among the first `num_tokens`."""
-        for group in self._groups:
-            group.cache(request, num_tokens, computed)
 
     def name_tail(self, request_id: str, num_tokens: int, digest: bytes) -> None:
         """Name the blocks that the last of the first `num_tokens` lies in."""
@@ -101,3 +159,130 @@ class KVCacheCoordinator:
     def block_ids(self, request_id: str) -> BlockIds:
         """The block table of each group."""
         return tuple([[b.block_id for b in g.table(request_id)] for g in self._groups])
+
+    def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Of digests that come more often than blocks, those that name one: the last of each."""
+        each = self._hashes_per_block
+        return digests if each == 1 else digests[each - 1 :: each]
+
+
+class UnitaryCoordinator(KVCacheCoordinator):
+    """One group."""
+
+    def find_longest_prefix(
+        self, digests: Sequence[bytes], max_tokens: int
+    ) -> tuple[GroupBlocks, int]:
+        most = max_tokens // self.block_size
+        wanted = self.of_blocks(digests)[:most]
+        group = self._groups[0]
+        if group.attention.is_full:
+            [found] = self._pool.get_cached_prefix(wanted, self._group_ids)
+            if self._drops_last_hit and found:
+                del found[-1]
+            return (found,), len(found) * self.block_size
+        find = partial(_longest_local, self._pool, (group,), wanted)
+        length = _dropping(find, len(wanted), self._drops_last_hit)
+        blocks = _blocks_of(self._pool, group, wanted, length, self.block_size)
+        return (blocks,), length * self.block_size
+
+    def allocate(
+        self,
+        request_id: str,
+        num_slots: int,
+        num_computed: int,
+        hits: GroupBlocks | None,
+        num_spare: int,
+    ) -> GroupBlocks | None:
+        group = self._groups[0]
+        found = NO_HITS if hits is None else hits[0]
+        count, taken = group.need(request_id, num_slots, num_computed, found, num_spare)
+        if taken > num_spare and taken > 0:
+            return None
+        group.attach(request_id, num_computed, found)
+        return (group.extend(request_id, count, num_computed),)
+
+    def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
+        self._groups[0].cache(request, num_tokens, computed)
+
+
+class HybridCoordinator(KVCacheCoordinator):
+    """Several groups, of one kind or of several."""
+
+    def find_longest_prefix(
+        self, digests: Sequence[bytes], max_tokens: int
+    ) -> tuple[GroupBlocks, int]:
+        wanted = self.of_blocks(digests)[: max_tokens // self.block_size]
+        pool, size = self._pool, self.block_size
+        prefixes: GroupBlocks = ()
+        most = len(wanted)
+        if self._full_ids:
+            # Any part of a prefix is one, so what full attention found only becomes shorter.
+            prefixes = pool.get_cached_prefix(wanted, self._full_ids)
+            most = len(prefixes[0])
+        length = _dropping(partial(self._agreed, wanted), most, self._drops_last_hit)
+        for prefix in prefixes:
+            del prefix[length:]
+        if not self._local:
+            return prefixes, length * size
+        full = iter(prefixes)
+        blocks = tuple(
+            [
+                next(full)
+                if group.attention.is_full
+                else _blocks_of(pool, group, wanted, length, size)
+                for group in self._groups
+            ]
+        )
+        return blocks, length * size
+
+    def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
+        for group in self._groups:
+            group.cache(request, num_tokens, computed)
+
+    def _agreed(self, digests: Sequence[bytes], most: int) -> int:
+        """The longest hit, in blocks, of all groups that see nearby tokens only."""
+        length = most
+        while True:
+            before = length
+            for groups in self._local:
+                length = _longest_local(self._pool, groups, digests, length)
+            if length == before or len(self._local) == 1:
+                return length
+
+
+def make_coordinator(
+    pool: BlockPool, block_size: int, attention: Sequence[LayerAttention], **options: object
+) -> KVCacheCoordinator:
+    """The coordinator of these groups; `options` as `KVCacheCoordinator` takes them."""
+    kind: Callable[..., KVCacheCoordinator] = KVCacheCoordinator
+    if pool.enable_caching:
+        kind = UnitaryCoordinator if len(attention) == 1 else HybridCoordinator
+    return kind(pool, block_size, attention, **options)
+
+
+def _longest_local(
+    pool: BlockPool, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
+) -> int:
+    """The longest hit, in blocks, of groups that all attend alike."""
+    suffixes = [group_suffix(group.group_id) for group in groups]
+
+    def is_there(index: int) -> bool:
+        digest = digests[index]
+        return all(pool.has(digest + suffix) for suffix in suffixes)
+
+    return groups[0].longest_hit(is_there, most)
+
+
+def _dropping(find: Callable[[int], int], most: int, drops_last: bool) -> int:
+    """The longest hit, or the longest one that ends before its last block."""
+    length = find(most)
+    return find(length - 1) if drops_last and length else length
+
+
+def _blocks_of(
+    pool: BlockPool, group: GroupManager, digests: Sequence[bytes], length: int, block_size: int
+) -> list[KVCacheBlock]:
+    """A hit of `length` blocks as a group needs it."""
+    first = group.first_needed(length * block_size)
+    suffix = group_suffix(group.group_id)
+    return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]

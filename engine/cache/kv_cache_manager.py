@@ -13,10 +13,13 @@ are named; tokens beyond `request.num_tokens` get a place but no name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..models.layer_attention import LayerAttention, full
 from ..request import Request
 from .block_pool import BlockPool
 from .kv_block import BlockIds
-from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator
+from .kv_cache_coordinator import GroupBlocks, KVCacheCoordinator, make_coordinator
 
 
 class KVCacheManager:
@@ -35,22 +38,54 @@ class KVCacheManager:
         enable_caching: bool = True,
         watermark: float = 0.01,
         num_groups: int = 1,
+        attention: Sequence[LayerAttention] = (),
+        most_step_tokens: int | None = None,
+        hash_block_size: int | None = None,
+        drops_last_hit: bool = False,
     ) -> None:
+        """`attention`: how the layers of each cache group attend; without it there are `num_groups`
+        that attend to everything. `most_step_tokens`: the most that a step computes of a request,
+        which bounds what groups with windows hold. `hash_block_size`: the tokens of a digest of
+        `Request.block_hashes`, if not those of a block. `drops_last_hit`: the last block of a hit
+        is computed again, for a proposer that needs the hidden states of its tokens.
+
+        Raises ValueError for digests of which no whole number make a block.
+        """
+        each, rest = divmod(block_size, hash_block_size or block_size)
+        if rest or not each:
+            raise ValueError(
+                f"blocks of {block_size} tokens cannot be named by digests of {hash_block_size} "
+                f"tokens; take a divisor of {block_size}"
+            )
+        attention = tuple(attention) or (full(),) * num_groups
         self.block_size = block_size
         self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
         self.pool = BlockPool(num_blocks, enable_caching)
-        self._coordinator = KVCacheCoordinator(self.pool, block_size, num_groups)
-        self.no_blocks: GroupBlocks = tuple([] for _ in range(num_groups))
+        self._coordinator: KVCacheCoordinator = make_coordinator(
+            self.pool,
+            block_size,
+            attention,
+            most_step_tokens=min(most_step_tokens or max_model_len, max_model_len),
+            hashes_per_block=each,
+            drops_last_hit=drops_last_hit,
+        )
+        self.no_blocks: GroupBlocks = self._coordinator.no_blocks
+        self.forgets = not all(kind.is_full for kind in attention)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.no_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` takes when nothing is shared."""
+        """Blocks that a request of `num_tokens` holds at once, at most, when nothing is shared."""
         return self._coordinator.num_blocks_for(num_tokens)
 
-    def num_missing_blocks(self, request: Request) -> int:
-        """Blocks to add to what a request holds until all tokens that it has now fit."""
-        return sum(self._coordinator.num_missing(request.request_id, request.num_tokens))
+    def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
+        """Free blocks that a request takes, at most, until all tokens that it has now have been
+        computed. The hits are not its own yet."""
+        return self._coordinator.num_missing(request.request_id, request.num_tokens, hits)
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest known prefix of a request that holds no blocks, and its tokens.
@@ -75,7 +110,8 @@ class KVCacheManager:
         """Blocks for the next tokens of a request: those added (hits not among them), or None.
 
         None means fewer than `keep_free_blocks` would be left, and nothing has changed. Hits that
-        nobody holds are in the free queue and count as taken. Names are given at once, unless
+        nobody holds are in the free queue and count as taken; blocks that no later token reads are
+        given back first, and count as free. Names are given at once, unless
         `delay_cache_blocks`: then `cache_blocks` gives them when the load has ended.
         """
         computed = request.num_computed_tokens
@@ -87,20 +123,22 @@ class KVCacheManager:
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
-        counts = self._fitting_counts(
+        added = self._coordinator.allocate(
             request.request_id,
             min(num_tokens, self.max_model_len),
+            computed,
             new_computed_blocks,
-            keep_free_blocks,
+            self.pool.num_free - keep_free_blocks,
         )
-        if counts is None:
+        if added is None:
             return None
-        if new_computed_blocks is not None:
-            self._coordinator.attach(request.request_id, new_computed_blocks)
-        added = self._coordinator.allocate(request.request_id, counts)
         if not delay_cache_blocks:
             self._cache(request, min(num_tokens, request.num_tokens), computed=False)
         return added
+
+    def can_go_on(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether the request holds all that is read behind its first `num_computed_tokens`."""
+        return self._coordinator.can_go_on(request.request_id, num_computed_tokens)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Name the full blocks among the first `num_computed_tokens`, which a load brought."""
@@ -123,9 +161,10 @@ class KVCacheManager:
 
     def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
         """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
-        full = request.block_hashes[: request.num_prompt_tokens // self.block_size]
+        blocks = self._coordinator.of_blocks(request.block_hashes)
+        digests = list(blocks[: request.num_prompt_tokens // self.block_size])
         tail = request.prompt_tail_hash() if with_tail else b""
-        return [*full, tail] if tail else full
+        return [*digests, tail] if tail else digests
 
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
@@ -156,26 +195,13 @@ class KVCacheManager:
     def drop_names(self, request: Request) -> list[bytes]:
         """Make sure that nobody finds the blocks of a request again, nor another block of the same
         name; it keeps them. The names, head first: tiers may have such blocks too."""
-        self._coordinator.drop_names(request.request_id, request.block_hashes)
-        return self._coordinator.keys(request.block_hashes)
+        digests = self._coordinator.of_blocks(request.block_hashes)
+        self._coordinator.drop_names(request.request_id, digests)
+        return self._coordinator.keys(digests)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The block table of each cache group."""
         return self._coordinator.block_ids(request_id)
-
-    def _fitting_counts(
-        self, request_id: str, num_slots: int, hits: GroupBlocks | None, keep_free_blocks: int
-    ) -> list[int] | None:
-        """Blocks to add for each group, or None if the pool cannot spare them."""
-        counts = self._coordinator.num_missing(request_id, num_slots)
-        num_free = self.pool.num_free - keep_free_blocks
-        if hits is not None:
-            counts = [max(0, n - len(blocks)) for n, blocks in zip(counts, hits, strict=True)]
-        taken = sum(counts)
-        # Only if it could matter are the hits that sit in the free queue counted.
-        if hits is not None and taken + sum(map(len, hits)) > num_free:
-            taken += sum([len([b for b in blocks if b.ref_cnt == 0]) for blocks in hits])
-        return counts if taken == 0 or taken <= num_free else None
 
     def _cache(self, request: Request, num_tokens: int, computed: bool) -> None:
         self._coordinator.cache(request, num_tokens, computed)

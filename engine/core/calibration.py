@@ -62,6 +62,11 @@ class CalibrationBudget:
     max_num_batched_tokens: int
     num_groups: int = 1
 
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of a request that keeps all its blocks in every group."""
+        return (self.num_blocks - 1) // self.num_groups * self.block_size
+
 
 class Calibration:
     """The calibration of one engine, before its first request."""
@@ -80,7 +85,8 @@ class Calibration:
         """Measure prompts. Does nothing where no step may hold enough of one."""
         budget = self._budget
         # The token that is sampled takes a place too.
-        most = min(_MOST_TOKENS, budget.max_num_batched_tokens, budget.max_model_len - 1)
+        longest = min(budget.max_model_len - 1, budget.most_tokens)
+        most = min(_MOST_TOKENS, budget.max_num_batched_tokens, longest)
         if most < MIN_PROMPT_TOKENS:
             return
         count = MIN_PROMPT_TOKENS
@@ -92,7 +98,7 @@ class Calibration:
                 count *= 2
                 seconds = self._run(count)
             self._measure(count, 0, seconds)
-            far = min(4 * count, budget.max_model_len - 1 - count) // budget.block_size
+            far = min(4 * count, longest - count) // budget.block_size
             # Context may make it several times as dear.
             if far * budget.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
                 start = far * budget.block_size

@@ -10,7 +10,6 @@ import logging
 
 import torch
 
-from ...tiers.block import BlockLayout
 from ...tiers.host_memory import available_memory_bytes
 from ..config import DEFAULT_GPU_SHARE, DEFAULT_POOL_BYTES, EngineConfig
 from ..models.checkpoint.weights import expected_tensors
@@ -18,7 +17,7 @@ from ..models.dtypes import choose_dtype
 from ..models.spec import ModelSpec, resolve_max_model_len
 from ..offload_config import has_tier
 from ..plan import activation_bytes, weight_bytes
-from ..worker.kv_pool import num_blocks_in
+from ..worker.kv_pool import PoolDemand, num_blocks_in
 from ..worker.runtime.cuda_probe import choose_gpu, probe_cuda
 from ..worker.runtime.device_config import Placement, with_index
 from ..worker.runtime.pool_sizing import HostMemory, host_pool_blocks
@@ -54,7 +53,7 @@ def dtype_for(config: EngineConfig, spec: ModelSpec, device: torch.device) -> to
     return chosen.dtype
 
 
-def blocks_of_pool(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -> int | None:
+def blocks_of_pool(config: EngineConfig, spec: ModelSpec, demand: PoolDemand) -> int | None:
     """The size of the pool: what the settings say, or what the host's free memory has room for.
     None: what a GPU's memory has left, which is known after the weights are loaded. Raises
     ConfigError where there is no room."""
@@ -62,12 +61,12 @@ def blocks_of_pool(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -
     if cache.num_blocks is not None:
         return cache.num_blocks
     if cache.memory_bytes is not None:
-        return num_blocks_in(layout, cache.memory_bytes)
+        return num_blocks_in(demand.block_bytes, cache.memory_bytes)
     if model.device != "cpu":
         return None
     available = available_memory_bytes()
     if available is None:
-        return num_blocks_in(layout, DEFAULT_POOL_BYTES)
+        return num_blocks_in(demand.block_bytes, DEFAULT_POOL_BYTES)
     dtype = choose_dtype(model.dtype, stored=spec.stored_dtype).name
     memory = HostMemory(
         available_bytes=available,
@@ -78,7 +77,7 @@ def blocks_of_pool(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -
     context = resolve_max_model_len(spec, model.max_model_len)
     return host_pool_blocks(
         memory,
-        layout,
+        demand,
         context,
         config.scheduler.max_num_seqs,
         is_asked=model.max_model_len is not None,

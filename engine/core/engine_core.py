@@ -49,7 +49,7 @@ from ..wire import (
     TokenOutput,
     ToolCalled,
 )
-from ..worker.kv_pool import check_pool_size
+from ..worker.kv_pool import PoolDemand, check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
@@ -120,19 +120,20 @@ class EngineCore:
         self._dtype = dtype_for(config, self.spec, device)
         kv_dtype = kv_dtype_name(config.cache.kv_cache_dtype, self._dtype)
         layout = self.spec.layout(config.cache.block_size, kv_dtype)
-        self._groups = plan_groups(layout, config.cache.num_groups)
-        num_blocks = blocks_of_pool(config, self.spec, layout)
+        self._groups = plan_groups(layout, config.cache.num_groups, self.spec.layer_attention)
+        demand = PoolDemand(self._groups, config.scheduler.most_step_tokens)
+        num_blocks = blocks_of_pool(config, self.spec, demand)
         if num_blocks is not None:
             if config.model.max_model_len is None:
-                self.max_model_len = context_that_fits(layout, num_blocks, self.max_model_len)
-            check_pool_size(layout, num_blocks, self.max_model_len, device)
+                self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
+            check_pool_size(demand, num_blocks, self.max_model_len, device)
         identity = Identity(
             fingerprint(
                 config.model.path,
                 self.spec,
                 random_for=device.type if self._placement.random_weights else None,
             ),
-            config.model.revision,
+            config.model.revision + self._page_order(),
             kv_dtype,
             config.cache.block_size,
         )
@@ -360,7 +361,9 @@ class EngineCore:
             self.max_model_len = executor.max_model_len
         else:
             self.num_blocks = self._groups.num_pages(num_blocks)
-        self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
+        self._stats = CoreStats(
+            config, self._groups.layout, self.num_blocks, self._prefill, len(self._groups)
+        )
         if config.step_trace is not None:
             self._trace = StepTrace(
                 config.step_trace,
@@ -381,7 +384,8 @@ class EngineCore:
                 self.max_model_len,
                 enable_caching=config.cache.enable_prefix_caching,
                 watermark=config.cache.watermark,
-                num_groups=len(self._groups),
+                attention=self._groups.attention,
+                most_step_tokens=config.scheduler.most_step_tokens,
             ),
             max_model_len=self.max_model_len,
             eos_token_ids=frozenset(self.spec.eos_token_ids),
@@ -394,6 +398,13 @@ class EngineCore:
         self._held = HeldAnswers(self.scheduler.manager, self._connector)
         if self._executor is None:
             self._executor = self._load_model(num_blocks)
+
+    def _page_order(self) -> str:
+        """What tells blocks apart whose bytes lie in another order: nothing for the usual one."""
+        cache = self.config.cache
+        if cache.kernel_block_size in (None, cache.block_size):
+            return ""
+        return f"\nkernel blocks of {cache.kernel_block_size}"
 
     def _load_model(self, num_blocks: int | None) -> Executor:
         config = self.config

@@ -138,6 +138,8 @@ def load_runner(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_model_len,
         num_groups=config.cache.num_groups,
+        kernel_block_size=config.cache.kernel_block_size,
+        most_step_tokens=config.scheduler.most_step_tokens,
         is_length_asked=config.model.max_model_len is not None,
         connector=connector,
         placement=placement,

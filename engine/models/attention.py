@@ -7,6 +7,8 @@ A step's work is laid down once in an `AttentionPlan` and then run for every lay
     context chunk   tokens after cached ones: tiles of rows against the gathered K and V
     decode batch    one token for each of several requests of similar length: one padded call
 
+Layers with a window gather only the blocks that it reaches into, whatever a table has before those.
+
 All chunks and decodes of a step share one gather a layer, up to `GATHER_BYTES`. Beyond, the gather
 is cut: 64 requests of 1,000 tokens took half the time in pieces that stay in the processor's cache,
 for the attention then reads them from there.
@@ -36,14 +38,17 @@ class FreshChunk:
 
     start: int
     end: int
+    tiles: list[Tile] | None = None  # over these rows; None: each sees all before it
 
 
 @dataclass(slots=True)
 class Tile:
-    """Rows `start … end` of the step see the first `keys` tokens of their request."""
+    """Rows `start … end` of the step see `keys` tokens of their request, from the one `first`
+    places behind where its K and V begin."""
 
     start: int
     end: int
+    first: int
     keys: int
     mask: Tensor | None  # [rows, keys] of 0 and -inf; None: every key is seen
 
@@ -71,14 +76,14 @@ class GatherGroup:
     """The blocks that one gather copies, and the chunks and decodes that read them."""
 
     block_rows: Tensor  # int64 [2 * blocks]: rows of layer 0, K's then V's
-    stale: Tensor | None  # int64: gathered tokens that lie beyond their request's length
+    stale: Tensor | None  # int64: gathered tokens beyond their request's length or its window
     chunks: list[ContextChunk] = field(default_factory=list)
     decodes: list[DecodeBatch] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """One step, the same for every layer."""
+    """One step, the same for every layer of a cache group with the same window."""
 
     blocks: Tensor  # int64 [written]: where the new K and V go
     offsets: Tensor  # int64 [written]: and the place within that block
@@ -94,17 +99,23 @@ class PagedAttention:
     """
 
     def __init__(
-        self, pool: Tensor, layout: BlockLayout, num_heads: int, max_group_blocks: int
+        self,
+        pool: Tensor,
+        layout: BlockLayout,
+        num_heads: int,
+        max_group_blocks: int,
+        scale: float,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous;
-        `max_group_blocks` is the most that one GatherGroup asks for."""
+        `max_group_blocks` is the most that one GatherGroup asks for; scores are multiplied by
+        `scale`."""
         self._layers = [(pool[:, i, 0], pool[:, i, 1]) for i in range(layout.num_layers)]
         row = layout.block_size * layout.num_kv_heads * layout.head_dim
         self._block_rows = pool.view(-1, row)
         self._gathered = torch.zeros((2 * max_group_blocks, row), dtype=pool.dtype)
         self._kv_heads, self._head_dim = layout.num_kv_heads, layout.head_dim
         self._num_heads = num_heads
-        self._scale = layout.head_dim**-0.5
+        self._scale = scale
         self._grouped = num_heads != layout.num_kv_heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
@@ -113,12 +124,15 @@ class PagedAttention:
         self._write(k, v, layer, plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in plan.fresh:
+            if chunk.tiles is not None:
+                self._run_tiles(q, k, v, chunk.start, chunk.tiles, out)
+                continue
             rows = slice(chunk.start, chunk.end)
             out[rows] = self._attend(q[rows], k[rows], v[rows], None, is_causal=True)
         for group in plan.groups:
             keys, values = self._gather(layer, group)
             for context in group.chunks:
-                self._run_chunk(q, keys, values, context, out)
+                self._run_tiles(q, keys, values, context.offset, context.tiles, out)
             for batch in group.decodes:
                 out[batch.rows] = self._decode(q[batch.rows], keys, values, batch)
         return out.view(len(q), -1)
@@ -141,12 +155,19 @@ class PagedAttention:
             both.index_fill_(1, group.stale, 0)
         return both[0], both[1]
 
-    def _run_chunk(
-        self, q: Tensor, keys: Tensor, values: Tensor, chunk: ContextChunk, out: Tensor
+    def _run_tiles(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        offset: int,
+        tiles: list[Tile],
+        out: Tensor,
     ) -> None:
-        for tile in chunk.tiles:
+        """Of one request, whose K and V begin at `offset`."""
+        for tile in tiles:
             rows = slice(tile.start, tile.end)
-            seen = slice(chunk.offset, chunk.offset + tile.keys)
+            seen = slice(offset + tile.first, offset + tile.first + tile.keys)
             out[rows] = self._attend(q[rows], keys[seen], values[seen], tile.mask)
 
     def _attend(

@@ -2,7 +2,7 @@
 """The network of every family as plain functions over weights, for one flat batch of tokens.
 
 Norms are computed in float32 at least, as transformers does; in float64 they stay in float64, since
-rounding them would make results depend on the order of additions again (`elementwise.py`). What
+rounding them would make results depend on the order of additions again (`layers.py`). What
 tells the families apart is in the weights: a bias or a norm that is None is not computed. Knows
 nothing of requests, blocks or sampling: positions and the attention plan come from outside.
 
@@ -67,7 +67,8 @@ class Layer:
     """The matrices and norms of one layer, and the two parts they make."""
 
     __slots__ = (
-        "_attention_norm", "_head_norms", "_mlp", "_mlp_norm", "_ops", "_out", "_qkv", "_spec",
+        "_after_attention_norm", "_after_mlp_norm", "_attention_norm", "_head_norms", "_mlp",
+        "_mlp_norm", "_ops", "_out", "_qkv", "_spec",
     )  # fmt: skip
 
     def __init__(self, spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> None:
@@ -76,8 +77,10 @@ class Layer:
         self._qkv = Linear(weights.qkv, weights.qkv_bias)
         self._head_norms = weights.head_norms
         self._out = Linear(weights.out, weights.out_bias)
+        self._after_attention_norm = weights.after_attention_norm
         self._mlp_norm = weights.mlp_norm
         self._mlp = make_mlp(spec, weights, elementwise)
+        self._after_mlp_norm = weights.after_mlp_norm
 
     def attention(
         self,
@@ -103,8 +106,14 @@ class Layer:
 
     def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output `[rows, hidden]` from rows of its input and of its attention."""
-        x = x + self._out(mixed)
-        return x + self._mlp(self._norm(x, self._mlp_norm))
+        added = self._out(mixed)
+        if self._after_attention_norm is not None:
+            added = self._norm(added, self._after_attention_norm)
+        x = x + added
+        added = self._mlp(self._norm(x, self._mlp_norm))
+        if self._after_mlp_norm is not None:
+            added = self._norm(added, self._after_mlp_norm)
+        return x + added
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Over the last dimension; `weight` may be a vector for each head."""
@@ -134,10 +143,22 @@ class Decoder:
             self._layers.append(Layer(spec, weights.layers.pop(0), elementwise))
         self._last_norm = weights.norm
         self._head = Linear(weights.head)
-        cos, sin = rope_tables(spec.rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
+        self._logits_softcap = spec.logits_softcap
+        # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
+        scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self._embedding_scale = None if spec.embedding_scale == 1.0 else scale
         # Computed on the host, so that every device has the same numbers.
         device = weights.embedding.device
-        self._cos, self._sin = cos[:, None].to(device), sin[:, None].to(device)
+        self._tables = [
+            tuple(
+                table[:, None].to(device)
+                for table in rope_tables(
+                    rope, spec.head_dim, max_model_len, spec.max_positions, dtype
+                )
+            )
+            for rope in spec.ropes
+        ]
+        self._table_of = spec.rope_of_layers
 
     @classmethod
     def load(
@@ -184,6 +205,8 @@ class Decoder:
         """`[tokens, hidden]`, where `embeds` replaces some; their ids need only be in the
         vocabulary."""
         x = F.embedding(token_ids, self._embedding)
+        if self._embedding_scale is not None:
+            x *= self._embedding_scale
         if embeds is not None:
             x.index_copy_(0, embeds.rows, embeds.values.to(x.dtype))
         return x
@@ -203,11 +226,12 @@ class Decoder:
         K and V of all tokens are written; past the last attention only the wanted rows are
         computed, for nothing else is ever read.
         """
-        cos, sin = self._cos[positions], self._sin[positions]
+        turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             if aux is not None:
                 aux.look(x, index, wanted)
+            cos, sin = turns[self._table_of[index]]
             mixed = layer.attention(x, index, cos, sin, attention, plan)
             if index == last and wanted is not None:
                 x, mixed = x[wanted], mixed[wanted]
@@ -219,4 +243,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long
         prompt can be computed piece by piece."""
-        return self._head(hidden)
+        logits = self._head(hidden)
+        if self._logits_softcap is not None:
+            logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
+        return logits

@@ -69,10 +69,14 @@ Compile = Callable[[Callable[..., Tensor]], Any]
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square over the last dimension; `weight` may be a vector for each head. Computed in
-    float32 at least."""
+    float32 at least: what comes out is rounded to x's type before it is multiplied by a weight of
+    that type, and after it is multiplied by a wider one."""
     size = weight.shape[-1:]
     if x.dtype not in _WIDE_TYPES:
-        return weight * F.rms_norm(x.float(), size, None, eps).to(x.dtype)
+        normed = F.rms_norm(x.float(), size, None, eps)
+        if weight.dtype in _WIDE_TYPES:
+            return (normed * weight).to(x.dtype)
+        return weight * normed.to(x.dtype)
     if weight.dim() > 1:
         return F.rms_norm(x, size, None, eps) * weight
     return F.rms_norm(x, size, weight, eps)
@@ -85,13 +89,21 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return gate
 
 
+def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, by the approximation with tanh."""
+    gate = F.gelu(gate, approximate="tanh")
+    gate *= up
+    return gate
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """The three functions as a decoder calls them."""
+    """The functions as a decoder calls them."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
+    gelu_gated: Callable[[Tensor, Tensor], Tensor] = gelu_gated
 
     @classmethod
     def compiled(cls, compile_one: Compile | None = None) -> Elementwise:
@@ -101,4 +113,4 @@ class Elementwise:
             return torch.compile(function, dynamic=True)
 
         one = compile_one or by_torch
-        return cls(one(norm), one(rotate), one(gated))
+        return cls(one(norm), one(rotate), one(gated), one(gelu_gated))

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .checkpoint.weights import LayerWeights
-from .families import MlpKind
+from .families import Activation, MlpKind
 from .layers import Elementwise, Linear
 from .spec import ModelSpec
 
@@ -21,18 +21,21 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """Three matrices for all rows: `down(silu(gate(x)) * up(x))`."""
+    """Three matrices for all rows: `down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("_down", "_gate", "_ops", "_up")
+    __slots__ = ("_down", "_gate", "_gated", "_up")
 
-    def __init__(self, weights: LayerWeights, elementwise: Elementwise) -> None:
+    def __init__(
+        self, weights: LayerWeights, activation: Activation, elementwise: Elementwise
+    ) -> None:
         self._gate = Linear(weights.gate, weights.gate_bias)
         self._up = Linear(weights.up, weights.up_bias)
         self._down = Linear(weights.down, weights.down_bias)
-        self._ops = elementwise
+        is_silu = activation is Activation.SILU
+        self._gated = elementwise.gated if is_silu else elementwise.gelu_gated
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return self._down(self._ops.gated(self._gate(x), self._up(x)))
+        return self._down(self._gated(self._gate(x), self._up(x)))
 
 
 _KINDS = {MlpKind.DENSE: DenseMlp}
@@ -40,4 +43,4 @@ _KINDS = {MlpKind.DENSE: DenseMlp}
 
 def make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) -> Mlp:
     """The one that the model's family has."""
-    return _KINDS[spec.family.mlp](weights, elementwise)
+    return _KINDS[spec.family.mlp](weights, spec.family.activation, elementwise)

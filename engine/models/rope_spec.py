@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .checkpoint.json_fields import JsonFields
+from .checkpoint.json_fields import MAX_COUNT, JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 DEFAULT_THETA = 10000.0
 # Models are stretched by 2 to 128. Far beyond, rounding eats the positions.
 MAX_FACTOR = 1e6
+# Kinds of layers as Hugging Face calls them: those that see all, and those with a window.
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Positions of several kinds of layers, of images, and queries that grow with their position.
-_UNSUPPORTED = ("full_attention", "sliding_attention", "mrope_section", "llama_4_scaling_beta")
+_UNSUPPORTED = (*LAYER_KINDS, "mrope_section", "llama_4_scaling_beta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,50 @@ def parse_rope(config: JsonFields, head_dim: int, max_positions: int) -> RopeSpe
     """
     old = config.inner("rope_scaling")
     fields = old if old.values else config.inner("rope_parameters")
+    theta = config.number("rope_theta", DEFAULT_THETA)
+    return _parse_fields(config, fields, theta, head_dim, max_positions)
+
+
+def parse_two_ropes(
+    config: JsonFields, head_dim: int, max_positions: int, thetas: tuple[float, float]
+) -> tuple[RopeSpec, RopeSpec]:
+    """The rotary positions of layers that see all, and of layers with a window; `thetas` are theirs
+    where config.json is silent. Raises ConfigError naming the key.
+
+    The newer spelling has an object for each kind of layer in `rope_parameters`; in the older one
+    `rope_theta` and `rope_scaling` are those of layers that see all, and `rope_local_base_freq` is
+    the theta of the others. A `rope_scaling` beside the newer one is laid over it.
+    """
+    new = config.inner("rope_parameters")
+    for name in new.values:
+        if name not in LAYER_KINDS:
+            expected = (
+                f"absent, for this family has an object for each of {' and '.join(LAYER_KINDS)}"
+            )
+            raise new.fault(name, expected, new.values[name])
+    full, local = (new.inner(kind) for kind in LAYER_KINDS)
+    old = config.inner("rope_scaling")
+    if old.values:
+        full = JsonFields({**full.values, **old.values}, old.where)
+    theta = config.number("rope_theta", thetas[0], above=1.0)
+    local_theta = config.number("rope_local_base_freq", thetas[1], above=1.0)
+    return (
+        _parse_fields(config, full, theta, head_dim, max_positions),
+        _parse_fields(config, local, local_theta, head_dim, max_positions),
+    )
+
+
+def _parse_fields(
+    config: JsonFields, fields: JsonFields, theta: float, head_dim: int, max_positions: int
+) -> RopeSpec:
+    """Those of `fields`; `config` is all of config.json, and `theta` the one that it gives."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_KINDS:
         raise fields.fault("rope_type", "one of " + ", ".join(ROPE_KINDS), kind)
     for name in _UNSUPPORTED:
         if fields.has(name):
             raise fields.fault(name, "absent (it is not supported)", fields.values[name])
-    theta = fields.number("rope_theta", config.number("rope_theta", DEFAULT_THETA), above=1.0)
+    theta = fields.number("rope_theta", theta, above=1.0)
     _refuse_partial(config, fields, kind)
 
     if kind == "default":
@@ -138,7 +177,16 @@ def stable_length(rope: RopeSpec, max_positions: int) -> int:
 
     Beyond, `dynamic` and `longrope` rotate a token by the length its sequence has when it is
     computed. Its K would depend on how the prompt was cut into chunks, and could not be shared.
+    `yarn` stretches the original length by its factor, whether or not `max_position_embeddings` was
+    raised to that.
     """
     if rope.kind == "longrope":
         return min(max_positions, rope.original_max_positions)
+    if rope.kind == "yarn":
+        return max(max_positions, yarn_length(rope))
     return max_positions
+
+
+def yarn_length(rope: RopeSpec) -> int:
+    """The positions that a yarn is stretched to."""
+    return min(int(rope.factor * rope.original_max_positions), MAX_COUNT)

@@ -7,8 +7,10 @@ key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...tiers.block import BlockLayout
 from ...tiers.settings.values import ConfigError
@@ -16,7 +18,16 @@ from .checkpoint.files import check_directory, is_there
 from .checkpoint.generation_config import GENERATION_CONFIG
 from .checkpoint.json_fields import JsonFields, read_json
 from .families import ARCHITECTURES, FAMILIES, Family, Windows
-from .rope_spec import RopeSpec, parse_rope, stable_length
+from .layer_attention import LayerAttention, full, window
+from .rope_spec import (
+    FULL,
+    LAYER_KINDS,
+    SLIDING,
+    RopeSpec,
+    parse_rope,
+    parse_two_ropes,
+    stable_length,
+)
 
 # Keys of a config.json that can change a model's numbers in ways nothing here computes, each with
 # the values under which it changes nothing; an absent or null key is always neutral. A model with
@@ -34,6 +45,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "clip_qkv": (),
     "dual_chunk_attention_config": (),
     "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
     "no_rope_layers": (),
     "query_pre_attn_scalar": (),
     "use_mrope": (False,),
@@ -45,7 +57,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "residual_multiplier": (1, 1.0),
     "scale_emb": (1, 1.0),
     # Layers that differ from each other, and mixtures of experts.
-    "hidden_act": ("silu", "swish"),
     "n_routed_experts": (),
     "num_experts": (),
     "num_local_experts": (),
@@ -53,10 +64,17 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def refuse_unsupported(config: JsonFields) -> None:
-    """Raise ConfigError for the first key with a value that is not neutral."""
-    for name, neutral in _NEUTRAL.items():
-        if config.has(name) and config.values[name] not in neutral:
+def refuse_unsupported(config: JsonFields, family: Family) -> None:
+    """Raise ConfigError for the first key with a value that is not neutral, but for those that the
+    family heeds."""
+    heeded = set()
+    if family.query_scalar is not None:
+        heeded.add("query_pre_attn_scalar")
+    if family.softcaps_logits:
+        heeded.add("final_logit_softcapping")
+    known = _NEUTRAL | {family.activation_key: family.activation.value}
+    for name, neutral in known.items():
+        if name not in heeded and config.has(name) and config.values[name] not in neutral:
             expected = " or ".join(repr(value) for value in neutral) or "absent"
             raise config.fault(
                 name, f"{expected} (anything else is not supported)", config.values[name]
@@ -66,26 +84,44 @@ def refuse_unsupported(config: JsonFields) -> None:
 # Values of the families where config.json is silent, which is not the same as null.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
+DEFAULT_WINDOW_PATTERN = 6
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+class LayerWindows(NamedTuple):
+    """The window in positions, a token's own among them, and the layers that have it."""
+
+    window: int
+    layers: tuple[int, ...]
 
 
-def parse_sliding_window(config: JsonFields, family: Family, num_layers: int) -> int | None:
-    """The window in positions where any layer has one, else None; raises ConfigError naming the
-    key.
-
-    A window of W positions is a token's own and the W - 1 before it. Sequences of at most W tokens
-    are computed the same with and without it, so a model with windows is served up to that length.
-    """
-    window = _window(config, family)
+def parse_windows(config: JsonFields, family: Family, num_layers: int) -> LayerWindows | None:
+    """The window and its layers where any layer has one, else None; raises ConfigError naming the
+    key."""
+    size = _window(config, family)
     kinds = _layer_types(config, num_layers)
-    if _SLIDING in kinds and window is None:
-        raise config.fault("layer_types", f"{_FULL} for every layer, as it has no window", kinds)
-    if window is None or family.windows is Windows.EVERY_LAYER:
-        return window
+    if SLIDING in kinds and size is None:
+        raise config.fault("layer_types", f"{FULL} for every layer, as it has no window", kinds)
+    if size is None:
+        if family.windows is Windows.MOST_LAYERS and not kinds:
+            raise config.fault("sliding_window", "a whole number, or layer_types be given", None)
+        return None
+    layers = tuple(range(num_layers))
+    if family.windows is not Windows.EVERY_LAYER:
+        slides = _slides_by_type(kinds) if kinds else _slides_by_number(config, family)
+        layers = tuple(layer for layer in layers if slides(layer))
+    return LayerWindows(size, layers) if layers else None
+
+
+def _slides_by_type(kinds: list[object]) -> Callable[[int], bool]:
+    return lambda layer: kinds[layer] == SLIDING
+
+
+def _slides_by_number(config: JsonFields, family: Family) -> Callable[[int], bool]:
+    if family.windows is Windows.MOST_LAYERS:
+        pattern = config.integer("sliding_window_pattern", DEFAULT_WINDOW_PATTERN)
+        return lambda layer: (layer + 1) % pattern > 0
     first = config.integer("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
-    slides = _SLIDING in kinds if kinds else first < num_layers
-    return window if slides else None
+    return lambda layer: layer >= first
 
 
 def _window(config: JsonFields, family: Family) -> int | None:
@@ -108,8 +144,8 @@ def _layer_types(config: JsonFields, num_layers: int) -> list[object]:
     if kinds is None:
         return []
     listed = kinds if isinstance(kinds, list) else []
-    if len(listed) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in listed):
-        expected = f"a list of {_FULL} or {_SLIDING} for each of the {num_layers} layers"
+    if len(listed) != num_layers or any(kind not in LAYER_KINDS for kind in listed):
+        expected = f"a list of {' or '.join(LAYER_KINDS)} for each of the {num_layers} layers"
         raise config.fault("layer_types", expected, kinds)
     return listed
 
@@ -141,6 +177,10 @@ class ModelSpec:
     bos_token_id: int | None
     sliding_window: int | None = None  # the last positions that some layers see; None: all
     stored_dtype: str | None = None  # the checkpoint's number type; None: it names none of ours
+    sliding_layers: tuple[int, ...] | None = None  # those layers; None where there is no window
+    local_rope: RopeSpec | None = None  # of those layers; None: `rope` is that of all
+    query_scalar: float | None = None  # what scores are divided by the root of; None: head_dim
+    logits_softcap: float | None = None  # logits stay within plus and minus this
 
     @property
     def family(self) -> Family:
@@ -152,11 +192,43 @@ class ModelSpec:
         return self.attention_bias and self.family.output_bias
 
     @property
+    def layer_attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer attends. A window that no sequence outgrows is none."""
+        sees_all = (full(),) * self.num_layers
+        if self.sliding_window is None or self.sliding_window >= self.max_context:
+            return sees_all
+        sliding = set(self.sliding_layers or ())
+        local = window(self.sliding_window)
+        return tuple(local if i in sliding else kind for i, kind in enumerate(sees_all))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The kinds of rotary positions that layers have."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    @property
+    def rope_of_layers(self) -> tuple[int, ...]:
+        """For each layer which of `ropes` it has."""
+        if self.local_rope is None:
+            return (0,) * self.num_layers
+        sliding = set(self.sliding_layers or ())
+        return tuple(int(layer in sliding) for layer in range(self.num_layers))
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by, before it is rounded to their type."""
+        return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
+
+    @property
     def max_context(self) -> int:
         """The longest sequence, in tokens, that is computed as the model was trained, with K and V
         that can be cached and shared."""
-        positions = stable_length(self.rope, self.max_positions)
-        return min(positions, self.sliding_window or positions)
+        return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
         """How one block of this model lies."""
@@ -172,15 +244,19 @@ def load_model_spec(path: Path) -> ModelSpec:
     config = read_json(path / "config.json")
     architecture = _architecture(config)
     family = FAMILIES[architecture]
-    refuse_unsupported(config)
+    refuse_unsupported(config, family)
 
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers", maximum=4096)
-    num_heads = config.integer("num_attention_heads")
+    num_heads = _integer(config, "num_attention_heads", family.default_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)
     max_positions = _max_positions(config, family)
-    vocab_size = config.integer("vocab_size")
+    vocab_size = _integer(config, "vocab_size", family.default_vocab_size)
     eos, bos = _special_ids(path, config, vocab_size)
+    windows = parse_windows(config, family, num_layers)
+    rope, local_rope = _ropes(config, family, head_dim, max_positions)
+    if windows is None:
+        local_rope = None
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -192,8 +268,8 @@ def load_model_spec(path: Path) -> ModelSpec:
         head_dim=head_dim,
         max_positions=max_positions,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(config, head_dim, max_positions),
-        tied_embeddings=config.boolean("tie_word_embeddings", False),
+        rope=rope,
+        tied_embeddings=config.boolean("tie_word_embeddings", family.default_tied),
         attention_bias=(
             config.boolean("attention_bias", False)
             if family.attention_bias is None
@@ -202,8 +278,14 @@ def load_model_spec(path: Path) -> ModelSpec:
         mlp_bias=family.mlp_bias and config.boolean("mlp_bias", False),
         eos_token_ids=eos,
         bos_token_id=bos,
-        sliding_window=parse_sliding_window(config, family, num_layers),
+        sliding_window=windows and windows.window,
         stored_dtype=_stored_dtype(config),
+        sliding_layers=windows and windows.layers,
+        local_rope=local_rope,
+        query_scalar=_query_scalar(config, family),
+        logits_softcap=(
+            config.optional_number("final_logit_softcapping") if family.softcaps_logits else None
+        ),
     )
 
 
@@ -214,15 +296,15 @@ def resolve_max_model_len(spec: ModelSpec, wanted: int | None) -> int:
     if wanted <= spec.max_context:
         return wanted
     reason = f"the model's max_position_embeddings is {spec.max_positions}"
-    if spec.max_context == spec.sliding_window:
-        reason = (
-            f"the model's layers see only the last {spec.sliding_window} positions, and this "
-            "version computes full attention, which is the same up to that length"
-        )
-    elif spec.max_context < spec.max_positions:
+    if spec.max_context < spec.max_positions:
         reason = (
             f"beyond {spec.max_context} tokens its longrope positions depend on the length of the "
             "whole sequence, so its blocks could not be shared"
+        )
+    elif spec.max_context > spec.max_positions:
+        reason += (
+            f", and its yarn stretches original_max_position_embeddings "
+            f"{spec.rope.original_max_positions} by a factor of {spec.rope.factor:g}"
         )
     raise ConfigError(
         f"--max-model-len {wanted} is too long because {reason}; use at most {spec.max_context}"
@@ -260,6 +342,27 @@ def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
     if num_heads % count:
         raise config.fault(name, f"a divisor of num_attention_heads ({num_heads})", count)
     return count
+
+
+def _integer(config: JsonFields, name: str, default: int | None) -> int:
+    """A count; None: config.json must say."""
+    return config.integer(name) if default is None else config.integer(name, default)
+
+
+def _ropes(
+    config: JsonFields, family: Family, head_dim: int, max_positions: int
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """The rotary positions of layers that see all, and those of layers with a window where the
+    family has two."""
+    if family.default_thetas is None:
+        return parse_rope(config, head_dim, max_positions), None
+    return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
+
+
+def _query_scalar(config: JsonFields, family: Family) -> float | None:
+    if family.query_scalar is None:
+        return None
+    return config.number("query_pre_attn_scalar", family.query_scalar)
 
 
 def _max_positions(config: JsonFields, family: Family) -> int:

@@ -51,7 +51,7 @@ class Admission:
         self._connector = places.connector
         self._max_running = config.max_num_seqs
         self._chunked = config.enable_chunked_prefill
-        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._chunk_limit = config.most_step_tokens
         self._most_tokens = config.max_num_batched_tokens
         self._waits_for_budget = ""  # the id of a request found to have nothing to load
 

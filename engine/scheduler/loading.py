@@ -5,7 +5,8 @@ One with a *blocking* load waits: it holds its blocks, is in no queue and comput
 leaves when the connector reports it, in one of these ways:
 
     some or all tokens came   its computed part grows and is named; it goes on with its blocks
-    nothing came              it gives its blocks back and will compute, never asking again
+    nothing came              it gives its blocks back and will compute, never asking again; so too
+                              where a window lacks one of its blocks
     its load was cancelled    it gives its blocks back and may load again: it was preempted
     it ended meanwhile        its blocks are given back only now, because the copy wrote to them
 
@@ -166,11 +167,14 @@ class LoadingRequests:
         loaded = min(report.num_loaded_tokens, request.num_external_computed_tokens)
         request.status = RequestStatus.WAITING
         request.num_external_computed_tokens = loaded
-        if loaded > 0:
+        if loaded > 0 and self._manager.can_go_on(request, request.num_computed_tokens + loaded):
             request.num_computed_tokens += loaded
             self._manager.cache_blocks(request, request.num_computed_tokens)
         else:
-            # Without its blocks it is admitted like any other request, hits included.
+            # Without its blocks it is admitted like any other request, hits included. So is one
+            # with a window of which not all came: its load brought what its end reads, and no more.
+            request.num_external_computed_tokens = report.num_loaded_tokens = 0
+            report.tokens_by_tier = {}
             self._manager.free(request)
             request.num_computed_tokens = 0
             request.external_load_failed = not report.is_cancelled

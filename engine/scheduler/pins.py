@@ -152,7 +152,8 @@ class Pins:
             return False
         self._ask("turn_ended", job, now)
         self._release(job)
-        num_blocks = sum(map(len, self._manager.get_block_ids(request.request_id)))
+        ids = self._manager.get_block_ids(request.request_id)
+        num_blocks = sum(len(table) - table.count(0) for table in ids)  # 0 is the null block
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
             return False
         while self.num_blocks + num_blocks > self._most_blocks:

@@ -43,10 +43,7 @@ class MemoryPressure:
         """Whether `request` could read its whole prompt without driving anybody out."""
         if self._preempt_blocks >= self._usable:
             return True
-        missing = self._manager.num_missing_blocks(request)
-        if hits is not None:
-            # Hits that others hold cost nothing; the others leave the free queue.
-            missing -= sum([len([b for b in blocks if b.ref_cnt > 0]) for blocks in hits])
+        missing = self._manager.num_missing_blocks(request, hits)
         for other in running:
             if other.num_tokens - other.num_computed_tokens > 1:  # in the middle of its prompt
                 missing += self._manager.num_missing_blocks(other)

@@ -21,7 +21,7 @@ class RunningRound:
     def __init__(self, config: SchedulerConfig, places: Places, pressure: MemoryPressure) -> None:
         self._places = places
         self._pressure = pressure
-        self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._chunk_limit = config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:
         """Send back whom memory has no room for, then let the others go on."""

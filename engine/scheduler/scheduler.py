@@ -136,7 +136,7 @@ class Scheduler:
         self._writer = OutputWriter(self._places, max_model_len)
         # Upper bound on blocks that two steps can allocate (ignoring one per running request),
         # capped at a quarter of the pool.
-        two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size)
+        two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
         self._soon_taken = min(two_steps, manager.pool.num_blocks // 4)
         # Half of them go at a time: what is left in front is what one step takes.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)

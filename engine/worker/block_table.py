@@ -3,6 +3,12 @@
 
 The table lives in host memory; on a CPU that is where the attention reads it too. A device keeps a
 copy, and is sent what changes.
+
+Attention may read smaller blocks than are handed out: then a table has several entries for each
+block that it is given, and the pool is seen as so many times as many blocks.
+
+    blocks of 32 tokens            7        3
+    entries of 16 tokens         14 15     6 7
 """
 
 from __future__ import annotations
@@ -24,12 +30,27 @@ _NO_BLOCKS: BlockArray = np.zeros(0, np.int32)
 class BlockTable:
     """Rows of block ids of one cache group."""
 
-    def __init__(self, max_rows: int, max_blocks_per_row: int, block_size: int) -> None:
-        """`block_size` is in tokens."""
-        self.block_size = block_size
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks_per_row: int,
+        block_size: int,
+        kernel_block_size: int | None = None,
+    ) -> None:
+        """`block_size` is in tokens, `kernel_block_size` a divisor of it: the tokens of an entry,
+        where that is fewer. Raises ValueError for one that does not divide it."""
+        self.block_size = kernel_block_size or block_size  # tokens of an entry
+        self._entries_per_block, rest = divmod(block_size, self.block_size)
+        if rest:
+            raise ValueError(
+                f"blocks of {block_size} tokens cannot be read as blocks of {kernel_block_size}; "
+                f"take a divisor of {block_size}"
+            )
+        self._split = np.arange(self._entries_per_block, dtype=np.int32)
         # Zero is the null block, so entries past a row's end can be read without harm.
-        self.array: BlockArray = np.zeros((max_rows, max_blocks_per_row), np.int32)
-        self.num_blocks: BlockArray = np.zeros(max_rows, np.int32)
+        width = max_blocks_per_row * self._entries_per_block
+        self.array: BlockArray = np.zeros((max_rows, width), np.int32)
+        self.num_entries: BlockArray = np.zeros(max_rows, np.int32)
         self._changed: dict[int, int] = {}  # row → its first entry that changed
 
     def append_row(self, block_ids: Sequence[int], row: int) -> None:
@@ -37,24 +58,27 @@ class BlockTable:
         if len(block_ids) == 0:
             return
         ids = np.asarray(block_ids, np.int32)
-        start = int(self.num_blocks[row])
+        if self._entries_per_block > 1:
+            ids = (ids[:, None] * self._entries_per_block + self._split).reshape(-1)
+        start = int(self.num_entries[row])
         end = start + len(ids)
         if end > self.array.shape[1]:
-            raise ValueError(f"row {row} takes {self.array.shape[1]} blocks, and {end} are given")
+            most, given = (n // self._entries_per_block for n in (self.array.shape[1], end))
+            raise ValueError(f"row {row} takes {most} blocks, and {given} are given")
         self.array[row, start:end] = ids
-        self.num_blocks[row] = end
+        self.num_entries[row] = end
         self._changed[row] = min(start, self._changed.get(row, start))
 
     def add_row(self, block_ids: Sequence[int], row: int) -> None:
         """Replace a row."""
-        self.num_blocks[row] = self._changed[row] = 0
+        self.num_entries[row] = self._changed[row] = 0
         self.append_row(block_ids, row)
 
     def move_row(self, source: int, target: int) -> None:
         """Copy a row over another one; the source keeps its entries until it is reused."""
-        count = self.num_blocks[source]
+        count = self.num_entries[source]
         self.array[target, :count] = self.array[source, :count]
-        self.num_blocks[target] = count
+        self.num_entries[target] = count
         self._changed[target] = 0
 
     def take_changes(self) -> tuple[IntArray, IntArray, BlockArray]:
@@ -62,7 +86,7 @@ class BlockTable:
         whoever keeps a copy; what lies behind a row's end may differ there."""
         rows, places, blocks = [_NO_PLACES], [_NO_PLACES], [_NO_BLOCKS]
         for row, start in self._changed.items():
-            end = int(self.num_blocks[row])
+            end = int(self.num_entries[row])
             rows.append(np.full(end - start, row))
             places.append(np.arange(start, end))
             blocks.append(self.array[row, start:end])
@@ -70,12 +94,13 @@ class BlockTable:
         return np.concatenate(rows), np.concatenate(places), np.concatenate(blocks)
 
     def row(self, row: int) -> BlockArray:
-        """A view of a row's blocks."""
-        return self.array[row, : self.num_blocks[row]]
+        """A view of a row's entries."""
+        return self.array[row, : self.num_entries[row]]
 
     def block_ids(self, row: int) -> list[int]:
-        """A copy of a row's blocks, as a list."""
-        ids: list[int] = self.row(row).tolist()
+        """A row's blocks as they were given, as a list."""
+        step = self._entries_per_block
+        ids: list[int] = (self.row(row)[::step] // step).tolist()
         return ids
 
     def slot_mapping(self, rows: npt.NDArray[np.integer], positions: IntArray) -> IntArray:

@@ -46,7 +46,7 @@ from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
 from .forward.forward import LateTokens, StepInputs, step_order
 from .input_batch import ExpectedTokens, HeldRow, InputBatch, WorkerRequest
-from .kv_pool import KvPool, check_pool_size
+from .kv_pool import KvPool, PoolDemand, check_pool_size
 from .pooling import PoolingCollector
 from .prompt_embeds import PromptEmbeds
 from .prompt_logprobs import PromptLogprobsCollector
@@ -167,6 +167,8 @@ class ModelRunner:
         max_model_len: int,
         is_length_asked: bool = True,
         num_groups: int = 1,
+        kernel_block_size: int | None = None,
+        most_step_tokens: int | None = None,
         connector: KVConnectorWorker | None = None,
         placement: Placement = DEFAULT_PLACEMENT,
         runtime: DeviceRuntime | None = None,
@@ -177,6 +179,9 @@ class ModelRunner:
         the pool takes what a GPU's memory has left, and where that holds less than a request of
         `max_model_len` tokens, which nobody asked for, `max_model_len` is what it holds. Blocks are
         counted over all layers here; with several cache groups the pool has a page in each instead.
+        Attention reads blocks of `kernel_block_size` tokens, where that is smaller: several of them
+        lie one behind the other in each block. No step computes more than `most_step_tokens` of one
+        request, nor than `max_num_batched_tokens`.
         `runtime` is that of the placement's device, `processors` are those of other packages.
 
         Raises ConfigError where the weights do not fit `spec`, the pool cannot hold one request
@@ -188,7 +193,8 @@ class ModelRunner:
         runtime = runtime or open_runtime(placement)
         compute = compute_dtype(dtype, device.type, spec.stored_dtype)
         layout = spec.layout(block_size, kv_dtype_name(placement.kv_cache_dtype, compute))
-        groups = plan_groups(layout, num_groups)
+        groups = plan_groups(layout, num_groups, spec.layer_attention)
+        demand = PoolDemand(groups, most_step_tokens or max_num_batched_tokens)
         elementwise = Elementwise.compiled() if placement.compile_elementwise else Elementwise()
         load = partial(
             Decoder.load, path, spec, max_model_len, compute, device, elementwise,
@@ -200,21 +206,25 @@ class ModelRunner:
             self.model = load()
             num_blocks = sizer.blocks(
                 self.model,
-                layout,
+                demand,
                 max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
                 max_tokens=max_num_batched_tokens,
                 max_requests=max_num_seqs,
             )
             if not is_length_asked:
-                max_model_len = context_that_fits(layout, num_blocks, max_model_len)
+                max_model_len = context_that_fits(demand, num_blocks, max_model_len)
         else:
-            check_pool_size(layout, num_blocks, max_model_len, device)
+            check_pool_size(demand, num_blocks, max_model_len, device)
             self.model = load()
-        self.pool = KvPool(groups.layout, groups.num_pages(num_blocks), device)
+        self.groups = groups
+        self.pool = KvPool(groups.layout, groups.num_pages(num_blocks), device, kernel_block_size)
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks_per_row = -(-max_model_len // block_size)
-        tables = [BlockTable(max_num_seqs, blocks_per_row, block_size) for _ in groups.groups]
+        tables = [
+            BlockTable(max_num_seqs, blocks_per_row, block_size, kernel_block_size)
+            for _ in groups.groups
+        ]
         self.batch = InputBatch(max_num_seqs, max_model_len, MultiGroupBlockTable(tables))
         self._steps = StepBatch(self.batch)
         self._forward = make_forward(

@@ -36,13 +36,17 @@ def paged_prefill_plain(
         context = length - (end - start)
         if start == end:
             continue
-        blocks = block_tables[request, : -(-length // kv.shape[2])].long()
-        k, v = (gather_tokens(kv, plane, blocks, kv_scales, wide)[:length] for plane in (0, 1))
-        rows = max(1, MAX_SCORES // (q.shape[1] * max(1, length)))
+        # What lies before the first window is not read: it may be anybody's.
+        begin = 0 if window is None else max(0, context - window + 1)
+        skipped = begin // kv.shape[2]
+        blocks = block_tables[request, skipped : -(-length // kv.shape[2])].long()
+        held = slice(begin - skipped * kv.shape[2], length - skipped * kv.shape[2])
+        k, v = (gather_tokens(kv, plane, blocks, kv_scales, wide)[held] for plane in (0, 1))
+        rows = max(1, MAX_SCORES // (q.shape[1] * max(1, length - begin)))
         for first in range(start, end, rows):
             last = min(first + rows, end)
-            positions = torch.arange(first, last, device=q.device) - start + context
-            seen = _seen(positions, length, window)
+            positions = torch.arange(first, last, device=q.device) - start + context - begin
+            seen = _seen(positions, length - begin, window)
             out[first:last] = _attend(q[first:last].to(wide), k, v, seen, scale, softcap)
     return out
 

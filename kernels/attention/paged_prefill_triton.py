@@ -41,6 +41,7 @@ def _attend(  # type: ignore[no-untyped-def]
     positions,
     first_key,
     last_key,
+    key_begin,
     key_end,
     table_ptr,
     k_ptr,
@@ -64,7 +65,8 @@ def _attend(  # type: ignore[no-untyped-def]
     PADDED_DIM: tl.constexpr,
 ):
     """Add the keys `first_key` … `last_key` to a tile's running sums. Without MASKED every row
-    sees all of them; with it, row by row, and none from `key_end` on is even loaded."""
+    sees all of them; with it, row by row, and none from `key_end` on is even loaded, nor with a
+    window V before `key_begin`."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -76,10 +78,12 @@ def _attend(  # type: ignore[no-untyped-def]
         slots = keys % BLOCK_SIZE
         rows = blocks.to(tl.int64) * kv_block_stride + slots.to(tl.int64) * kv_slot_stride
         offsets = rows[:, None] + dims[None, :]
-        # What lies beyond the keys may be NaN, and 0 * NaN is NaN: it must not be loaded.
+        # What lies outside the keys may be NaN, and 0 * NaN is NaN: it must not be loaded.
         if MASKED or PADDED_DIM != HEAD_DIM:
             loaded = (keys < key_end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
+            if MASKED and HAS_WINDOW:  # of K the scores are masked, whatever they are
+                loaded = loaded & (keys >= key_begin)[:, None]
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
         else:
             k = tl.load(k_ptr + offsets)
@@ -89,8 +93,11 @@ def _attend(  # type: ignore[no-untyped-def]
         if TOKEN_SCALES:
             places = blocks.to(tl.int64) * scales_block_stride + slots * scales_slot_stride
             if MASKED:
-                k_scales = tl.load(k_scales_ptr + places, mask=keys < key_end, other=0.0)
-                v_scales = tl.load(v_scales_ptr + places, mask=keys < key_end, other=0.0)
+                scaled = keys < key_end
+                k_scales = tl.load(k_scales_ptr + places, mask=scaled, other=0.0)
+                if HAS_WINDOW:
+                    scaled = scaled & (keys >= key_begin)
+                v_scales = tl.load(v_scales_ptr + places, mask=scaled, other=0.0)
             else:
                 k_scales = tl.load(k_scales_ptr + places)
                 v_scales = tl.load(v_scales_ptr + places)
@@ -215,12 +222,14 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     unmasked_from = 0
+    key_begin = 0
     if HAS_WINDOW:
-        nearest = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        key_begin = tl.maximum(first_position - window + 1, 0)
+        nearest = key_begin // BLOCK_N * BLOCK_N
         inside = (tl.maximum(last_position - window + 1, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         unmasked_from = tl.minimum(inside, diagonal)
         acc, total, peak = _attend(
-            acc, total, peak, q, positions, nearest, unmasked_from, key_end,
+            acc, total, peak, q, positions, nearest, unmasked_from, key_begin, key_end,
             table_ptr, k_ptr, v_ptr, kv_block_stride, kv_slot_stride,
             k_scales_ptr, v_scales_ptr, scales_block_stride, scales_slot_stride,
             score_factor, cap_factor, window,
@@ -228,7 +237,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
             BLOCK_SIZE, BLOCK_N, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
     acc, total, peak = _attend(
-        acc, total, peak, q, positions, unmasked_from, diagonal, key_end,
+        acc, total, peak, q, positions, unmasked_from, diagonal, key_begin, key_end,
         table_ptr, k_ptr, v_ptr, kv_block_stride, kv_slot_stride,
         k_scales_ptr, v_scales_ptr, scales_block_stride, scales_slot_stride,
         score_factor, cap_factor, window,
@@ -236,7 +245,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
         BLOCK_SIZE, BLOCK_N, HEAD_DIM, PADDED_DIM,
     )  # fmt: skip
     acc, total, peak = _attend(
-        acc, total, peak, q, positions, diagonal, key_end, key_end,
+        acc, total, peak, q, positions, diagonal, key_end, key_begin, key_end,
         table_ptr, k_ptr, v_ptr, kv_block_stride, kv_slot_stride,
         k_scales_ptr, v_scales_ptr, scales_block_stride, scales_slot_stride,
         score_factor, cap_factor, window,

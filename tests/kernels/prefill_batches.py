@@ -2,7 +2,8 @@
 """Batches for paged prefill, and what must come out of them: a loop over rows in float64.
 
 The truth knows nothing of blocks: it is computed from the keys that a batch was made from. Every
-slot that no request uses holds NaN, and so does `out` before a run.
+slot that no request uses, or whose token is before all its windows, holds NaN, and so does `out`
+before a run.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ def make_batch(case: Case, device: torch.device) -> Batch:
             fresh = (fresh * 100).clamp(-448, 448)  # a scale of about 0.01 brings it back
         slots = fresh.transpose(1, 2).flatten(0, 1)
         slots[length:] = NAN
+        if case.window is not None and not shared:  # what the first row does not see any more
+            slots[: max(0, case.chunks[request][1] - case.window + 1)] = NAN
         fresh = slots.unflatten(0, (-1, case.block_size)).transpose(1, 2)
         pool[ids, 1] = fresh
         stored = fresh.to(pool_dtype).double()

@@ -233,6 +233,7 @@ FAULTS = {
     "sums not rescaled": ("acc = acc * kept[:, None]", "acc = acc * 1.0"),
     "total not rescaled": ("total = total * kept +", "total = total +"),
     "one unused slot loaded": ("keys < key_end", "keys < key_end + 1"),
+    "one slot before the window loaded": ("keys >= key_begin", "keys >= key_begin - 1"),
     "no soft cap": ("1.0 - 2.0 / (tl.exp2(scores * score_factor) + 1.0)", "scores * 1.0"),
     "scales of K on V": ("weights * (v_scales * SCALE_GAIN)", "weights * (k_scales * SCALE_GAIN)"),
     "the first KV head for all": ("kv_head.to(tl.int64) * kv_head_stride", "kv_head_stride * 0"),

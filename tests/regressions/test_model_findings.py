@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.cli.main import main
 from stratakv.engine.config import EngineConfig
 from stratakv.engine.core import device_config, engine_core
@@ -24,10 +25,9 @@ from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import engine_config
 from stratakv.engine.sampling import copies
 from stratakv.engine.worker import model_runner
-from stratakv.engine.worker.kv_pool import check_pool_size
+from stratakv.engine.worker.kv_pool import PoolDemand, check_pool_size
 from stratakv.engine.worker.runtime.cuda_runtime import CudaRuntime
 from stratakv.engine.worker.runtime.pool_sizing import context_that_fits
-from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, ConfigError
 
 from ..connector.device import cuda_headers
@@ -54,14 +54,15 @@ def sized(model: Path, free_gib: float, monkeypatch: pytest.MonkeyPatch, **given
     monkeypatch.setattr(device_config, "available_memory_bytes", lambda: int(free_gib * GIB))
     config: EngineConfig = engine_config(model, given)
     spec = load_model_spec(model)
-    layout = spec.layout(config.cache.block_size, "bfloat16")
-    blocks = device_config.blocks_of_pool(config, spec, layout)
+    groups = plan_groups(spec.layout(config.cache.block_size, "bfloat16"))
+    demand = PoolDemand(groups, config.scheduler.max_num_batched_tokens)
+    blocks = device_config.blocks_of_pool(config, spec, demand)
     assert blocks is not None
     asked = config.model.max_model_len
     if asked is None:
-        return blocks, context_that_fits(layout, blocks, spec.max_context)
+        return blocks, context_that_fits(demand, blocks, spec.max_context)
     monkeypatch.setattr("stratakv.engine.worker.kv_pool.available_memory_bytes", lambda: None)
-    check_pool_size(layout, blocks, asked)
+    check_pool_size(demand, blocks, asked)
     return blocks, asked
 
 
@@ -121,11 +122,11 @@ def test_u01_a_gpu_takes_a_shorter_context(tmp_path: Path, monkeypatch: pytest.M
     """There the size of the pool is known after the weights are loaded."""
 
     class Sizer:
-        def blocks(self, model: object, layout: BlockLayout, **limits: int) -> int:
+        def blocks(self, model: object, demand: PoolDemand, **limits: int) -> int:
             assert limits["max_model_len"] < 37 * 16, "nobody asked for more"
             return 37
 
-    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, layout: None)
+    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, demand: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     core = EngineCore(engine_config(None, {}))
     core.shutdown(1.0)
@@ -137,7 +138,8 @@ def test_u01_the_embedded_model_stays_small(monkeypatch: pytest.MonkeyPatch) -> 
     config = engine_config(None, {})
     spec = load_model_spec(config.model.path)
     layout = spec.layout(16, "float32")
-    assert device_config.blocks_of_pool(config, spec, layout) == GIB // layout.page_bytes
+    demand = PoolDemand(plan_groups(layout), 2048)
+    assert device_config.blocks_of_pool(config, spec, demand) == GIB // layout.page_bytes
     assert choose_dtype("auto", stored=spec.stored_dtype).name == "float32"
 
 

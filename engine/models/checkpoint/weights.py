@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,16 +32,19 @@ class RandomTensors:
     device, so blocks in the tiers stay valid, and differ between kinds.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0
+    ) -> None:
+        """`norm` is the weight of every norm, as a checkpoint stores it."""
+        self.device, self._norm = device, norm
         self._shapes = shapes
         self._generator = torch.Generator(device).manual_seed(SEED)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Ones for a norm, zeros for a bias, normal numbers for a matrix."""
+        """One number for a norm, zeros for a bias, normal numbers for a matrix."""
         shape = self._shapes[name]
         if len(shape) == 1:
-            fill = 0.0 if name.endswith(".bias") else 1.0
+            fill = 0.0 if name.endswith(".bias") else self._norm
             return torch.full(shape, fill, dtype=dtype, device=self.device)
         made = torch.empty(shape, dtype=dtype, device=self.device)
         return made.normal_(0.0, SPREAD, generator=self._generator)
@@ -72,6 +75,7 @@ class LayerWeights:
     head_norms: Tensor | None  # [heads + kv heads, head_dim]: of queries, then of keys
     out: Tensor
     out_bias: Tensor | None
+    after_attention_norm: Tensor | None
     mlp_norm: Tensor
     gate: Tensor
     gate_bias: Tensor | None
@@ -79,6 +83,7 @@ class LayerWeights:
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    after_mlp_norm: Tensor | None
 
 
 @dataclass(slots=True)
@@ -119,7 +124,8 @@ def random_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device = CPU
 ) -> DecoderWeights:
     """A model of this shape that has learnt nothing."""
-    tensors = RandomTensors(expected_tensors(spec), device)
+    norm = 0.0 if spec.family.centred_norms else 1.0
+    tensors = RandomTensors(expected_tensors(spec), device, norm)
     embedding = tensors.read(EMBEDDING, dtype)
     head = embedding if spec.tied_embeddings else tensors.read(HEAD, dtype)
     return DecoderWeights(embedding, *_load_rest(tensors, spec, dtype), head)
@@ -130,7 +136,16 @@ def _load_rest(
 ) -> tuple[list[LayerWeights], Tensor]:
     """The layers and the norm after them."""
     layers = [_load_layer(source, spec, dtype, i) for i in range(spec.num_layers)]
-    return layers, source.read(NORM, dtype)
+    return layers, _read_norm(source, spec, dtype, NORM)
+
+
+def _read_norm(source: Source, spec: ModelSpec, dtype: torch.dtype, name: str) -> Tensor:
+    """The weights of a norm: those that are stored less one in float32 at least, for near one a
+    half type is too coarse."""
+    stored = source.read(name, dtype)
+    if not spec.family.centred_norms:
+        return stored
+    return stored.to(torch.promote_types(dtype, torch.float32)) + 1.0
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -159,8 +174,7 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (hidden, mlp),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
+        name: (hidden,) for name in _norm_names(spec) if name is not None
     }
     if spec.family.head_norms:
         shapes |= dict.fromkeys((QUERY_NORM, KEY_NORM), (spec.head_dim,))
@@ -169,6 +183,25 @@ def _layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if _has_bias(spec, name):
             shapes[name + ".bias"] = shape[:1]
     return shapes
+
+
+class _NormNames(NamedTuple):
+    """The norms of a layer, in the order in which they are computed."""
+
+    attention: str
+    after_attention: str | None
+    mlp: str
+    after_mlp: str | None
+
+
+def _norm_names(spec: ModelSpec) -> _NormNames:
+    """A layer's norms by name: one that is called post_attention_layernorm is the MLP's in most
+    families, and lies behind the attention in those with a norm there."""
+    before, behind = "input_layernorm.weight", "post_attention_layernorm.weight"
+    if not spec.family.sandwich_norms:
+        return _NormNames(before, None, behind, None)
+    mlp = "pre_feedforward_layernorm.weight"
+    return _NormNames(before, behind, mlp, "post_feedforward_layernorm.weight")
 
 
 def _has_bias(spec: ModelSpec, matrix: str) -> bool:
@@ -182,6 +215,9 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
 
     def read(name: str) -> Tensor:
         return source.read(f"model.layers.{layer}.{name}", dtype)
+
+    def norm(name: str) -> Tensor:
+        return _read_norm(source, spec, dtype, f"model.layers.{layer}.{name}")
 
     def bias(name: str) -> Tensor | None:
         return read(name) if name in names else None
@@ -199,20 +235,23 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
 
     def head_norms() -> Tensor:
         counts = {QUERY_NORM: spec.num_heads, KEY_NORM: spec.num_kv_heads}
-        return torch.cat([read(name).expand(count, -1) for name, count in counts.items()])
+        return torch.cat([norm(name).expand(count, -1) for name, count in counts.items()])
 
+    norms = _norm_names(spec)
     return LayerWeights(
-        attention_norm=read("input_layernorm.weight"),
+        attention_norm=norm(norms.attention),
         qkv=stacked("weight"),
         qkv_bias=stacked("bias") if spec.attention_bias else None,
         head_norms=head_norms() if spec.family.head_norms else None,
         out=read("self_attn.o_proj.weight"),
         out_bias=bias("self_attn.o_proj.bias"),
-        mlp_norm=read("post_attention_layernorm.weight"),
+        after_attention_norm=norm(norms.after_attention) if norms.after_attention else None,
+        mlp_norm=norm(norms.mlp),
         gate=read("mlp.gate_proj.weight"),
         gate_bias=bias("mlp.gate_proj.bias"),
         up=read("mlp.up_proj.weight"),
         up_bias=bias("mlp.up_proj.bias"),
         down=read("mlp.down_proj.weight"),
         down_bias=bias("mlp.down_proj.bias"),
+        after_mlp_norm=norm(norms.after_mlp) if norms.after_mlp else None,
     )

@@ -9,6 +9,12 @@ token.
     count = 1                       decode: sorted by length into buckets whose shortest request has
                                     at least half the blocks of the longest, so that padding never
                                     doubles the work
+
+With a window, a request's context is what its next token sees of it: it begins in the first block
+that the window reaches into, and lengths are counted from there.
+
+    blocks of the table   | before, not read | b | b | b | b |
+    tokens                                   |   | window  |n|    n: computed in this step
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ class _Chunk:
 
     blocks: npt.NDArray[np.int32]
     start: int  # row of the step
-    computed: int
+    computed: int  # tokens before, in these blocks
     count: int
 
 
@@ -52,17 +58,26 @@ class _Bucket:
 
     blocks: npt.NDArray[np.int32]  # [batch, width]
     starts: IntArray  # [batch] rows of the step
-    lengths: IntArray  # [batch] tokens, the new one included
+    lengths: IntArray  # [batch] tokens in these blocks, the new one included
 
 
 class AttentionPlanner:
-    """Makes the plans for one pool and one block table."""
+    """Makes the plans of layers with one window over one pool."""
 
-    def __init__(self, layout: BlockLayout, dtype: torch.dtype, max_model_len: int) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        max_model_len: int,
+        window: int | None = None,
+    ) -> None:
+        """`window` is how many positions a token sees, its own among them; None: all."""
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype
-        self._masks = _CausalMasks(dtype, max_model_len)
+        # One that is never full takes nothing away.
+        self._window = window if window is not None and window < max_model_len else None
+        self._masks = _CausalMasks(dtype, max_model_len, self._window)
         fits = GATHER_BYTES * layout.num_layers // layout.page_bytes
         # One request is never cut, so the longest one must fit.
         self.max_group_blocks = max(fits, -(-max_model_len // layout.block_size), 1)
@@ -81,19 +96,29 @@ class AttentionPlanner:
         starts = ends - counts
         single = counts == 1
         fresh = [
-            FreshChunk(int(starts[i]), int(ends[i]))
+            self._fresh(int(starts[i]), int(ends[i]))
             for i in np.flatnonzero(~single & (computed == 0))
         ]
         work: list[_Chunk | _Bucket] = []
         for i in np.flatnonzero(~single & (computed > 0)):
-            length = int(computed[i] + counts[i])
-            blocks = table.array[rows[i], : -(-length // self._block_size)]
-            work.append(_Chunk(blocks, int(starts[i]), int(computed[i]), int(counts[i])))
+            before, count = int(computed[i]), int(counts[i])
+            work.append(self._chunk(table, int(rows[i]), int(starts[i]), before, count))
         decodes = np.flatnonzero(single)
         if len(decodes):
             lengths = computed[decodes] + 1
             work += self._buckets(table, rows[decodes], starts[decodes], lengths)
         return AttentionPlan(*self._places(slots), fresh, self._groups(work))
+
+    def _fresh(self, start: int, end: int) -> FreshChunk:
+        if self._window is None or end - start <= self._window:
+            return FreshChunk(start, end)
+        return FreshChunk(start, end, self._tiles(start, 0, end - start))
+
+    def _chunk(self, table: BlockTable, row: int, start: int, computed: int, count: int) -> _Chunk:
+        size = self._block_size
+        first = 0 if self._window is None else max(0, computed - self._window + 1) // size
+        blocks = table.array[row, first : -(-(computed + count) // size)]
+        return _Chunk(blocks, start, computed - first * size, count)
 
     def _places(self, slots: IntArray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Block and offset of each slot; slots of -1 are left out."""
@@ -107,7 +132,12 @@ class AttentionPlanner:
     def _buckets(
         self, table: BlockTable, rows: IntArray, starts: IntArray, lengths: IntArray
     ) -> list[_Chunk | _Bucket]:
-        counts = -(-lengths // self._block_size)
+        size = self._block_size
+        firsts = None
+        if self._window is not None:
+            firsts = np.maximum(lengths - self._window, 0) // size
+            lengths = lengths - firsts * size
+        counts = -(-lengths // size)
         order = np.argsort(-counts, kind="stable")
         sizes = counts[order]  # descending
         work: list[_Chunk | _Bucket] = []
@@ -121,11 +151,18 @@ class AttentionPlanner:
             first = end
             if len(members) == 1:  # alone there is nothing to pad, so no mask either
                 i = members[0]
-                blocks = table.array[rows[i], :width]
+                at = 0 if firsts is None else int(firsts[i])
+                blocks = table.array[rows[i], at : at + width]
                 work.append(_Chunk(blocks, int(starts[i]), int(lengths[i]) - 1, 1))
                 continue
-            used = np.arange(width) < counts[members, None]
-            ids = np.where(used, table.array[rows[members], :width], 0)
+            places = np.arange(width)
+            used = places < counts[members, None]
+            if firsts is None:
+                held = table.array[rows[members], :width]
+            else:
+                places = np.where(used, places + firsts[members, None], 0)
+                held = table.array[rows[members, None], places]
+            ids = np.where(used, held, 0)
             work.append(_Bucket(ids, starts[members], lengths[members]))
         return work
 
@@ -152,51 +189,60 @@ class AttentionPlanner:
         offset = 0
         for item in work:
             if isinstance(item, _Chunk):
-                group.chunks.append(ContextChunk(offset, self._tiles(item)))
+                tiles = self._tiles(item.start, item.computed, item.count)
+                group.chunks.append(ContextChunk(offset, tiles))
             else:
                 keys = item.blocks.shape[1] * self._block_size
                 group.decodes.append(self._decode(item, offset, keys))
-                stale.append(self._stale(item, offset, keys))
+                stale += self._stale(item, offset, keys)
             offset += item.blocks.size * self._block_size
         beyond = np.concatenate(stale) if stale else np.empty(0, np.int64)
         if len(beyond):
             group.stale = torch.from_numpy(beyond)
         return group
 
-    def _tiles(self, chunk: _Chunk) -> list[Tile]:
+    def _tiles(self, start: int, computed: int, count: int) -> list[Tile]:
+        """Of the rows from `start` on, which are `count` tokens behind `computed` ones."""
         tiles = []
-        for done in range(0, chunk.count, TILE_ROWS):
-            rows = min(TILE_ROWS, chunk.count - done)
-            context = chunk.computed + done
-            mask = self._masks.tile(rows, context) if rows > 1 else None
-            start = chunk.start + done
-            tiles.append(Tile(start, start + rows, context + rows, mask))
+        for done in range(0, count, TILE_ROWS):
+            rows = min(TILE_ROWS, count - done)
+            context = computed + done
+            first = 0 if self._window is None else max(0, context - self._window + 1)
+            mask = self._masks.tile(rows, context - first) if rows > 1 else None
+            at = start + done
+            tiles.append(Tile(at, at + rows, first, context + rows - first, mask))
         return tiles
 
     def _decode(self, bucket: _Bucket, offset: int, keys: int) -> DecodeBatch:
         lengths = torch.from_numpy(bucket.lengths)[:, None]
+        places = torch.arange(keys)
         mask = torch.zeros((len(bucket.lengths), keys), dtype=self._dtype)
-        mask.masked_fill_(torch.arange(keys) >= lengths, float("-inf"))
+        mask.masked_fill_(places >= lengths, float("-inf"))
+        if self._window is not None:
+            mask.masked_fill_(places < lengths - self._window, float("-inf"))
         return DecodeBatch(offset, keys, torch.from_numpy(bucket.starts), mask[:, None, None])
 
-    def _stale(self, bucket: _Bucket, offset: int, keys: int) -> IntArray:
-        """Gathered tokens between a request's length and the end of its last block. What follows is
-        the null block."""
-        counts = -bucket.lengths % self._block_size
-        begins = offset + np.arange(len(counts)) * keys + bucket.lengths
-        return ranges(begins, counts)
+    def _stale(self, bucket: _Bucket, offset: int, keys: int) -> list[IntArray]:
+        """Gathered tokens between a request's length and the end of its last block, where what
+        follows is the null block; and those before its window."""
+        rows = offset + np.arange(len(bucket.lengths)) * keys
+        stale = [ranges(rows + bucket.lengths, -bucket.lengths % self._block_size)]
+        if self._window is not None:
+            stale.append(ranges(rows, np.maximum(bucket.lengths - self._window, 0)))
+        return stale
 
 
 class _CausalMasks:
     """Masks for the rows of a tile after any context, all views of one tensor.
 
     Its row i is 0 up to and with column `width + i` and -inf behind, so that the view of the
-    columns from `width - context` on is the mask after `context` tokens.
+    columns from `width - context` on is the mask after `context` tokens. With a window it is 0 in
+    as many columns and -inf before them too; contexts are then shorter than the window.
     """
 
-    def __init__(self, dtype: torch.dtype, max_context: int) -> None:
-        self._dtype = dtype
-        self._max_context = max_context
+    def __init__(self, dtype: torch.dtype, max_context: int, window: int | None) -> None:
+        self._dtype, self._window = dtype, window
+        self._max_context = max_context if window is None else window - 1
         self._width = 0
         self._mask = self._make(0)
 
@@ -212,6 +258,9 @@ class _CausalMasks:
         mask = torch.zeros((TILE_ROWS, width + TILE_ROWS), dtype=self._dtype)
         later = torch.ones((TILE_ROWS, TILE_ROWS), dtype=torch.bool).triu(1)
         mask[:, width:].masked_fill_(later, float("-inf"))
+        if self._window is not None:
+            before = torch.ones_like(mask, dtype=torch.bool).tril(width - self._window)
+            mask.masked_fill_(before, float("-inf"))
         return mask
 
 

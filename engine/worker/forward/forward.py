@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
 from ...embeds import EmbedArray
@@ -27,7 +28,7 @@ from ...models.decoder import Attention, AuxStates, Decoder, Embeds, Plan
 from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from .attention_metadata import AttentionPlanner
-from .grouped_attention import attention_over, plan_of
+from .grouped_attention import LayerViews, attention_over, plan_of
 
 
 class HostEmbeds(NamedTuple):
@@ -108,23 +109,33 @@ class GatherForward:
         self,
         model: Decoder,
         pool: Tensor,
+        layout: BlockLayout,
         groups: CacheGroups,
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
+        """`pool` is of blocks of this layout, as the step's tables name them."""
         self._model = model
-        layout = groups.layout
-        self.planner = AttentionPlanner(layout, dtype, max_model_len)
+        spec = model.spec
+        views = LayerViews(groups, spec.layer_attention)
+        # With the group whose table each reads.
+        self._planners = [
+            (view.group, AttentionPlanner(layout, dtype, max_model_len, view.window))
+            for view in views.views
+        ]
+        self.max_group_blocks = max(planner.max_group_blocks for _, planner in self._planners)
         attention = PagedAttention(
-            pool, layout, model.spec.num_heads, self.planner.max_group_blocks
+            pool, layout, spec.num_heads, self.max_group_blocks, spec.attention_scale
         )
-        self._attention = attention_over(attention, groups)
+        self._attention = attention_over(attention, views)
 
     def prepare(self, step: StepInputs) -> Launch:
         plan = plan_of(
             [
-                self.planner.plan(table, step.rows, step.computed, step.counts, slots)
-                for table, slots in zip(step.tables, step.slots, strict=True)
+                planner.plan(
+                    step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
+                )
+                for group, planner in self._planners
             ]
         )
         return launch_of(self._model, self._attention, plan, step)

@@ -1,37 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a model whose layers lie in several cache groups: each layer reads its group's plan,
-at its place within a page."""
+"""Attention of a model whose layers differ in cache group or window: each layer reads the plan of
+its own view of the step, at its place within a page.
+
+    view = (cache group, window)     one plan for each; most models have one view
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from torch import Tensor
 
 from ...cache.group_spec import CacheGroups
 from ...models.decoder import Attention, Plan
+from ...models.layer_attention import LayerAttention
+
+
+class View(NamedTuple):
+    """What layers have in common that read the same of a step."""
+
+    group: int
+    window: int | None  # positions that a token sees, its own among them; None: all
+
+
+class LayerViews:
+    """The views of a model: `views`, and for each layer which it has, and its place in a page."""
+
+    def __init__(self, groups: CacheGroups, attention: Sequence[LayerAttention]) -> None:
+        """`attention` has one for each layer, of which a group may have several. Raises ValueError
+        for a kind that is not computed."""
+        places, kinds = groups.places(), tuple(attention)
+        for kind in kinds:
+            if not kind.is_full and kind.window is None:
+                raise ValueError(f"no attention of the worker computes {kind}")
+        of_layers = [
+            View(place.group, kind.window) for place, kind in zip(places, kinds, strict=True)
+        ]
+        self.views = tuple(dict.fromkeys(of_layers))
+        index = {view: number for number, view in enumerate(self.views)}
+        self.places = [
+            (index[view], place.in_page) for view, place in zip(of_layers, places, strict=True)
+        ]
 
 
 class GroupedAttention(Generic[Plan]):
     """`attention` is over the pages of the pool, whichever group they belong to."""
 
-    def __init__(self, attention: Attention[Plan], groups: CacheGroups) -> None:
+    def __init__(self, attention: Attention[Plan], views: LayerViews) -> None:
         self._attention = attention
-        self._places = groups.places()
+        self._places = views.places
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, plans: Sequence[Plan], /
     ) -> Tensor:
-        group, index = self._places[layer]
-        return self._attention(q, k, v, index, plans[group])
+        view, index = self._places[layer]
+        return self._attention(q, k, v, index, plans[view])
 
 
-def attention_over(attention: Attention[Plan], groups: CacheGroups) -> Attention[Any]:
-    """What computes a step that `plan_of` has put together; for one group that is `attention`."""
-    return attention if len(groups) == 1 else GroupedAttention(attention, groups)
+def attention_over(attention: Attention[Plan], views: LayerViews) -> Attention[Any]:
+    """What computes a step that `plan_of` has put together; for one view that is `attention`."""
+    return attention if len(views.views) == 1 else GroupedAttention(attention, views)
 
 
 def plan_of(plans: Sequence[Plan]) -> Plan | Sequence[Plan]:
-    """The plan of a step from those of its groups."""
+    """The plan of a step from those of its views."""
     return plans[0] if len(plans) == 1 else plans

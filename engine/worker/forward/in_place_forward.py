@@ -21,7 +21,7 @@ from ...models.decoder import Decoder
 from ...models.dtypes import pool_dtype
 from ..block_table import BlockTable
 from .forward import Launch, StepInputs, launch_of
-from .grouped_attention import attention_over, plan_of
+from .grouped_attention import LayerViews, attention_over, plan_of
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
@@ -98,16 +98,24 @@ class InPlaceForward:
     """A model over one pool; tensors share the memory of the step's arrays."""
 
     def __init__(self, model: Decoder, pool: Tensor, groups: CacheGroups) -> None:
+        """`pool` is of blocks as the step's tables name them."""
         self._model = model
         spec = model.spec
-        self._planner = InPlacePlanner(pool, spec.num_heads, spec.head_dim**-0.5)
-        self._attention = attention_over(InPlaceAttention(pool), groups)
+        views = LayerViews(groups, spec.layer_attention)
+        # With the group whose table each reads.
+        self._planners = [
+            (view.group, InPlacePlanner(pool, spec.num_heads, spec.attention_scale, view.window))
+            for view in views.views
+        ]
+        self._attention = attention_over(InPlaceAttention(pool), views)
 
     def prepare(self, step: StepInputs) -> Launch:
         plan = plan_of(
             [
-                self._planner.plan(table, step.rows, step.computed, step.counts, slots)
-                for table, slots in zip(step.tables, step.slots, strict=True)
+                planner.plan(
+                    step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
+                )
+                for group, planner in self._planners
             ]
         )
         return launch_of(self._model, self._attention, plan, step)

@@ -12,6 +12,7 @@ length 0, slot -1 (nothing is written), the null block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ...sampling.copies import to_device
 from ..block_table import BlockTable
 from ..runtime.device_runtime import DeviceRuntime, Mark
 from .forward import StepInputs
+from .grouped_attention import View
 from .kernel_attention import Chunks, Decodes, KernelPlan
 
 # The slot of a row that only fills up the batch: nothing is written for it.
@@ -73,10 +75,12 @@ class InputBuffers:
         max_tokens: int,
         max_requests: int,
         max_blocks: int,
-        num_groups: int = 1,
+        views: Sequence[View] = (View(0, None),),
     ) -> None:
-        """`max_blocks` is the width of a block table; each cache group has one."""
+        """`max_blocks` is the width of a block table; each cache group has one. `views` are those
+        of the model."""
         self._runtime = runtime
+        self._views = tuple(views)
 
         def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:
             staged = tuple([runtime.staging((size,), dtype) for _ in range(_TURNS)])
@@ -93,7 +97,7 @@ class InputBuffers:
         # Slots and block table of each group.
         self._groups = [
             (make(max_tokens), _DeviceTable(runtime.device, max_requests, max_blocks))
-            for _ in range(num_groups)
+            for _ in range(1 + max(view.group for view in views))
         ]
         # Beside each what a row that is nobody's has in it.
         self._by_token = (
@@ -141,28 +145,29 @@ class InputBuffers:
         self._copied[self._turn] = self._runtime.mark()
 
     def decode_plans(self, num_requests: int) -> list[KernelPlan]:
-        """A step of one token for each of the first `num_requests`, in each cache group."""
-        return [
-            KernelPlan(slots.there[:num_requests], self._decodes(table, num_requests), None)
-            for slots, table in self._groups
-        ]
+        """A step of one token for each of the first `num_requests`, in each view."""
+        plans = []
+        for group, window in self._views:
+            slots, table = self._groups[group]
+            decodes = self._decodes(table, num_requests)
+            plans.append(KernelPlan(slots.there[:num_requests], decodes, None, window))
+        return plans
 
     def plans(self, step: StepInputs) -> list[KernelPlan]:
-        """The step that was filled in last, in each cache group."""
+        """The step that was filled in last, in each view."""
         decodes, requests = step.num_decodes, len(step.rows)
         if decodes == requests:
             return self.decode_plans(requests)
         seq_lens = self._seq_lens.there[decodes:requests]
         query_starts = self._query_starts.there[: requests - decodes + 1]
         longest = int(step.counts[decodes:].max())
-        return [
-            KernelPlan(
-                slots.there[: step.num_tokens],
-                self._decodes(table, decodes) if decodes else None,
-                Chunks(table.rows[decodes:requests], seq_lens, query_starts, longest),
-            )
-            for slots, table in self._groups
-        ]
+        plans = []
+        for group, window in self._views:
+            slots, table = self._groups[group]
+            singles = self._decodes(table, decodes) if decodes else None
+            chunks = Chunks(table.rows[decodes:requests], seq_lens, query_starts, longest)
+            plans.append(KernelPlan(slots.there[: step.num_tokens], singles, chunks, window))
+        return plans
 
     def _decodes(self, table: _DeviceTable, count: int) -> Decodes:
         return Decodes(table.rows[:count], self._seq_lens.there[:count])

@@ -42,11 +42,12 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """One step, the same for every layer."""
+    """One step, the same for every layer of a cache group with the same window."""
 
     slots: Tensor  # int64 [tokens]; -1: not written
     decodes: Decodes | None
     chunks: Chunks | None
+    window: int | None = None  # positions that a token sees, its own among them; None: all
 
 
 class KernelAttention:
@@ -57,15 +58,16 @@ class KernelAttention:
         pool: Tensor,
         layout: BlockLayout,
         *,
+        scale: float,
         kv_scales: Tensor | None = None,
         strict: bool = False,
         kernel: str = AUTO,
     ) -> None:
-        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `kv_scales`
-        are those of a float8 pool. Under `strict` a kernel that cannot run is refused instead of
-        replaced by its plain twin."""
+        """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; scores
+        are multiplied by `scale`; `kv_scales` are those of a float8 pool. Under `strict` a kernel
+        that cannot run is refused instead of replaced by its plain twin."""
         self._layers = [pool[:, layer] for layer in range(layout.num_layers)]
-        self._scale = layout.head_dim**-0.5
+        self._scale = scale
         self._kv_scales = kv_scales
         self._strict, self._kernel = strict, kernel
 
@@ -81,25 +83,30 @@ class KernelAttention:
         first_chunk = 0
         if plan.decodes is not None:
             first_chunk = len(plan.decodes.seq_lens)
-            self._decode(q[:first_chunk], kv, plan.decodes, out[:first_chunk])
+            self._decode(q[:first_chunk], kv, plan.decodes, plan.window, out[:first_chunk])
         if plan.chunks is not None:
-            self._prefill(q[first_chunk:], kv, plan.chunks, out[first_chunk:])
+            self._prefill(q[first_chunk:], kv, plan.chunks, plan.window, out[first_chunk:])
         return out.view(len(q), -1)
 
-    def _decode(self, q: Tensor, kv: Tensor, decodes: Decodes, out: Tensor) -> None:
+    def _decode(
+        self, q: Tensor, kv: Tensor, decodes: Decodes, window: int | None, out: Tensor
+    ) -> None:
         paged_decode(
             q,
             kv,
             decodes.block_tables,
             decodes.seq_lens,
             scale=self._scale,
+            window=window,
             kv_scales=self._kv_scales,
             out=out,
             kernel=self._kernel,
             strict=self._strict,
         )
 
-    def _prefill(self, q: Tensor, kv: Tensor, chunks: Chunks, out: Tensor) -> None:
+    def _prefill(
+        self, q: Tensor, kv: Tensor, chunks: Chunks, window: int | None, out: Tensor
+    ) -> None:
         paged_prefill(
             q,
             kv,
@@ -108,6 +115,7 @@ class KernelAttention:
             chunks.query_starts,
             max_query_len=chunks.max_query_len,
             scale=self._scale,
+            window=window,
             kv_scales=self._kv_scales,
             out=out,
             kernel=self._kernel,

@@ -20,7 +20,7 @@ from ...cache.group_spec import CacheGroups
 from ...models.decoder import AuxStates, Decoder, Embeds
 from ..runtime.device_runtime import DeviceRuntime, Work
 from .forward import Launch, StepInputs
-from .grouped_attention import attention_over, plan_of
+from .grouped_attention import LayerViews, attention_over, plan_of
 from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
@@ -98,13 +98,14 @@ class KernelForward:
         max_requests: int,
         max_blocks: int,
     ) -> None:
-        self._model, self._attention = model, attention_over(attention, groups)
+        views = LayerViews(groups, model.spec.layer_attention)
+        self._model, self._attention = model, attention_over(attention, views)
         self._buffers = InputBuffers(
             runtime,
             max_tokens=max_tokens,
             max_requests=max_requests,
             max_blocks=max_blocks,
-            num_groups=len(groups),
+            views=views.views,
         )
         self._graphs = DecodeGraphs(runtime, self._decode_work, batch_buckets(max_requests))
 

@@ -20,11 +20,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ....tiers.block import BlockLayout
 from ....tiers.settings.sizes import rough_size
 from ....tiers.settings.values import MAX_BLOCKS, MIB, ConfigError
 from ...config import DEFAULT_POOL_BYTES
-from ..kv_pool import SHARE_FLAG, blocks_for_one_request
+from ..kv_pool import SHARE_FLAG, PoolDemand
 
 # Kernels that split a context keep partial sums, libraries load code when first called, and every
 # recorded batch size holds its outputs: together some hundreds of MiB for models of 8 billion.
@@ -53,18 +52,18 @@ class HostMemory:
 
 
 def host_pool_blocks(
-    memory: HostMemory, layout: BlockLayout, context: int, max_requests: int, *, is_asked: bool
+    memory: HostMemory, demand: PoolDemand, context: int, max_requests: int, *, is_asked: bool
 ) -> int:
     """The blocks of a pool on the host, the null block included. `context` is the longest request
     in tokens; where the user asked for it, the pool takes what one needs. Raises ConfigError where
     the memory holds no pool at all."""
-    request = blocks_for_one_request(layout, context) * layout.page_bytes
+    request = demand.blocks(context) * demand.block_bytes
     useful = min(WEIGHTS_IN_POOL * memory.weight_bytes, max_requests * request)
     size = min(max(DEFAULT_POOL_BYTES, request, useful), int(HOST_SHARE * memory.left_bytes))
     if is_asked and size < request:
         size = min(request, int(HOST_SHARE_AT_MOST * memory.left_bytes))
-    blocks = min(max(0, size) // layout.page_bytes, MAX_BLOCKS)
-    if blocks * layout.block_size < MIN_CONTEXT + layout.block_size:
+    blocks = min(max(0, size) // demand.block_bytes, MAX_BLOCKS)
+    if demand.longest(blocks, MIN_CONTEXT) < MIN_CONTEXT:
         raise ConfigError(
             f"{rough_size(memory.available_bytes)} of memory are free, and the weights take "
             f"{rough_size(memory.weight_bytes)}, steps {rough_size(memory.step_bytes)}"
@@ -75,10 +74,10 @@ def host_pool_blocks(
     return blocks
 
 
-def context_that_fits(layout: BlockLayout, num_blocks: int, context: int) -> int:
+def context_that_fits(demand: PoolDemand, num_blocks: int, context: int) -> int:
     """The longest request, in tokens, of a pool whose owner asked for no length: `context`, or what
     the pool holds, which is said then."""
-    fits = (num_blocks - 1) * layout.block_size
+    fits = demand.longest(num_blocks, context)
     if fits >= context or fits < MIN_CONTEXT:  # the latter is for `check_pool_size` to refuse
         return context
     logger.warning(
@@ -86,8 +85,8 @@ def context_that_fits(layout: BlockLayout, num_blocks: int, context: int) -> int
         "%s; %s would hold all (--kv-cache-memory-bytes), and --max-model-len asks for a length",
         fits,
         context,
-        rough_size(num_blocks * layout.page_bytes),
-        rough_size(blocks_for_one_request(layout, context) * layout.page_bytes),
+        rough_size(num_blocks * demand.block_bytes),
+        rough_size(demand.blocks(context) * demand.block_bytes),
     )
     return fits
 
@@ -132,26 +131,26 @@ def check_weights(weight_bytes: int, free_bytes: int) -> None:
         )
 
 
-def pool_blocks(use: MemoryUse, layout: BlockLayout, max_model_len: int, share: float) -> int:
+def pool_blocks(use: MemoryUse, demand: PoolDemand, max_model_len: int, share: float) -> int:
     """The blocks of the pool, the null block included. Raises ConfigError, with what is needed and
     which flags help, where one request of `max_model_len` tokens would not fit."""
     budget = int(use.total_bytes * share)
     taken = use.outside_bytes + use.peak_bytes + RESERVE_BYTES
-    blocks = min(max(0, budget - taken) // layout.page_bytes, MAX_BLOCKS)
-    needed = blocks_for_one_request(layout, max_model_len)
+    blocks = min(max(0, budget - taken) // demand.block_bytes, MAX_BLOCKS)
+    needed = demand.blocks(max_model_len)
     if blocks >= needed:
         return blocks
-    wanted = taken + needed * layout.page_bytes
+    wanted = taken + needed * demand.block_bytes
     share_needed = -(-100 * wanted // use.total_bytes) / 100
     cures = [f"raise {SHARE_FLAG} to {share_needed:g}"] if share_needed <= 1 else []
-    fits = max(blocks - 1, 0) * layout.block_size
+    fits = demand.longest(blocks, max_model_len)
     cures += [f"lower --max-model-len to {fits}"] if fits >= 2 else ["take a smaller model"]
     steps = use.peak_bytes - use.weight_bytes
     raise ConfigError(
         f"{_gib(budget)} of GPU memory ({SHARE_FLAG} {share:g} of {_gib(use.total_bytes)}) cannot "
         f"hold weights of {_gib(use.weight_bytes)}, steps of {_gib(steps)}, "
         f"{_gib(use.outside_bytes + RESERVE_BYTES)} of libraries and reserve, and K and V of one "
-        f"request of {max_model_len} tokens, {_gib(needed * layout.page_bytes)}: together "
+        f"request of {max_model_len} tokens, {_gib(needed * demand.block_bytes)}: together "
         f"{_gib(wanted)}; {', '.join(cures)}, lower --max-num-batched-tokens, or give "
         "--kv-cache-dtype fp8_e4m3"
     )

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....tiers.block import BlockLayout
-from ...cache.group_spec import CacheGroups, plan_groups
+from ...cache.group_spec import CacheGroups
 from ...models.checkpoint.weights import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
@@ -25,7 +24,7 @@ from ..forward.forward import GatherForward, StepForward
 from ..forward.in_place_forward import InPlaceForward, reason_against_in_place
 from ..forward.kernel_attention import KernelAttention
 from ..forward.kernel_forward import KernelForward
-from ..kv_pool import KvPool
+from ..kv_pool import KvPool, PoolDemand
 from .device_config import AUTO, Placement
 from .device_runtime import DeviceRuntime, HostRuntime
 from .pool_sizing import MemoryUse, check_free, check_weights, pool_blocks
@@ -73,7 +72,7 @@ class PoolSizer:
     def blocks(
         self,
         model: Decoder,
-        layout: BlockLayout,
+        demand: PoolDemand,
         *,
         max_model_len: int,
         max_tokens: int,
@@ -81,13 +80,13 @@ class PoolSizer:
     ) -> int:
         """The blocks of the pool; raises ConfigError where one request does not fit."""
         use = self.measure(model, max_tokens, max_requests)
-        blocks = pool_blocks(use, layout, max_model_len, self._placement.memory_share)
+        blocks = pool_blocks(use, demand, max_model_len, self._placement.memory_share)
         logger.info(
             "GPU memory: %.2f GiB of weights, %.2f GiB for steps, %d blocks of K and V (%.2f GiB)",
             use.weight_bytes / 2**30,
             (use.peak_bytes - use.weight_bytes) / 2**30,
             blocks,
-            blocks * layout.page_bytes / 2**30,
+            blocks * demand.block_bytes / 2**30,
         )
         return blocks
 
@@ -152,23 +151,25 @@ def make_forward(
     max_tokens: int,
     max_requests: int,
     progress: Callable[[str], None],
-    groups: CacheGroups | None = None,
+    groups: CacheGroups,
 ) -> StepForward:
-    """The model over the pool, with its decode steps recorded where that can be. Without `groups`
-    the pool's blocks are over all layers."""
-    layout = pool.layout
-    groups = groups or plan_groups(layout, 1)
+    """The model over the pool, with its decode steps recorded where that can be."""
+    layout, tensor = pool.kernel_layout, pool.kernel_tensor
     if not placement.uses_kernels:
         if placement.attention_backend == AUTO and not reason_against_in_place(layout, compute):
-            return InPlaceForward(model, pool.tensor, groups)
-        return GatherForward(model, pool.tensor, groups, compute, max_model_len)
+            return InPlaceForward(model, tensor, groups)
+        return GatherForward(model, tensor, layout, groups, compute, max_model_len)
     scales = None
     if layout.kv_dtype == FP8_KV:
         # Scales by head, all 1: K and V are only rounded to e4m3. Scales by token would have to
         # travel with every block.
         scales = torch.ones((2, layout.num_kv_heads), device=runtime.device)
     attention = KernelAttention(
-        pool.tensor, layout, kv_scales=scales, strict=placement.strict_kernels
+        tensor,
+        layout,
+        scale=model.spec.attention_scale,
+        kv_scales=scales,
+        strict=placement.strict_kernels,
     )
     forward = KernelForward(
         runtime,

@@ -9,7 +9,6 @@ import pytest
 
 from stratakv.connector.base import EvictedBlock
 from stratakv.engine.cache.block_hash import make_block_hasher
-from stratakv.engine.cache.kv_cache_coordinator import KVCacheCoordinator
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
@@ -290,6 +289,6 @@ def test_hits_go_only_before_an_empty_table() -> None:
     manager = make_manager()
     request = make_request("r", "ABCDEFGHI")
     start(manager, request)
-    coordinator: KVCacheCoordinator = manager._coordinator
+    hits = ([manager.pool.blocks[1]],)
     with pytest.raises(RuntimeError, match="request r has blocks"):
-        coordinator.attach("r", ([],))
+        manager.allocate_slots(request, 4, 4, hits)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.core import device_config, engine_core
 from stratakv.engine.core.device_config import blocks_of_pool, placement_of
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.models.spec import load_model_spec
 from stratakv.engine.options import EMBEDDED_MODEL, engine_config
 from stratakv.engine.worker import model_runner
+from stratakv.engine.worker.kv_pool import PoolDemand
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, ConfigError
 
@@ -53,7 +55,9 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
     spec = load_model_spec(EMBEDDED_MODEL)
 
     def asked(**given: Any) -> int | None:
-        return blocks_of_pool(engine_config(None, given), spec, LAYOUT)
+        return blocks_of_pool(
+            engine_config(None, given), spec, PoolDemand(plan_groups(LAYOUT), 2048)
+        )
 
     monkeypatch.setattr(device_config, "available_memory_bytes", lambda: 16 * GIB)
     assert asked() == GIB // LAYOUT.page_bytes, "a small model needs no more"
@@ -68,11 +72,11 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch, num_groups: int):
     class Sizer:
-        def blocks(self, model: object, layout: BlockLayout, **limits: int) -> int:
+        def blocks(self, model: object, demand: PoolDemand, **limits: int) -> int:
             assert limits == {"max_model_len": 64, "max_tokens": 128, "max_requests": 4}
             return 37
 
-    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, layout: None)
+    monkeypatch.setattr(engine_core, "blocks_of_pool", lambda config, spec, demand: None)
     monkeypatch.setattr(model_runner, "open_sizer", lambda placement: Sizer())
     given = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 4}
     config = engine_config(None, given)

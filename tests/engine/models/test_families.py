@@ -11,13 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.weights import expected_tensors
-from stratakv.engine.models.families import ARCHITECTURES, FAMILIES
+from stratakv.engine.models.families import FAMILIES
 from stratakv.engine.models.spec import load_model_spec, resolve_max_model_len
 from stratakv.tiers.settings.values import ConfigError
 
 SHAPE = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 32}  # fmt: skip
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
+SLIDING = "sliding_attention"
 SPARSE = [name for name in NAMES if name != "llama"]  # a Llama must give its positions
 
 
@@ -41,8 +42,56 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     assert spec.max_positions == config.max_position_embeddings
     assert spec.rms_norm_eps == config.rms_norm_eps
     assert spec.tied_embeddings == config.tie_word_embeddings
-    assert spec.rope.theta == config.rope_parameters["rope_theta"]
+    thetas = [rope.theta for rope in spec.ropes]
+    ropes = config.rope_parameters
+    kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes[SLIDING]]
+    # Both of its layers have a window, so one rotation is all that they need; the other is read.
+    assert thetas == [kind["rope_theta"] for kind in kinds]
     assert spec.sliding_window == config.sliding_window
+
+
+def test_a_gemma_is_read_as_transformers_reads_it(directory):
+    silent = {k: v for k, v in SHAPE.items() if k not in ("vocab_size", "num_attention_heads")}
+    (directory.path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"} | silent))
+    spec = load_model_spec(directory.path)
+    config = theirs(directory)
+    assert (spec.vocab_size, spec.num_heads) == (config.vocab_size, config.num_attention_heads)
+    assert spec.attention_scale == config.query_pre_attn_scalar**-0.5 == 1 / 16
+    assert spec.logits_softcap is None and spec.embedding_scale == 8.0
+    spec = spec_of(
+        directory, "gemma3_text", num_hidden_layers=8, sliding_window_pattern=3,
+        query_pre_attn_scalar=168, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    config = theirs(directory)
+    slides = [kind == SLIDING for kind in config.layer_types]
+    assert [layer in spec.sliding_layers for layer in range(8)] == slides
+    assert [rope == 1 for rope in spec.rope_of_layers] == slides
+    assert [kind.window for kind in spec.layer_attention] == [4096 if s else None for s in slides]
+    assert spec.attention_scale == config.query_pre_attn_scalar**-0.5
+    assert spec.logits_softcap == config.final_logit_softcapping
+
+
+GEMMA_ROPES = [
+    {},
+    {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+    {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+    {"rope_parameters": {SLIDING: {"rope_theta": 70.0}, "full_attention": {"rope_theta": 9.0}}},
+    {
+        "rope_parameters": {"full_attention": {"rope_theta": 9.0}},
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+]
+
+
+@pytest.mark.parametrize("changes", GEMMA_ROPES)
+def test_a_gemma_has_rotary_positions_of_two_kinds(changes, directory):
+    spec = spec_of(directory, "gemma3_text", num_hidden_layers=6, **changes)
+    ropes = theirs(directory).rope_parameters
+    for rope, name in zip(spec.ropes, ("full_attention", SLIDING), strict=True):
+        assert rope.kind == ropes[name]["rope_type"]
+        assert rope.theta == ropes[name]["rope_theta"]
+        assert rope.factor == ropes[name].get("factor", 1.0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}])
@@ -53,6 +102,8 @@ def test_the_tensors_are_those_of_transformers(model_type, changes, directory):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs(directory))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if spec.tied_embeddings:
+        assert shapes.pop("lm_head.weight") == shapes["model.embed_tokens.weight"]
     assert expected_tensors(spec) == shapes
 
 
@@ -89,7 +140,12 @@ def test_windows_of_some_layers(model_type, changes, window, directory):
     config = theirs(directory)
     slides = "sliding_attention" in config.layer_types
     assert spec.sliding_window == window == (config.sliding_window if slides else None)
-    assert resolve_max_model_len(spec, None) == (window or 32768)
+    sliding = [i for i, kind in enumerate(config.layer_types) if kind == SLIDING]
+    assert list(spec.sliding_layers or ()) == sliding
+    assert [kind.window for kind in spec.layer_attention] == [
+        window if layer in sliding else None for layer in range(2)
+    ]
+    assert resolve_max_model_len(spec, None) == 32768
 
 
 @pytest.mark.parametrize(
@@ -104,18 +160,19 @@ def test_windows_of_some_layers(model_type, changes, window, directory):
 def test_windows_of_every_layer(changes, window, directory):
     spec = spec_of(directory, "mistral", **changes)
     assert spec.sliding_window == window == theirs(directory).sliding_window
-    assert resolve_max_model_len(spec, None) == (window or 131072)
+    assert {kind.window for kind in spec.layer_attention} == {window}
+    assert resolve_max_model_len(spec, None) == 131072
 
 
-def test_the_shortest_limit_counts(directory):
-    spec = spec_of(directory, "mistral", max_position_embeddings=512)
+def test_a_window_that_no_sequence_outgrows_is_none(directory):
+    spec = spec_of(directory, "mistral", max_position_embeddings=512, sliding_window=512)
+    assert spec.sliding_window == 512
+    assert all(kind.is_full for kind in spec.layer_attention)
+    spec = spec_of(directory, "mistral", max_position_embeddings=512, sliding_window=511)
+    assert all(kind.window == 511 for kind in spec.layer_attention)
     assert resolve_max_model_len(spec, None) == 512
     with pytest.raises(ConfigError, match="max_position_embeddings is 512"):
         resolve_max_model_len(spec, 513)
-    spec = spec_of(directory, "mistral", sliding_window=100)
-    assert resolve_max_model_len(spec, 100) == 100
-    with pytest.raises(ConfigError, match=r"only the last 100 positions, .* use at most 100"):
-        resolve_max_model_len(spec, 101)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +195,40 @@ def test_the_shortest_limit_counts(directory):
         ("qwen3", {"layer_types": ["full_attention"]}, "for each of the 2 layers"),
         ("qwen3", {"layer_types": "full_attention"}, "for each of the 2 layers"),
         ("qwen2", {"use_mrope": True}, "use_mrope must be False"),
+        (
+            "gemma3_text",
+            {"sliding_window": None},
+            "sliding_window must be a whole number, or layer",
+        ),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole"),
+        (
+            "gemma3_text",
+            {"hidden_activation": "gelu"},
+            "hidden_activation must be 'gelu_pytorch_tanh'",
+        ),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping must be absent",
+        ),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention must be False",
+        ),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number ab"),
+        ("gemma3_text", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a num"),
+        ("gemma3_text", {"rope_local_base_freq": 1}, "rope_local_base_freq must be a number ab"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_theta": 10.0}},
+            "rope_parameters: rope_theta must be absent, for this family has an object for each",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "mrope"}}},
+            "rope_parameters: full_attention: rope_type must be one of default",
+        ),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_conf"),
         ("qwen3", {"num_experts": 128}, "num_experts must be absent"),
         ("qwen3_moe", {}, "model_type must be .*Qwen3ForCausalLM.*, not 'qwen3_moe'"),
@@ -156,6 +247,19 @@ def test_the_fingerprint_separates_families_and_windows(directory):
     directory.write_single()
     shape = {"num_key_value_heads": 32, "head_dim": 2, "max_position_embeddings": 64,
              "sliding_window": None}  # fmt: skip
-    specs = [spec_of(directory, name, **shape) for name in NAMES]
-    specs.append(spec_of(directory, "mistral", **shape | {"sliding_window": 9}))
-    assert len({fingerprint(directory.path, spec) for spec in specs}) == len(ARCHITECTURES) + 1
+    specs = [spec_of(directory, name, **shape) for name in NAMES if name != "gemma3_text"]
+    windows = {"sliding_window": 9, "use_sliding_window": True}
+    specs.append(spec_of(directory, "mistral", **shape | windows))
+    specs += [spec_of(directory, "qwen2", **shape | windows, max_window_layers=n) for n in (0, 1)]
+    gemma = shape | {"sliding_window": 9}
+    specs += [
+        spec_of(directory, "gemma3_text", **gemma | changes)
+        for changes in (
+            {},
+            {"sliding_window_pattern": 2},
+            {"rope_local_base_freq": 50.0},
+            {"query_pre_attn_scalar": 2},
+            {"final_logit_softcapping": 30.0},
+        )
+    ]
+    assert len({fingerprint(directory.path, spec) for spec in specs}) == len(specs)

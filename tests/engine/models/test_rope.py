@@ -38,6 +38,7 @@ KINDS = {
         "mscale_all_dim": 0.7,
         "truncate": False,
     },
+    "yarn, longer than the model says": {"rope_type": "yarn", "factor": 2.0},
     "yarn, attention factor": {
         "rope_type": "yarn",
         "factor": 2.0,
@@ -65,6 +66,10 @@ def test_every_kind_is_tested():
     assert {one["rope_type"] for one in KINDS.values()} == set(ROPE_KINDS)
 
 
+def yarn_reach(rope: RopeSpec) -> int:
+    return max(MAX_POSITIONS, int(rope.factor * rope.original_max_positions))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_tables_equal_those_of_transformers(name, dtype):
@@ -78,7 +83,7 @@ def test_tables_equal_those_of_transformers(name, dtype):
     fields = JsonFields({"rope_parameters": parameters}, "config.json")
     rope = parse_rope(fields, HEAD_DIM, MAX_POSITIONS)
     length = stable_length(rope, MAX_POSITIONS)
-    assert length == (1024 if rope.kind == "longrope" else MAX_POSITIONS)
+    assert length == {"longrope": 1024, "yarn": yarn_reach(rope)}.get(rope.kind, MAX_POSITIONS)
 
     positions = torch.arange(length)[None]
     theirs = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=dtype), positions)

@@ -102,6 +102,32 @@ def test_the_context_ends_where_positions_stop_being_stable(spec_with):
 
 
 @pytest.mark.parametrize(
+    ("yarn", "context"),
+    [
+        ({"factor": 4.0}, 1024),  # of what is there, which nobody raised
+        ({"factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"factor": 4.5, "original_max_position_embeddings": 100}, 450),
+        ({"factor": 2.0, "original_max_position_embeddings": 64}, 256),
+        ({"original_max_position_embeddings": 64}, 256),
+        ({"factor": 1e6}, 2**24),
+    ],
+)
+def test_a_yarn_reaches_what_it_stretches_to(yarn, context, spec_with):
+    spec = spec_with(rope_scaling={"rope_type": "yarn", **yarn})
+    assert resolve_max_model_len(spec, None) == spec.max_context == context
+    words = (
+        r"max_position_embeddings is 256"
+        if context == 256
+        else (
+            rf"is 256, and its yarn stretches original_max_position_embeddings \d+ by a factor of "
+            rf"[\d.e+]+; use at most {context}"
+        )
+    )
+    with pytest.raises(ConfigError, match=words):
+        resolve_max_model_len(spec, context + 1)
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architectures must be .*LlamaForCausalLM, Mis"),

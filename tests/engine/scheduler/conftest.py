@@ -21,6 +21,7 @@ from stratakv.connector.base import (
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.observer import Observer
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
@@ -43,6 +44,11 @@ def fingerprint(tokens: Sequence[int]) -> list[int]:
         state = (state * 1_000_003 + int(token) + 1) % (2**61 - 1)
         numbers.append(state)
     return numbers
+
+
+def salted(state: int, group: int) -> int:
+    """What stands in a slot: no group's block passes for another's."""
+    return state + group * 2**61
 
 
 def next_token(state: int) -> int:
@@ -68,7 +74,7 @@ class WorkerState:
     """What the worker remembers of one request."""
 
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]  # of each cache group
     num_prompt: int
     in_batch: bool = True
     end: int = 0  # of its last step
@@ -86,6 +92,7 @@ class Engine:
     names: dict[bytes, list[int]] = field(default_factory=dict)  # digest → what its block holds
     has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
+    attention: Sequence[LayerAttention] = (full(),)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -139,8 +146,8 @@ class Engine:
             positions[request_id] = (computed, computed + count)
             self._write(request_id, *positions[request_id])
         sampled = {}
-        for request_id, (_, end) in positions.items():
-            state = self._check(request_id, end)
+        for request_id, (start, end) in positions.items():
+            state = self._check(request_id, start, end)
             done = end == len(self.states[request_id].tokens)
             sampled[request_id] = [next_token(state)] if done else []
             self.states[request_id].tokens += sampled[request_id]
@@ -159,7 +166,7 @@ class Engine:
             assert new.request_id not in self.states or self.has_failed
             tokens = [int(token) for token in new.prompt_token_ids]
             self.states[new.request_id] = WorkerState(
-                tokens + new.output_token_ids, list(new.block_ids[0]), len(tokens)
+                tokens + new.output_token_ids, [list(ids) for ids in new.block_ids], len(tokens)
             )
             told[new.request_id] = new.num_computed_tokens
         cached = output.cached_requests
@@ -176,10 +183,11 @@ class Engine:
                 # Of steps that came back after it had been sent back.
                 assert len(known) - len(said) < self.scheduler._max_steps_in_flight
                 state.tokens = state.tokens[: state.num_prompt] + said
-                state.table = list(ids[0])
+                state.tables = [list(each) for each in ids]
                 state.in_batch = True
             elif ids is not None:
-                state.table += ids[0]
+                for table, more in zip(state.tables, ids, strict=True):
+                    table += more
             assert state.in_batch
             told[request_id] = computed
         assert told.keys() <= output.num_scheduled_tokens.keys()
@@ -210,8 +218,9 @@ class Engine:
         assert self.tiers is not None
         for block_id, key in blocks:
             held = [self.slots.get((block_id, offset)) for offset in range(SIZE)]
-            assert held == self.names[key[:32]]
-            self.tiers.kept[key] = self.names[key[:32]]
+            group = int.from_bytes(key[32:], "little")
+            assert held == [salted(state, group) for state in self.names[key[:32]]]
+            self.tiers.kept[key] = [state for state in held if state is not None]
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         state = self.states[request_id]
@@ -219,16 +228,21 @@ class Engine:
         assert end <= len(state.tokens)
         busy = self.tiers.busy_blocks if self.tiers else set()
         for position in range(start, end):
-            block = state.table[position // SIZE]
-            assert block != 0
-            assert block not in busy, "written while a load is writing to it"
-            self.slots[block, position % SIZE] = states[position]
+            for group, table in enumerate(state.tables):
+                block = table[position // SIZE]
+                assert block != 0
+                assert block not in busy, "written while a load is writing to it"
+                self.slots[block, position % SIZE] = salted(states[position], group)
 
-    def _check(self, request_id: str, end: int) -> int:
+    def _check(self, request_id: str, start: int, end: int) -> int:
+        """Of each group what the tokens from `start` to `end` see of those before them."""
         state = self.states[request_id]
         expected = fingerprint(state.tokens)[:end]
-        held = [self.slots.get((state.table[p // SIZE], p % SIZE)) for p in range(end)]
-        assert held == expected, f"{request_id} would read what is not its own"
+        for group, (table, attention) in enumerate(zip(state.tables, self.attention, strict=True)):
+            seen = range(attention.first_seen(start), end)
+            held = [self.slots.get((table[p // SIZE], p % SIZE)) for p in seen]
+            wanted = [salted(expected[p], group) for p in seen]
+            assert held == wanted, f"{request_id} would read what is not its own"
         for index in range(end // SIZE):
             name = digest_of(state.tokens, index)
             self.names[name] = expected[index * SIZE : (index + 1) * SIZE]
@@ -250,52 +264,60 @@ def digest_of(tokens: Sequence[int], index: int) -> bytes:
 MakeEngine = Callable[..., Engine]
 
 
+def build_engine(
+    num_blocks: int = 100,
+    *,
+    tiers: DictTiers | None = None,
+    max_model_len: int = 200,
+    watermark: float = 0.0,
+    caching: bool = True,
+    fails_with_load: bool = False,
+    max_steps_in_flight: int = 1,
+    runs_ahead: bool = False,
+    observer: Observer | None = None,
+    attention: Sequence[LayerAttention] = (full(),),
+    **options: object,
+) -> Engine:
+    """An engine: `num_blocks` of 4 tokens, options of SchedulerConfig."""
+    config = SchedulerConfig(
+        **{  # type: ignore[arg-type]
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "admit_below": 1.0,  # off, unless it is what a test is about
+            "preempt_above": 1.0,
+            **options,
+        }
+    )
+    manager = KVCacheManager(
+        num_blocks,
+        SIZE,
+        max_model_len,
+        enable_caching=caching,
+        watermark=watermark,
+        attention=attention,
+        most_step_tokens=config.most_step_tokens,
+    )
+    scheduler = Scheduler(
+        config,
+        manager,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        connector=tiers,
+        fails_with_load=fails_with_load,
+        max_steps_in_flight=max_steps_in_flight,
+        runs_ahead=runs_ahead,
+        observers=[] if observer is None else [observer],
+    )
+    engine = Engine(scheduler, tiers, attention=attention)
+    if tiers is not None:
+        tiers.slots = engine.slots
+    return engine
+
+
 @pytest.fixture
 def make_engine() -> MakeEngine:
-    """Builds an engine: `num_blocks` of 4 tokens, options of SchedulerConfig."""
-
-    def make(
-        num_blocks: int = 100,
-        *,
-        tiers: DictTiers | None = None,
-        max_model_len: int = 200,
-        watermark: float = 0.0,
-        caching: bool = True,
-        fails_with_load: bool = False,
-        max_steps_in_flight: int = 1,
-        runs_ahead: bool = False,
-        observer: Observer | None = None,
-        **options: object,
-    ) -> Engine:
-        config = SchedulerConfig(
-            **{  # type: ignore[arg-type]
-                "max_num_batched_tokens": 64,
-                "max_num_seqs": 8,
-                "admit_below": 1.0,  # off, unless it is what a test is about
-                "preempt_above": 1.0,
-                **options,
-            }
-        )
-        manager = KVCacheManager(
-            num_blocks, SIZE, max_model_len, enable_caching=caching, watermark=watermark
-        )
-        scheduler = Scheduler(
-            config,
-            manager,
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset({EOS}),
-            connector=tiers,
-            fails_with_load=fails_with_load,
-            max_steps_in_flight=max_steps_in_flight,
-            runs_ahead=runs_ahead,
-            observers=[] if observer is None else [observer],
-        )
-        engine = Engine(scheduler, tiers)
-        if tiers is not None:
-            tiers.slots = engine.slots
-        return engine
-
-    return make
+    """See `build_engine`."""
+    return build_engine
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from stratakv.connector.base import (
     MatchKind,
     RequestView,
 )
+from stratakv.engine.cache.block_pool import group_suffix
+from stratakv.engine.models.layer_attention import LayerAttention, full
 
 SIZE = 4  # tokens in a block
 
@@ -33,9 +35,10 @@ class Load:
     """A load under way."""
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[int]  # of the first group
     keys: list[bytes]
     ticks: int
+    groups: GroupBlockIds = ()  # of all groups; 0: not wanted
 
 
 @dataclass
@@ -74,8 +77,13 @@ class DictTiers(KVConnectorScheduler):
     to be stored ahead in `ahead` until the forward pass is over.
     """
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        rng: random.Random | None = None,
+        attention: Sequence[LayerAttention] = (full(),),
+    ) -> None:
         self.rng = rng
+        self.attention = tuple(attention)
         self.kept: dict[bytes, list[int]] = {}
         self.loads: list[Load] = []
         self.overlapped: dict[str, OverlappedLoad] = {}
@@ -93,7 +101,9 @@ class DictTiers(KVConnectorScheduler):
 
     @property
     def busy_blocks(self) -> set[int]:
-        return {block for load in self.loads for block in load.block_ids} | {
+        return {
+            block for load in self.loads for blocks in load.groups for block in blocks if block
+        } | {
             block
             for load in self.overlapped.values()
             for copy in load.copies
@@ -116,17 +126,25 @@ class DictTiers(KVConnectorScheduler):
     ) -> Match:
         assert num_computed_tokens % SIZE == 0
         first = num_computed_tokens // SIZE
-        end = first
-        for digest in request.block_hashes[first : (request.num_tokens - 1) // SIZE]:
-            if digest + b"\0\0" not in self.kept:
-                break
-            end += 1
-        if end == first:
+        end = (request.num_tokens - 1) // SIZE
+        while end > first and not self._has(request.block_hashes, first, end):
+            end -= 1
+        if end <= first:
             return Match(0, MatchKind.NONE)
         if self.rng is not None and self.rng.random() < 0.2:
             return Match(0, MatchKind.RETRY)
         from_back = self.from_back if self.rng is None else self.rng.random() < 0.5
+        from_back = from_back and self.attention == (full(),)
         return Match((end - first) * SIZE, MatchKind.OVERLAP if from_back else MatchKind.LOAD)
+
+    def _has(self, digests: Sequence[bytes], first: int, end: int) -> bool:
+        """Whether all is kept that a request reads behind `end` blocks, of which the pool has what
+        lies before `first`."""
+        return all(
+            digests[index] + group_suffix(group) in self.kept
+            for group, attention in enumerate(self.attention)
+            for index in range(max(first, attention.first_seen(end * SIZE) // SIZE), end)
+        )
 
     def begin_load(
         self,
@@ -136,8 +154,9 @@ class DictTiers(KVConnectorScheduler):
         *,
         overlapped: bool,
     ) -> None:
-        (blocks,) = block_ids
-        assert len(blocks) * SIZE == num_tokens > 0
+        blocks = block_ids[0]
+        assert len(block_ids) == len(self.attention)
+        assert all(len(ids) * SIZE == num_tokens > 0 for ids in block_ids)
         request_id = request.request_id
         first_token = request.num_computed_tokens  # type: ignore[attr-defined]
         digests = request.block_hashes[first_token // SIZE :][: len(blocks)]
@@ -148,7 +167,7 @@ class DictTiers(KVConnectorScheduler):
             return
         assert request_id not in {load.request_id for load in self.loads}
         ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
-        self.loads.append(Load(request_id, list(blocks), keys, ticks))
+        self.loads.append(Load(request_id, list(blocks), keys, ticks, block_ids))
 
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
         load = self.overlapped[request_id]
@@ -193,9 +212,11 @@ class DictTiers(KVConnectorScheduler):
         for load in [load for load in self.loads if load.ticks <= 0]:
             self.loads.remove(load)
             count = self.outcome(load) if self.rng is None else self._luck(load)
-            for block, key in list(zip(load.block_ids, load.keys, strict=True))[:count]:
-                for offset, state in enumerate(self.kept[key]):
-                    self.slots[block, offset] = state
+            for group, blocks in enumerate(load.groups):
+                for block, key in list(zip(blocks, load.keys, strict=True))[:count]:
+                    if block:
+                        for offset, state in enumerate(self.kept[key[:32] + group_suffix(group)]):
+                            self.slots[block, offset] = state
             by_tier = {"cpu": count * SIZE} if count else {}
             failure = None if count == len(load.keys) else "lost"
             reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure))

@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
+
 EOS = 0
 CASES = 10
+# Half of them as most models are.
+PLANS: list[tuple[LayerAttention, ...]] = [
+    *[(full(),)] * 4,
+    (full(), window(6)),
+    (window(9), full(), chunk(8)),
+    (full(), window(5), window(5), chunk(10)),
+    (window(7),),
+]
 PRESSURES: list[dict[str, float]] = [
     {},
     {"admit_below": 0.8, "preempt_above": 0.95},
@@ -41,20 +51,26 @@ def test_random_lives(
 
 def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, say: Any) -> None:
     max_model_len = rng.randint(16, 48)
-    # From just enough for one request to plenty for all.
-    num_blocks = 1 + -(-max_model_len // 4) + rng.choice([0, 0, 1, 3, 10, 50])
+    attention = rng.choice(PLANS)
+    if tiers is not None:
+        tiers.attention = attention
     max_num_seqs = rng.randint(1, 6)
     chunked = rng.random() < 0.8
     budget = max_num_seqs + rng.randint(0, 30)
+    threshold = rng.choice([0, 3]) if chunked else 0
+    budget = budget if chunked else max(budget, max_model_len)
+    # From just enough for one request to plenty for all.
+    most = sum(kind.most_blocks(max_model_len, 4, threshold or budget) for kind in attention)
     engine = make_engine(
-        num_blocks,
+        1 + most + rng.choice([0, 0, 1, 3, 10, 50]),
         tiers=tiers,
+        attention=attention,
         max_model_len=max_model_len,
         watermark=rng.choice([0.0, 0.01, 0.2]),
-        max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
+        max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=rng.choice([0, 3]) if chunked else 0,
+        long_prefill_token_threshold=threshold,
         **rng.choice(PRESSURES),
     )
     prompts: dict[str, tuple[list[int], int]] = {}
@@ -117,8 +133,9 @@ def check_invariants(engine: Any) -> None:
     places = engine.scheduler._places
     holders = {*places.requests, *places.loading._waiting}
     for name in holders:
-        for block in engine.table(name):
-            references[block] += 1
+        for table in engine.manager.get_block_ids(name):
+            for block in table:
+                references[block] += block > 0
     assert [block.ref_cnt for block in pool.blocks] == references
     assert pool.num_free == references[1:].count(0)
     queued = [block.block_id for block in pool.free_queue]

@@ -85,5 +85,22 @@ def test_a_copy_that_follows_the_changes_has_every_row(seed: int):
         rows, places, blocks = made.take_changes()
         copy[rows, places] = blocks
         for row in range(6):
-            assert copy[row, : made.num_blocks[row]].tolist() == made.block_ids(row)
+            assert copy[row, : made.num_entries[row]].tolist() == made.block_ids(row)
     assert not any(map(len, made.take_changes())), "each change is told once"
+
+
+def test_blocks_are_split_into_those_that_attention_reads():
+    made = BlockTable(2, 3, 8, 4)
+    made.add_row([5, 0, 2], 0)
+    assert made.row(0).tolist() == [10, 11, 0, 1, 4, 5]
+    assert made.block_ids(0) == [5, 0, 2]
+    positions = np.array([0, 5, 17, 23])
+    slots = made.slot_mapping(np.zeros(4, np.int64), positions)
+    assert slots.tolist() == [5 * 8, 5 * 8 + 5, 2 * 8 + 1, 2 * 8 + 7], "as in whole blocks"
+    made.move_row(0, 1)
+    made.add_row([7], 0)
+    assert (made.block_ids(0), made.block_ids(1)) == ([7], [5, 0, 2])
+    with pytest.raises(ValueError, match="row 1 takes 3 blocks, and 4 are given"):
+        made.append_row([1], 1)
+    with pytest.raises(ValueError, match="cannot be read as blocks of 3; take a divisor of 8"):
+        BlockTable(1, 1, 8, 3)

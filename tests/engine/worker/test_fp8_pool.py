@@ -22,7 +22,7 @@ ONES = torch.ones((2, 2))
 
 def attention_over(pool: torch.Tensor) -> KernelAttention:
     scales = ONES if pool.dtype == pool_dtype(FP8_KV) else None
-    return KernelAttention(pool, LAYOUT, kv_scales=scales)
+    return KernelAttention(pool, LAYOUT, scale=LAYOUT.head_dim**-0.5, kv_scales=scales)
 
 
 def one_step(tokens: int) -> KernelPlan:

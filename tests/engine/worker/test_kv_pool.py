@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from stratakv.connector.device.cpu import pool_pages
+from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.worker import kv_pool
 from stratakv.engine.worker.kv_pool import (
     KvPool,
-    blocks_for_one_request,
+    PoolDemand,
     check_pool_size,
     num_blocks_in,
 )
@@ -18,6 +19,7 @@ from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import MAX_BLOCKS, ConfigError
 
 LAYOUT = BlockLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, kv_dtype="bfloat16")
+POOL = PoolDemand(plan_groups(LAYOUT), 4)
 
 
 def test_one_block_is_one_chunk_of_page_bytes():
@@ -34,24 +36,24 @@ def test_one_block_is_one_chunk_of_page_bytes():
 
 def test_memory_is_counted_in_whole_blocks():
     page = LAYOUT.page_bytes
-    assert [num_blocks_in(LAYOUT, n) for n in (page - 1, page, 10 * page + 1)] == [0, 1, 10]
+    assert [num_blocks_in(page, n) for n in (page - 1, page, 10 * page + 1)] == [0, 1, 10]
 
 
 def test_a_pool_holds_one_request_and_the_null_block():
-    assert blocks_for_one_request(LAYOUT, 4) == 2
-    assert blocks_for_one_request(LAYOUT, 5) == 3
-    check_pool_size(LAYOUT, 3, 8)
+    assert POOL.blocks(4) == 2
+    assert POOL.blocks(5) == 3
+    check_pool_size(POOL, 3, 8)
     with pytest.raises(ConfigError) as refusal:
-        check_pool_size(LAYOUT, 3, 9)
+        check_pool_size(POOL, 3, 9)
     text = str(refusal.value)
     assert "--num-blocks 4 or --kv-cache-memory-bytes 1MiB" in text
     assert text.endswith("or lower --max-model-len to 8")
-    check_pool_size(LAYOUT, 4, 9)
+    check_pool_size(POOL, 4, 9)
 
 
 def test_a_pool_without_any_room_names_no_shorter_length():
     with pytest.raises(ConfigError) as refusal:
-        check_pool_size(LAYOUT, 1, 8)
+        check_pool_size(POOL, 1, 8)
     assert "--max-model-len" not in str(refusal.value)
     with pytest.raises(ConfigError, match="at least 2 blocks"):
         KvPool(LAYOUT, 1)
@@ -61,19 +63,19 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: 7 * LAYOUT.page_bytes + 1)
-    check_pool_size(LAYOUT, 7, 8)
+    check_pool_size(POOL, 7, 8)
     with pytest.raises(ConfigError, match=r"this machine can hold one of 7 blocks .* lower --num"):
-        check_pool_size(LAYOUT, 8, 8)
+        check_pool_size(POOL, 8, 8)
     monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: None)
-    check_pool_size(LAYOUT, MAX_BLOCKS, 8)
+    check_pool_size(POOL, MAX_BLOCKS, 8)
     with pytest.raises(ConfigError, match=f"can hold one of {MAX_BLOCKS} blocks"):
-        check_pool_size(LAYOUT, MAX_BLOCKS + 1, 8)
+        check_pool_size(POOL, MAX_BLOCKS + 1, 8)
 
 
 def test_memory_that_the_tiers_have_taken_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch):
     left = [7 * LAYOUT.page_bytes]
     monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: left[0])
-    check_pool_size(LAYOUT, 7, 8)
+    check_pool_size(POOL, 7, 8)
     left[0] = 6 * LAYOUT.page_bytes
     with pytest.raises(ConfigError, match="this machine can hold one of 6 blocks"):
         KvPool(LAYOUT, 7)

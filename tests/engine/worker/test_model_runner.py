@@ -130,7 +130,7 @@ def test_a_gather_cut_into_pieces_changes_nothing(checkpoint, driver, prompt_of,
             drive.add(f"r{i}", prompt_of(length, i))
         for _ in range(7):
             drive.step()
-        planned = drive.runner._forward.planner.max_group_blocks
+        planned = drive.runner._forward.max_group_blocks
         return [drive.finish(f"r{i}") for i in range(len(lengths))], planned
 
     whole, many = run()

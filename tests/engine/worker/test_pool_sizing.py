@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from stratakv.engine.cache.group_spec import plan_groups
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec import load_model_spec
+from stratakv.engine.worker.kv_pool import PoolDemand
 from stratakv.engine.worker.runtime.device_config import Placement
 from stratakv.engine.worker.runtime.pool_sizing import (
     RESERVE_BYTES,
@@ -24,6 +26,7 @@ from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
 # Llama-3.1-8B in bfloat16: 2 MiB a block.
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")
+POOL = PoolDemand(plan_groups(LAYOUT), 2048)
 USE = MemoryUse(
     total_bytes=80 * GIB,
     free_before_bytes=79 * GIB,
@@ -37,23 +40,25 @@ USE = MemoryUse(
 def test_the_pool_is_what_weights_steps_libraries_and_reserve_leave_of_the_share():
     assert LAYOUT.page_bytes == 2 * MIB
     assert USE.outside_bytes == 1 * GIB
-    blocks = pool_blocks(USE, LAYOUT, 8192, 0.9)
+    blocks = pool_blocks(USE, POOL, 8192, 0.9)
     assert blocks == (72 * GIB - 18 * GIB - RESERVE_BYTES) // LAYOUT.page_bytes
-    half = pool_blocks(USE, replace(LAYOUT, kv_dtype="fp8_e4m3"), 8192, 0.9)
+    half = pool_blocks(
+        USE, PoolDemand(plan_groups(replace(LAYOUT, kv_dtype="fp8_e4m3")), 2048), 8192, 0.9
+    )
     assert 2 * blocks <= half <= 2 * blocks + 1
     # What others free meanwhile is nobody's loss.
     assert replace(USE, free_after_bytes=70 * GIB).outside_bytes == 0
 
 
 def test_no_pool_has_more_blocks_than_tables_can_name():
-    tiny = BlockLayout(1, 1, 1, 8, "fp8_e4m3")
+    tiny = PoolDemand(plan_groups(BlockLayout(1, 1, 1, 8, "fp8_e4m3")), 2048)
     assert pool_blocks(USE, tiny, 8192, 0.9) == MAX_BLOCKS
 
 
 def test_what_does_not_fit_is_said_with_what_helps():
     small = replace(USE, total_bytes=24 * GIB, free_before_bytes=24 * GIB, free_after_bytes=6 * GIB)
     with pytest.raises(ConfigError) as refusal:
-        pool_blocks(small, LAYOUT, 65536, 0.9)
+        pool_blocks(small, POOL, 65536, 0.9)
     text = str(refusal.value)
     assert "21.60 GiB of GPU memory (--gpu-memory-utilization 0.9 of 24.00 GiB)" in text
     assert "weights of 15.00 GiB, steps of 2.00 GiB" in text
@@ -61,23 +66,23 @@ def test_what_does_not_fit_is_said_with_what_helps():
     assert "lower --max-model-len to " in text and "--kv-cache-dtype fp8_e4m3" in text
     assert "raise --gpu-memory-utilization" not in text, "no share would be enough"
     fits = int(text.split("lower --max-model-len to ")[1].split(",")[0])
-    assert pool_blocks(small, LAYOUT, fits, 0.9) * 16 >= fits
+    assert pool_blocks(small, POOL, fits, 0.9) * 16 >= fits
     with pytest.raises(ConfigError):
-        pool_blocks(small, LAYOUT, fits + 16, 0.9)
+        pool_blocks(small, POOL, fits + 16, 0.9)
 
 
 def test_a_share_that_would_do_is_named():
     with pytest.raises(ConfigError) as refusal:
-        pool_blocks(USE, LAYOUT, 65536, 0.3)
+        pool_blocks(USE, POOL, 65536, 0.3)
     share = float(str(refusal.value).split("raise --gpu-memory-utilization to ")[1].split(",")[0])
     assert 0.3 < share < 0.4
-    assert pool_blocks(USE, LAYOUT, 65536, share) > 4096
+    assert pool_blocks(USE, POOL, 65536, share) > 4096
 
 
 def test_a_model_that_leaves_nothing_asks_for_a_smaller_one():
     full = replace(USE, peak_bytes=79 * GIB, weight_bytes=78 * GIB)
     with pytest.raises(ConfigError, match="take a smaller model"):
-        pool_blocks(full, LAYOUT, 8192, 0.9)
+        pool_blocks(full, POOL, 8192, 0.9)
 
 
 def test_memory_that_others_hold_is_named_before_anything_is_loaded():
@@ -131,6 +136,7 @@ def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatc
     monkeypatch.setattr(Decoder, "logits", recorded)
     sizer = PoolSizer(Placement(memory_share=0.5), Meter())
     layout = spec.layout(16, "float64")
-    blocks = sizer.blocks(model, layout, max_model_len=64, max_tokens=33, max_requests=7)
+    demand = PoolDemand(plan_groups(layout), 33)
+    blocks = sizer.blocks(model, demand, max_model_len=64, max_tokens=33, max_requests=7)
     assert seen == [7, 7], "one step waits while the next is computed"
     assert blocks == (3 * GIB - RESERVE_BYTES) // layout.page_bytes

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the tokens before it a layer attends to: a fact of the model, which decides what of a
+sequence the cache has to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class AttentionKind(Enum):
+    """What the tokens of a layer see. A state-space layer sees nothing and carries a state instead;
+    no manager keeps that yet."""
+
+    FULL = "full attention"
+    WINDOW = "sliding window"
+    CHUNK = "chunked local attention"
+    STATE = "state space"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Made by `full`, `window` and `chunk`; hashable, and equal layers can share a cache group."""
+
+    kind: AttentionKind
+    num_tokens: int = 0  # the size of the window or of a chunk
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of {self.num_tokens}" if self.num_tokens else self.kind.value
+
+    @property
+    def window(self) -> int | None:
+        """The tokens of a sliding window, a token's own among them; None for other kinds."""
+        return self.num_tokens if self.kind is AttentionKind.WINDOW else None
+
+    @property
+    def is_full(self) -> bool:
+        return self.kind is AttentionKind.FULL
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at `position`, or any after it, attends to."""
+        if self.kind is AttentionKind.WINDOW:
+            return max(0, position - self.num_tokens + 1)
+        if self.kind is AttentionKind.CHUNK:
+            return position - position % self.num_tokens
+        return 0
+
+    def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
+        """The blocks of a sequence of `num_tokens` that are kept at once at most, if no step
+        computes more than `most_step_tokens` of it: what the first token of a step sees, and the
+        step."""
+        blocks = -(-num_tokens // block_size)
+        if self.is_full:
+            return blocks
+        reach = self.num_tokens + most_step_tokens - 1
+        return min(blocks, (reach - 2) // block_size + 2 if reach > 1 else 1)
+
+
+def full() -> LayerAttention:
+    """A token sees all before it."""
+    return _FULL
+
+
+def window(num_tokens: int) -> LayerAttention:
+    """A token sees itself and the `num_tokens` - 1 before it."""
+    return _of(AttentionKind.WINDOW, num_tokens)
+
+
+def chunk(num_tokens: int) -> LayerAttention:
+    """Positions are cut into chunks of `num_tokens`, the first of which begins at 0. A token sees
+    itself and those before it in its chunk."""
+    return _of(AttentionKind.CHUNK, num_tokens)
+
+
+def _of(kind: AttentionKind, num_tokens: int) -> LayerAttention:
+    if num_tokens < 1:
+        raise ValueError(f"{kind.value} takes at least 1 token, not {num_tokens}")
+    return LayerAttention(kind, num_tokens)
+
+
+_FULL = LayerAttention(AttentionKind.FULL)
