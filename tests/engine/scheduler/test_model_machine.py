@@ -34,7 +34,7 @@ from stratakv.engine.scheduler.scheduler import Pause
 from .conftest import Engine, build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
 
-RUNS = {"ci": (400, 60), "long": (20_000, 60)}  # examples, and steps of each
+RUNS = {"ci": (100, 60), "long": (20_000, 60)}  # examples, and steps of each
 MAX_MODEL_LEN = 40
 DOCUMENTS = [[(7 * i + 11 * d) % 49 + 1 for i in range(MAX_MODEL_LEN)] for d in range(3)]
 PLANS: list[tuple[LayerAttention, ...]] = [
