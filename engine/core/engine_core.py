@@ -158,7 +158,7 @@ class EngineCore:
                     device=config.model.device,
                     prefill=self._prefill,
                     with_worker=config.executor != "mp",
-                    num_groups=len(self._groups),
+                    attention=self._groups.attention,
                 )
                 self._connector = self._tiers.side
                 if config.role == "decode":

@@ -59,6 +59,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
     priority: int | None = None
     job_id: str | None = None  # of an agent's job, whose turns follow each other
     is_last_step: bool | None = None
