@@ -31,10 +31,11 @@ class TokenMask:
                 f"a mask of {len(self.request_ids)} requests has a row of words for each, not the "
                 f"shape {self.allowed.shape}"
             )
-        octets = np.array(self.allowed, "<u4", order="C").view(np.uint8)
+        words = self.allowed.astype("<u4", order="C", copy=False)
         if logits.device.type == "cpu":
-            banned = banned_on_host(octets, logits.shape[1])
+            banned = banned_on_host(words.view(np.uint8), logits.shape[1])
         else:
+            octets = np.array(words).view(np.uint8)  # the copy to the device may come later
             banned = banned_on(octets, logits.shape[1], logits.device)
         if list(indices) == list(range(len(logits))):  # none to be left alone, so no copy
             logits.masked_fill_(banned, -torch.inf)
@@ -45,11 +46,12 @@ class TokenMask:
 
 def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> Tensor:
     """The same as `banned_on`, made on the host, where that is quicker."""
-    bits = np.unpackbits(octets, axis=1, bitorder="little")
-    banned = np.ones((len(bits), num_tokens), np.bool_)
-    count = min(bits.shape[1], num_tokens)
-    np.equal(bits[:, :count], 0, out=banned[:, :count])
-    return torch.from_numpy(banned)
+    count = min(octets.shape[1] * 8, num_tokens)
+    # Turned over while they are packed: what comes out, 0 or 1, is a bool as it is.
+    bits = np.unpackbits(~octets, axis=1, count=count, bitorder="little").view(np.bool_)
+    if count < num_tokens:
+        bits = np.pad(bits, ((0, 0), (0, num_tokens - count)), constant_values=True)
+    return torch.from_numpy(bits)
 
 
 def banned_on(octets: npt.NDArray[np.uint8], num_tokens: int, device: torch.device) -> Tensor:

@@ -110,6 +110,17 @@ class _Followed(NamedTuple):
     thought: _Thought
     end_ids: frozenset[int]  # of the model, as far as they end this request
     own_ids: frozenset[int]  # its stop ids
+    has_own_ends: bool  # whether other ids end it than end the model's answers
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether its rows are not yet those that its matcher made."""
+        request = self.request
+        return (
+            self.has_own_ends
+            or self.thought.opener is not None
+            or request.num_output_tokens < request.sampling_params.min_tokens
+        )
 
 
 class GrammarManager:
@@ -208,12 +219,15 @@ class GrammarManager:
         built, grammar = waiting.built, waiting.compilation.grammar
         assert grammar is not None
         params = built.sampling_params
+        end_ids = frozenset() if params.ignore_eos else self._eos_ids
+        own_ids = frozenset(params.stop_token_ids)
         self._followed[built.request_id] = _Followed(
             built,
             Follower(grammar),
             _Thought(built),
-            frozenset() if params.ignore_eos else self._eos_ids,
-            frozenset(params.stop_token_ids),
+            end_ids,
+            own_ids,
+            bool(own_ids) or end_ids != self._eos_ids,
         )
 
     def begin(
@@ -260,12 +274,15 @@ class GrammarManager:
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
+        has_any = words.any(axis=1).tolist()
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + job.num_rows
-            error: str | None = job.error or self._settle_ends(each, job, words[start:end])
+            error: str | None = job.error or None
+            if error is None and (each.needs_settling or not has_any[start]):
+                error = self._settle_ends(each, job, words[start:end])
             if error is None:
                 ids += [each.request.request_id] * job.num_rows
                 kept += range(start, end)
@@ -321,7 +338,7 @@ class GrammarManager:
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens
-        if own_ids or missing > 0 or followed.end_ids != self._eos_ids:
+        if followed.has_own_ends or missing > 0:
             for offset, row in enumerate(rows):
                 may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end
                 if missing > offset:
