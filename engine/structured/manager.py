@@ -111,16 +111,7 @@ class _Followed(NamedTuple):
     end_ids: frozenset[int]  # of the model, as far as they end this request
     own_ids: frozenset[int]  # its stop ids
     has_own_ends: bool  # whether other ids end it than end the model's answers
-
-    @property
-    def needs_settling(self) -> bool:
-        """Whether its rows are not yet those that its matcher made."""
-        request = self.request
-        return (
-            self.has_own_ends
-            or self.thought.opener is not None
-            or request.num_output_tokens < request.sampling_params.min_tokens
-        )
+    may_need_settling: bool  # whether its rows may have to be other than its matcher makes them
 
 
 class GrammarManager:
@@ -221,13 +212,16 @@ class GrammarManager:
         params = built.sampling_params
         end_ids = frozenset() if params.ignore_eos else self._eos_ids
         own_ids = frozenset(params.stop_token_ids)
+        thought = _Thought(built)
+        has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
             Follower(grammar),
-            _Thought(built),
+            thought,
             end_ids,
             own_ids,
-            bool(own_ids) or end_ids != self._eos_ids,
+            has_own_ends,
+            has_own_ends or thought.opener is not None or params.min_tokens > 0,
         )
 
     def begin(
@@ -267,10 +261,10 @@ class GrammarManager:
         if not self._maker.has_begun:
             self.begin(requests, drafts)
         thinking, self._thinking = self._thinking, []
-        free = self._free_rows(thinking)
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
+        free = self._free_rows(thinking) if ids else None
         if not self._maker.has_begun:
-            return Masks(TokenMask(ids, free) if ids else None, [])
+            return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
@@ -281,7 +275,7 @@ class GrammarManager:
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + job.num_rows
             error: str | None = job.error or None
-            if error is None and (each.needs_settling or not has_any[start]):
+            if error is None and (each.may_need_settling or not has_any[start]):
                 error = self._settle_ends(each, job, words[start:end])
             if error is None:
                 ids += [each.request.request_id] * job.num_rows
@@ -292,7 +286,7 @@ class GrammarManager:
                 del self._followed[each.request.request_id]
         if len(kept) < len(words):
             words = words[kept]
-        if len(free):
+        if free is not None:
             words = np.concatenate([free, words])
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
