@@ -3,19 +3,21 @@
 
 On the CPU. A greedy batch against `argmax` alone; a random batch with every wish at once against
 `softmax` and `argmax`; and the logits processors of the batch against those of transformers, which
-have one request's parameters each and so run row by row. Both sides of a figure are taken in turn
-and must agree; a ratio is the median of the ratios within a round.
+have one request's parameters each and so run row by row. Then the embedded model, whose decodes
+follow a JSON schema or none (`grammar_step.py`), or run beside hostile grammars (`hostile.py`).
+Both sides of a figure are taken in turn and must agree; a ratio is the median of the ratios within
+a round, of processor seconds of all threads, which other work on the machine disturbs least; the
+same by the clock stands beside it. What others wait beside hostile grammars is by the clock alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +29,22 @@ from ...engine.sampling.sampler import LogitsRows, ProcessorSet, Sampler
 from ...engine.sampling_params import SamplingParams
 from ..harness.comparison import Comparison, Gate, WrongWork, take_rounds
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
-from ..harness.report import Report, print_table, run_and_tell
+from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from .grammar_step import grammar_step
+from .hostile import hostile_beside
+from .timer import Timer
 
-GREEDY, FEATURES, PROCESSORS = (
+GREEDY, FEATURES, PROCESSORS, GRAMMAR, HOSTILE = (
     "greedy_over_argmax", "all_features_over_argmax_softmax", "processors_over_transformers",
+    "grammar_step", "hostile_p99",
 )  # fmt: skip
-GATES = {GREEDY: Gate(most=1.05), FEATURES: Gate(most=4.0), PROCESSORS: Gate(least=5.0)}
+GATES = {
+    GREEDY: Gate(most=1.05),
+    FEATURES: Gate(most=4.0),
+    PROCESSORS: Gate(least=5.0),
+    GRAMMAR: Gate(most=1.05),
+    HOSTILE: Gate(most=1.2),
+}
 THEIR_ROWS = 16
 END = 2  # the token that ends an answer
 PROMPT, OUTPUT = 256, 64  # tokens of each request
@@ -45,9 +57,13 @@ class Scale:
     rows: int
     vocab_size: int
     rounds: int
+    decodes: tuple[int, ...]  # requests at once of the embedded model, whose steps are compared
+    step_rounds: int  # of them
+    hostile_steps: int  # between whose tokens a request waits
 
 
-FULL, QUICK = Scale(256, 151_936, 11), Scale(16, 32_000, 3)
+FULL = Scale(256, 151_936, 11, (1, 4, 16, 64), 41, 400)
+QUICK = Scale(16, 32_000, 3, (4,), 5, 40)
 
 
 class Requests:
@@ -87,39 +103,52 @@ class Requests:
         return own | wishes
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """By the wall clock."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+class Contest(NamedTuple):
+    """A comparison, and what took the time of both sides."""
+
+    comparison: Comparison
+    ours: Timer
+    limit: Timer
+
+    def take(self, report: Report, rounds: int) -> None:
+        """Its figures, by both clocks."""
+        take_rounds(self.comparison, rounds).add_to(report)
+        # The first of each side was for warmth.
+        clock = median(ratios(self.ours.by_clock[1:], self.limit.by_clock[1:]))
+        report.figures["by_clock"][self.comparison.name] = clock
 
 
-def greedy(requests: Requests) -> Comparison:
+def greedy(requests: Requests) -> Contest:
     """A greedy batch: the sampler also looks whether the logits are finite."""
     sampler = _sampler(requests, temperature=0.0)
     expected = requests.logits.argmax(dim=-1).tolist()
+    ours_timer, limit_timer = Timer(), Timer()
 
     def ours() -> float:
         made: list[Any] = []
-        seconds = seconds_of(lambda: made.append(sampler.sample(requests.logits, requests.rows)))
+        seconds = ours_timer.rate_of(
+            lambda: made.append(sampler.sample(requests.logits, requests.rows))
+        )
         if made[0].token_ids != expected:
             raise WrongWork("a greedy token is not the likeliest one")
         return seconds
 
-    limit = partial(seconds_of, lambda: requests.logits.argmax(dim=-1).tolist())
-    return Comparison(GREEDY, "seconds", "argmax", ours, limit)
+    limit = partial(limit_timer.rate_of, lambda: requests.logits.argmax(dim=-1).tolist())
+    comparison = Comparison(GREEDY, "processor seconds", "argmax", ours, limit)
+    return Contest(comparison, ours_timer, limit_timer)
 
 
-def all_features(requests: Requests) -> Comparison:
+def all_features(requests: Requests) -> Contest:
     """Bans, biases, penalties, min-p, top-k, top-p, temperature and seeds of every row."""
     sampler = _sampler(
         requests, temperature=0.8, top_k=50, top_p=0.95, presence_penalty=0.3,
         frequency_penalty=0.2, seed=5,
     )  # fmt: skip
+    ours_timer, limit_timer = Timer(), Timer()
 
     def ours() -> float:
         logits, made = requests.logits.clone(), []
-        seconds = seconds_of(lambda: made.append(sampler.sample(logits, requests.rows)))
+        seconds = ours_timer.rate_of(lambda: made.append(sampler.sample(logits, requests.rows)))
         banned = requests.bad_words[:, [0, 2]]  # what the sequence of two ends with, too
         tokens = np.array(made[0].token_ids)
         if not all(made[0].has_choice) or (tokens[:, None] == banned).any() or END in tokens:
@@ -128,12 +157,13 @@ def all_features(requests: Requests) -> Comparison:
 
     def limit() -> float:
         logits = requests.logits
-        return seconds_of(lambda: (logits.softmax(dim=-1), logits.argmax(dim=-1).tolist()))
+        return limit_timer.rate_of(lambda: (logits.softmax(dim=-1), logits.argmax(dim=-1).tolist()))
 
-    return Comparison(FEATURES, "seconds", "softmax and argmax", ours, limit)
+    comparison = Comparison(FEATURES, "processor seconds", "softmax and argmax", ours, limit)
+    return Contest(comparison, ours_timer, limit_timer)
 
 
-def processors(requests: Requests) -> Comparison:
+def processors(requests: Requests) -> Contest:
     """The same five changes of the logits of each row, by two sets of processors. Theirs take as
     long for each row, so a round of theirs is of some rows only."""
     scale = requests.scale
@@ -156,12 +186,18 @@ def processors(requests: Requests) -> Comparison:
         if not torch.allclose(ours[row], one[0], rtol=1e-5, atol=1e-5):
             raise WrongWork(f"our processors and those of transformers differ in row {row}")
 
-    def rate(work: Callable[[Tensor], object], rows: int) -> float:
-        logits = requests.logits[:rows].clone()
-        return rows / seconds_of(lambda: work(logits))
+    ours_timer, their_timer = Timer(scale.rows), Timer(len(lists))
 
-    ours_rate, their_rate = partial(rate, apply, scale.rows), partial(rate, row_by_row, len(lists))
-    return Comparison(PROCESSORS, "rows a second", "transformers", ours_rate, their_rate)
+    def rate(timer: Timer, work: Callable[[Tensor], object], rows: int) -> float:
+        logits = requests.logits[:rows].clone()
+        return timer.rate_of(lambda: work(logits))
+
+    comparison = Comparison(
+        PROCESSORS, "rows a processor second", "transformers",
+        partial(rate, ours_timer, apply, scale.rows),
+        partial(rate, their_timer, row_by_row, len(lists)),
+    )  # fmt: skip
+    return Contest(comparison, ours_timer, their_timer)
 
 
 def _sampler(requests: Requests, **wishes: Any) -> Sampler:
@@ -195,10 +231,20 @@ def print_sampling(report: Report) -> None:
         comparison, ratio = report.figures["contests"][name], report.ratios[name]
         sides = [f"{comparison[key]:.4g}" for key in ("median", "limit_median")]
         spread = "{:.2f} to {:.2f}".format(*report.figures["spreads"][name])
+        clock = f"{report.figures['by_clock'][name]:.3f}"
         verdict = f"{gate.wanted} {gate.verdict(ratio)}"
-        rows.append([name, comparison["unit"], *sides, f"{ratio:.3f}", spread, verdict])
-    columns = ["what", "in", "ours", "theirs", "ratio", "quartiles", "gate"]
-    print_table("From logits to tokens on the CPU, in turn", columns, rows)
+        rows.append([name, *sides, f"{ratio:.3f}", spread, clock, verdict])
+    columns = ["what", "ours", "theirs", "ratio", "quartiles", "by the clock", "gate"]
+    title = "From logits to tokens on the CPU, in turn (seconds, or rows a second)"
+    print_table(title, columns, rows)
+    steps = [
+        [str(rows), f"{one['seconds'] * 1e3:.2f}", f"{one['ratio']:.3f}", f"{one['by_clock']:.3f}"]
+        for rows, one in report.figures["grammar_steps"].items()
+    ]
+    columns = ["requests", "a step without, ms", "ratio", "by the clock"]
+    print_table("Steps of decodes with a JSON schema over those without", columns, steps)
+    ends = [[name, one] for name, one in report.figures["hostile_ends"].items()]
+    print_table("How hostile grammars ended", ["grammar", "its request"], ends)
 
 
 def plot_sampling(report: Report, path: Path) -> Path:
@@ -229,7 +275,10 @@ def measure(report: Report, scale: Scale) -> None:
         "plan": {"rows": scale.rows, "vocab_size": scale.vocab_size, "threads": threads},
         "contests": {},
         "spreads": {},
+        "by_clock": {},
     }
     requests = Requests(scale)
     for make in (greedy, all_features, processors):
-        take_rounds(make(requests), scale.rounds).add_to(report)
+        make(requests).take(report, scale.rounds)
+    grammar_step(report, GRAMMAR, scale.decodes, scale.step_rounds)
+    hostile_beside(report, HOSTILE, scale.hostile_steps)

@@ -247,9 +247,9 @@ class Sampler:
         if mask is not None:
             mask.apply(logits, masked)
         logits = self._processors.before_choice(logits, belongs)
-        best = logits.max(dim=-1)
-        drawn = Drawn(logits, best.values, best.indices, belongs)
-        known = torch.stack((is_finite, torch.isfinite(best.values)))
+        values, indices = highest(logits)
+        drawn = Drawn(logits, values, indices, belongs)
+        known = torch.stack((is_finite, torch.isfinite(values)))
         random = np.flatnonzero(self._rows.temperature[rows] > 0.0)
         numbers, short = NO_NUMBERS, []
         if len(random):
@@ -450,6 +450,30 @@ def _take(tensor: Tensor, indices: IntArray) -> Tensor:
     if len(indices) == len(tensor):
         return tensor
     return tensor[to_device(indices, tensor.device)]
+
+
+# On the CPU torch finds the highest of many four times as fast as the place where it is.
+_HIGHEST_BLOCK = 128
+
+
+def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row, and the first token id that has it; of a row with NaN, NaN and
+    the place of one."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = vocab_size // _HIGHEST_BLOCK
+    if logits.device.type != "cpu" or num_blocks < _HIGHEST_BLOCK:
+        values, indices = logits.max(dim=-1)
+        return values, indices
+    whole = num_blocks * _HIGHEST_BLOCK
+    blocks = logits[:, :whole].unflatten(1, (num_blocks, _HIGHEST_BLOCK))
+    values, block = blocks.amax(dim=-1).max(dim=-1)
+    index = blocks[torch.arange(num_rows), block].argmax(dim=-1) + block * _HIGHEST_BLOCK
+    if whole < vocab_size:
+        rest = logits[:, whole:].max(dim=-1)
+        is_later = (rest.values > values) | (rest.values.isnan() & ~values.isnan())
+        values = torch.where(is_later, rest.values, values)
+        index = torch.where(is_later, rest.indices + whole, index)
+    return values, index
 
 
 def uniform_of(seed: int, position: int) -> float:

@@ -31,25 +31,42 @@ class TokenMask:
                 f"a mask of {len(self.request_ids)} requests has a row of words for each, not the "
                 f"shape {self.allowed.shape}"
             )
-        octets = np.array(self.allowed, "<u4", order="C").view(np.uint8)
+        words = self.allowed.astype("<u4", order="C", copy=False)
+        is_all = list(indices) == list(range(len(logits)))
         if logits.device.type == "cpu":
-            banned = banned_on_host(octets, logits.shape[1])
-        else:
-            banned = banned_on(octets, logits.shape[1], logits.device)
-        if list(indices) == list(range(len(logits))):  # none to be left alone, so no copy
+            _ban_on_host(logits, words.view(np.uint8), None if is_all else indices)
+            return
+        octets = np.array(words).view(np.uint8)  # one that may be written, which torch asks for
+        banned = banned_on(octets, logits.shape[1], logits.device)
+        if is_all:  # none to be left alone, so no copy
             logits.masked_fill_(banned, -torch.inf)
             return
         rows = to_device(np.asarray(indices, np.int64), logits.device)
         logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
 
 
-def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> Tensor:
-    """The same as `banned_on`, made on the host, where that is quicker."""
-    bits = np.unpackbits(octets, axis=1, bitorder="little")
-    banned = np.ones((len(bits), num_tokens), np.bool_)
-    count = min(bits.shape[1], num_tokens)
-    np.equal(bits[:, :count], 0, out=banned[:, :count])
-    return torch.from_numpy(banned)
+def _ban_on_host(
+    logits: Tensor, octets: npt.NDArray[np.uint8], indices: Sequence[int] | None
+) -> None:
+    """By numpy, which is three times as quick as torch at it, and in place; `indices` are None for
+    all rows."""
+    banned = banned_on_host(octets, logits.shape[1])
+    values = logits.numpy()
+    if indices is None:
+        np.copyto(values, -np.inf, where=banned)
+        return
+    for index, row in zip(indices, banned, strict=True):
+        np.copyto(values[index], -np.inf, where=row)
+
+
+def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArray[np.bool_]:
+    """The same as `banned_on`, made on the host."""
+    count = min(octets.shape[1] * 8, num_tokens)
+    # Turned over while they are packed: what comes out, 0 or 1, is a bool as it is.
+    banned = np.unpackbits(~octets, axis=1, count=count, bitorder="little").view(np.bool_)
+    if count < num_tokens:
+        banned = np.pad(banned, ((0, 0), (0, num_tokens - count)), constant_values=True)
+    return banned
 
 
 def banned_on(octets: npt.NDArray[np.uint8], num_tokens: int, device: torch.device) -> Tensor:

@@ -103,16 +103,11 @@ class _GuidanceMatcher(Matcher):
         return self._matcher.is_accepting()
 
     def accept(self, token_id: int) -> bool:
-        if token_id in self._end_ids or self._matcher.is_stopped():
-            self._check()
-            return False
-        # To consume a wrong one would break the matcher for good.
-        if self._matcher.validate_tokens([token_id]) != 1:
-            self._check()
-            return False
-        self._matcher.consume_token(token_id)
+        # `consume_token` would break the matcher for good with a wrong one.
+        if token_id not in self._end_ids and self._matcher.try_consume_tokens([token_id]) == 1:
+            return True
         self._check()
-        return True
+        return False
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)

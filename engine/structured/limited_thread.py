@@ -3,20 +3,25 @@
 piece, and leave it behind.
 
 What counts is the processor's time, so that a busy machine fails nobody; the clock on the wall has
-a limit of its own, far beyond. A thread that was left behind ends with the piece it is at.
+a limit of its own, far beyond. A thread that was left behind ends with the piece it is at, and has
+the lowest priority until then.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
+BEHIND_OTHERS, LAST_OF_ALL = 10, 19  # niceness
 Job = Callable[["LimitedThread"], None]
 # Of threads left behind that still run: each takes a processor. Then nothing more is begun.
 MOST_LEFT_BEHIND = 4
@@ -34,8 +39,12 @@ class LimitedThread:
     """Does jobs from a queue, which it may share. A job calls `next_piece` between its pieces, each
     of which has the whole limit."""
 
-    def __init__(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
+    def __init__(
+        self, name: str, jobs: queue.SimpleQueue[Job | None], *, niceness: int = 0
+    ) -> None:
+        """`niceness` is added to the process's own, where the system has one for each thread."""
         self._jobs = jobs
+        self._niceness = niceness
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
@@ -76,6 +85,7 @@ class LimitedThread:
             if self._began is None:
                 return False
             self._is_left = True
+        _make_nice(self._thread.native_id, LAST_OF_ALL)
         logger.error("a grammar hangs: a thread is left behind with it")
         return True
 
@@ -84,6 +94,8 @@ class LimitedThread:
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        if self._niceness:
+            _make_nice(self._thread.native_id, self._niceness)
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         while not self._is_left and (job := self._jobs.get()) is not None:
             self.job = job
@@ -94,6 +106,15 @@ class LimitedThread:
                     logger.exception("a grammar's thread met a fault")
             with self._lock:
                 self._began = None
+
+
+def _make_nice(thread_id: int | None, niceness: int) -> None:
+    """Linux has a niceness for each thread, which can always be raised."""
+    if thread_id is None or not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError):  # it has ended meanwhile
+        niceness += os.getpriority(os.PRIO_PROCESS, os.getpid())
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(niceness, LAST_OF_ALL))
 
 
 class LeftBehind:

@@ -110,6 +110,8 @@ class _Followed(NamedTuple):
     thought: _Thought
     end_ids: frozenset[int]  # of the model, as far as they end this request
     own_ids: frozenset[int]  # its stop ids
+    has_own_ends: bool  # whether other ids end it than end the model's answers
+    may_need_settling: bool  # whether its rows may have to be other than its matcher makes them
 
 
 class GrammarManager:
@@ -208,12 +210,18 @@ class GrammarManager:
         built, grammar = waiting.built, waiting.compilation.grammar
         assert grammar is not None
         params = built.sampling_params
+        end_ids = frozenset() if params.ignore_eos else self._eos_ids
+        own_ids = frozenset(params.stop_token_ids)
+        thought = _Thought(built)
+        has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
             Follower(grammar),
-            _Thought(built),
-            frozenset() if params.ignore_eos else self._eos_ids,
-            frozenset(params.stop_token_ids),
+            thought,
+            end_ids,
+            own_ids,
+            has_own_ends,
+            has_own_ends or thought.opener is not None or params.min_tokens > 0,
         )
 
     def begin(
@@ -253,19 +261,22 @@ class GrammarManager:
         if not self._maker.has_begun:
             self.begin(requests, drafts)
         thinking, self._thinking = self._thinking, []
-        free = self._free_rows(thinking)
         ids = [each.request.request_id for each, num_rows in thinking for _ in range(num_rows)]
+        free = self._free_rows(thinking) if ids else None
         if not self._maker.has_begun:
-            return Masks(TokenMask(ids, free) if ids else None, [])
+            return Masks(None if free is None else TokenMask(ids, free), [])
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
+        has_any = words.any(axis=1).tolist()
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0
         for each, job in zip(followed, jobs, strict=True):
             start, end = end, end + job.num_rows
-            error: str | None = job.error or self._settle_ends(each, job, words[start:end])
+            error: str | None = job.error or None
+            if error is None and (each.may_need_settling or not has_any[start]):
+                error = self._settle_ends(each, job, words[start:end])
             if error is None:
                 ids += [each.request.request_id] * job.num_rows
                 kept += range(start, end)
@@ -275,7 +286,7 @@ class GrammarManager:
                 del self._followed[each.request.request_id]
         if len(kept) < len(words):
             words = words[kept]
-        if len(free):
+        if free is not None:
             words = np.concatenate([free, words])
         return Masks(TokenMask(ids, words) if ids else None, ended)
 
@@ -321,7 +332,7 @@ class GrammarManager:
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens
-        if own_ids or missing > 0 or followed.end_ids != self._eos_ids:
+        if followed.has_own_ends or missing > 0:
             for offset, row in enumerate(rows):
                 may_end = _any_of(row, self._eos_ids) if self._eos_ids else job.may_end
                 if missing > offset:

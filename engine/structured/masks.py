@@ -54,13 +54,16 @@ class MaskJob:
     follower: Follower
     new_tokens: Sequence[int]  # of its output, since the last mask
     drafts: Sequence[int] = ()
-    may_end: bool = False
     error: str = ""
-    is_done: bool = False
 
     @property
     def num_rows(self) -> int:
         return 1 + len(self.drafts)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the grammar may end at the first row; of a job that is done, without an error."""
+        return self.follower.matcher.may_end
 
     def run(self, rows: npt.NDArray[np.int32]) -> None:
         """Fill `rows` `[num_rows, words]`. Raises GrammarError."""
@@ -68,7 +71,6 @@ class MaskJob:
         for token in self.new_tokens:
             if not matcher.accept(token):
                 raise GrammarError(f"it does not allow token {token} where that was chosen")
-        self.may_end = matcher.may_end
         if not self.drafts:
             matcher.fill(rows[0])
         else:
@@ -77,14 +79,24 @@ class MaskJob:
 
 
 class _Batch:
-    """The jobs of one step, and how far the thread has come."""
+    """The jobs of one step, and how far the thread has come. Errors are the batch's until it is
+    collected, so that a thread that was left behind with another batch tells nobody."""
 
-    def __init__(self, jobs: Sequence[MaskJob], num_words: int) -> None:
+    def __init__(self, jobs: Sequence[MaskJob], rows: npt.NDArray[np.int32]) -> None:
         self.jobs = jobs
-        self.ends = np.cumsum([job.num_rows for job in jobs])
-        self.rows: npt.NDArray[np.int32] = np.zeros((int(self.ends[-1]), num_words), np.int32)
-        self.at = 0
+        self.rows = rows
+        self.errors: list[str] = [""] * len(jobs)
+        self.at = self.row = 0  # of the job that is next, or under way
         self.is_done = threading.Event()
+
+    def without_hung_one(self) -> _Batch:
+        """What is behind the job at which a thread hangs, which fails. That thread may still write
+        into its own rows and errors."""
+        rest = _Batch(self.jobs, self.rows.copy())
+        rest.errors = list(self.errors)
+        rest.errors[self.at] = HANGS
+        rest.at, rest.row = self.at + 1, self.row + self.jobs[self.at].num_rows
+        return rest
 
 
 class MaskMaker:
@@ -104,7 +116,8 @@ class MaskMaker:
 
     def begin(self, jobs: Sequence[MaskJob]) -> None:
         """Start on the jobs, at least one, of which none is under way."""
-        self._batch = _Batch(jobs, self._num_words)
+        num_rows = sum([job.num_rows for job in jobs])
+        self._batch = _Batch(jobs, np.zeros((num_rows, self._num_words), np.int32))
         self._run(self._batch)
 
     def collect(self) -> tuple[Sequence[MaskJob], npt.NDArray[np.int32]]:
@@ -115,7 +128,12 @@ class MaskMaker:
         self._batch = None
         while not batch.is_done.wait(_POLL_SECONDS):
             if self._thread is not None and self._thread.leave(self._limit):
-                batch = self._give_up(batch, self._thread)
+                self._left.add(self._thread)
+                self._thread = None
+                batch = batch.without_hung_one()
+                self._run(batch)
+        for job, error in zip(batch.jobs, batch.errors, strict=True):
+            job.error = error
         return batch.jobs, batch.rows
 
     def close(self) -> None:
@@ -125,22 +143,9 @@ class MaskMaker:
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
-    def _give_up(self, batch: _Batch, thread: LimitedThread) -> _Batch:
-        """Fail the job at which the thread hangs, and have another thread do those behind it."""
-        self._left.add(thread)
-        self._thread = None
-        batch.jobs[batch.at].error = HANGS
-        rest = _Batch(batch.jobs, self._num_words)
-        # That thread may still write into its own rows.
-        rest.rows[:] = batch.rows
-        rest.at = batch.at + 1
-        self._run(rest)
-        return rest
-
     def _run(self, batch: _Batch) -> None:
         if self._left.are_too_many:
-            for job in batch.jobs[batch.at :]:
-                job.error = TOO_MANY_HANG
+            batch.errors[batch.at :] = [TOO_MANY_HANG] * (len(batch.jobs) - batch.at)
             batch.is_done.set()
             return
         if self._thread is None:
@@ -151,24 +156,22 @@ class MaskMaker:
 
 def _work(thread: LimitedThread, batch: _Batch) -> None:
     """On the thread: one job after the other."""
-    for index in range(batch.at, len(batch.jobs)):
-        job, error = batch.jobs[index], ""
+    at, row = batch.at, batch.row
 
-        def note(index: int = index) -> None:
-            batch.at = index
+    def note() -> None:
+        batch.at, batch.row = at, row
 
+    for at in range(batch.at, len(batch.jobs)):
         if not thread.next_piece(note):
             return
-        end = int(batch.ends[index])
+        job = batch.jobs[at]
+        end = row + job.num_rows
         try:
-            job.run(batch.rows[end - job.num_rows : end])
+            job.run(batch.rows[row:end])
         except GrammarError as caught:
-            error = str(caught)
+            batch.errors[at] = str(caught)
         except Exception as caught:
             logger.exception("a grammar's matcher failed")
-            error = f"{type(caught).__name__}: {caught}"
-        if not thread.next_piece():
-            return
-        job.error = error
-        job.is_done = True
+            batch.errors[at] = f"{type(caught).__name__}: {caught}"
+        row = end
     batch.is_done.set()

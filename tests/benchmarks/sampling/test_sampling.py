@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from stratakv.benchmarks.sampling import command
+from stratakv.benchmarks.sampling import command, hostile
 from stratakv.benchmarks.sampling.command import GATES, Requests, Scale
+from stratakv.benchmarks.sampling.grammar_step import check_begins_as_asked
 from stratakv.engine.cli.main import main
 from stratakv.engine.sampling.processors.builtin import MinP, Penalties
 from stratakv.engine.sampling.processors.thinking import ThinkingBudget
@@ -19,7 +20,7 @@ from stratakv.engine.sampling.processors.thinking import ThinkingBudget
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "QUICK", Scale(4, 1000, 2))
+    monkeypatch.setattr(command, "QUICK", Scale(4, 1000, 2, (2,), 2, 12))
 
 
 def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,8 +28,12 @@ def test_the_quick_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     written = json.loads((tmp_path / "sampling.json").read_text())
     assert list(written["ratios"]) == list(GATES)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in written["ratios"].values())
-    for comparison in written["figures"]["contests"].values():
-        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) == 2
+    for name, comparison in written["figures"]["contests"].items():
+        rounds = hostile.ROUNDS if name == command.HOSTILE else 2
+        assert len(comparison["rounds"]) == len(comparison["limit_rounds"]) == rounds
+    assert set(written["figures"]["by_clock"]) == set(GATES)
+    assert set(written["figures"]["grammar_steps"]) == {"2"}
+    assert set(written["figures"]["hostile_ends"]) == {"counts in counts", "plus of plus"}
     assert (tmp_path / "sampling.png").read_bytes().startswith(b"\x89PNG")
     assert "greedy_over_argmax" in capsys.readouterr().out
 
@@ -45,7 +50,7 @@ def test_a_processor_that_does_less_is_no_figure(
 
 def test_every_wish_changes_every_row() -> None:
     """Or the figure with all features would be of fewer."""
-    requests = Requests(Scale(4, 1000, 2))
+    requests = Requests(Scale(4, 1000, 2, (2,), 2, 12))
     context = command.ProcessorContext(4, 1000, (command.END,))
     for kind in command.ProcessorSet.built_in(context)._all:
         if isinstance(kind, ThinkingBudget):
@@ -54,3 +59,12 @@ def test_every_wish_changes_every_row() -> None:
         assert kind.is_active
         result = kind.apply(requests.logits.clone(), requests.rows)
         assert bool((result != requests.logits).any(dim=-1).all()), type(kind)
+
+
+def test_an_answer_that_does_not_follow_its_schema_is_no_figure() -> None:
+    whole = '[{"name":"open","line":1,"is_done":true,"score":null,"tags":["a","b"]},{"na'
+    check_begins_as_asked(whole)
+    check_begins_as_asked(whole[:15])
+    for text in ("The function", whole.replace("line", "lime"), whole.replace('":"', '" "')):
+        with pytest.raises(command.WrongWork, match="does not follow its schema"):
+            check_begins_as_asked(text)

@@ -227,6 +227,6 @@ def test_bits_are_spread_alike_on_host_and_device(rng: random.Random) -> None:
     octets = np.frombuffer(rng.randbytes(3 * 40), np.uint8).reshape(3, 40).copy()
     for num_tokens in (320, 300, 333):
         spread = banned_on(octets, num_tokens, torch.device("cpu"))
-        assert torch.equal(spread, banned_on_host(octets, num_tokens))
+        assert (spread.numpy() == banned_on_host(octets, num_tokens)).all()
         assert spread[0, 0] == (not octets[0, 0] & 1)
     assert BITS == 32 and Kind("json") is Kind.JSON

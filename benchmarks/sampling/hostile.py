@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other requests wait between their tokens while hostile grammars are compiled and followed.
+
+Some requests decode in one core. Meanwhile others come one after the other, each with a grammar
+that was made to explode, to recurse or to be huge; in the round beside it the same requests come
+without their grammars. The figure is the 99th percentile of the time between tokens, by the clock,
+with them over without them. Every hostile request has to end: by itself, at its last token, or
+with an error.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from ...engine.core.engine_core import EngineCore
+from ...engine.request import pack_token_ids
+from ...engine.sampling_params import SamplingParams
+from ...engine.structured_params import StructuredOutputsParams
+from ...engine.wire import AddRequest, TokenOutput
+from ..harness.comparison import Comparison, WrongWork, take_rounds
+from ..harness.report import Report, percentile
+from .grammar_step import open_core
+
+ROUNDS = 3
+VICTIMS = 4  # requests that decode throughout
+EVERY = 10  # steps, after which the next hostile request comes
+PROMPT, HOSTILE_TOKENS = 32, 24
+CONTEXT = 4096
+END_SECONDS = 300.0
+_FIRST_STEPS = 16
+
+
+def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
+    """One of each kind, which nobody has asked for before."""
+    letter, least = chr(ord("a") + number % 26), 100 + number
+    deep: dict[str, Any] = {"type": "integer", "minimum": number}
+    for _ in range(40):
+        deep = {"type": "array", "items": deep, "maxItems": 1000}
+    return {
+        "counts in counts": {"regex": f"((a{{1,{least}}}){{1,100}}){{1,100}}"},
+        "plus of plus": {"regex": f"(({letter}+)+)+b{number}"},
+        "optional ones": {"regex": f"(a?){{{least}}}a{{{least}}}"},
+        "ambiguous rules": {"grammar": f'root ::= "{number}" root "a" | root root | ""'},
+        "only itself": {"json": {"$ref": "#", "title": str(number)}},
+        "arrays of arrays": {"json": deep},
+        "every choice": {
+            "json": {
+                "$defs": {"n": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/n"}}] * 30}},
+                "$ref": "#/$defs/n",
+                "title": str(number),
+            }
+        },
+        "5,000 properties": {
+            "json": {
+                "type": "object",
+                "properties": {f"p{number}-{one}": {} for one in range(5000)},
+            }
+        },
+        "20,000 alternatives": {
+            "grammar": "root ::= " + " | ".join(f'"{one * (number + 1)}"' for one in range(20_000))
+        },
+        "4,096 choices": {"choice": [f"{number}-{one}" for one in range(4096)]},
+    }
+
+
+class Beside:
+    """A core, the requests that decode in it, and how those ended that came beside them."""
+
+    def __init__(self, core: EngineCore, num_steps: int) -> None:
+        self.core = core
+        self.ends: dict[str, str] = {}
+        self._num_steps = num_steps
+        self._numbers = count()
+        self._prompts = random.Random(23)
+        self._victims: set[str] = set()
+        self._open: dict[str, str] = {}  # request ids of the others, with their kinds
+
+    def round(self, *, is_hostile: bool) -> float:
+        """The 99th percentile of the seconds between tokens."""
+        number = next(self._numbers)
+        self._victims = {f"victim-{number}-{one}" for one in range(VICTIMS)}
+        for victim in self._victims:
+            params = SamplingParams(max_tokens=CONTEXT - PROMPT - 1, **_GREEDY)
+            self._note(self.core.add(self._request(victim, params)))
+        for _ in range(_FIRST_STEPS):
+            self._step()
+        coming = self._coming(number)
+        waits: list[float] = []
+        for step in range(self._num_steps):
+            added: list[AddRequest] = []
+            if step % EVERY == 0:
+                kind, asked = next(coming)
+                structured = StructuredOutputsParams(**asked) if is_hostile else None
+                params = SamplingParams(
+                    max_tokens=HOSTILE_TOKENS, temperature=0.0, structured_outputs=structured
+                )
+                added = [self._request(f"{kind}-{number}-{step}", params)]
+                self._open[added[0].request_id] = kind if is_hostile else ""
+            began = time.perf_counter()
+            for request in added:
+                self._note(self.core.add(request))
+            if not self._step():
+                raise WrongWork("a request beside hostile ones got no token in a step")
+            waits.append(time.perf_counter() - began)
+        deadline = time.monotonic() + END_SECONDS
+        while self._open:  # what they still do must not fall into the next round
+            if time.monotonic() > deadline:
+                raise WrongWork(f"these did not end: {', '.join(sorted(self._open))}")
+            self._step()
+        self.core.abort(self._victims)
+        while self.core.has_work():
+            self.core.step()
+        return percentile(waits, 99.0)
+
+    def _coming(self, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        for turn in count():
+            yield from hostile_grammars(1000 * number + turn).items()
+
+    def _request(self, name: str, params: SamplingParams) -> AddRequest:
+        prompt = self._prompts.choices(range(4, 4000), k=PROMPT)
+        return AddRequest(name, pack_token_ids(prompt), params)
+
+    def _step(self) -> bool:
+        """Whether a request that decodes throughout got a token."""
+        outputs = self.core.step()
+        self._note(outputs)
+        return any(output.request_id in self._victims for output in outputs)
+
+    def _note(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            if output.request_id in self._victims:
+                raise WrongWork(f"{output.request_id} ended: {output.error or 'too soon'}")
+            kind = self._open.pop(output.request_id)
+            if kind:
+                self.ends[kind] = output.error or f"ended: {output.finish_reason}"
+
+
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def hostile_beside(report: Report, name: str, num_steps: int) -> None:
+    """The figure `name`, and how each kind ended. Raises WrongWork."""
+    with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
+        beside = Beside(core, num_steps)
+        comparison = Comparison(
+            name, "seconds, 99th percentile", "without grammars",
+            lambda: beside.round(is_hostile=True), lambda: beside.round(is_hostile=False),
+        )  # fmt: skip
+        outcome = take_rounds(comparison, ROUNDS)
+    outcome.add_to(report)
+    report.figures["by_clock"][name] = outcome.ratio
+    report.figures["hostile_ends"] = beside.ends

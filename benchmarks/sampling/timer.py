@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times one side of a comparison: in processor seconds of all threads, and by the clock beside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Timer:
+    """Of work that does `count` of something, whose rate is told; None: seconds are."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self._count = count
+        self.by_clock: list[float] = []  # of each call, in the order of the calls
+
+    def rate_of(self, work: Callable[[], object]) -> float:
+        """Do it; by the processors' time."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        cpu = time.process_time() - cpu
+        self.by_clock.append(self._rate(time.perf_counter() - wall))
+        return self._rate(cpu)
+
+    def _rate(self, seconds: float) -> float:
+        return seconds if self._count is None else self._count / seconds
