@@ -23,6 +23,7 @@ from .economics import Choice
 from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
+from .parts import Parts
 from .rates import PrefillRate
 from .transfer import CopySignal
 
@@ -101,6 +102,7 @@ def build_scheduler_side(
     num_groups: int = 1,
     prefill: PrefillRate | None = None,
     block_tokens: int | None = None,
+    parts: Parts | None = None,
 ) -> BuiltSide:
     """The scheduler side, and what the worker side is built from.
 
@@ -108,7 +110,8 @@ def build_scheduler_side(
     `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
     `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
-    layout. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
+    layout; `parts` says more of them, where they do not attend to everything or live on several
+    ranks. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
     block whose layout does not say so, since its bytes are another engine's.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
     store that is down is waited for behind the scenes, unless the settings require it: then
@@ -125,7 +128,9 @@ def build_scheduler_side(
         try:
             serving = serve_slab(slab, settings, namespace=namespace)
             block_size = slab.layout.block_size if block_tokens is None else block_tokens
-            side = _connect(slab, stores, settings, block_size, num_groups, prefill, serving)
+            if parts is None:
+                parts = Parts(block_size, [None] * num_groups)
+            side = _connect(slab, stores, settings, block_size, parts, prefill, serving)
         except BaseException:
             if serving is not None:
                 serving.close(0.0)
@@ -168,7 +173,7 @@ def _connect(
     stores: list[StoreTier],
     settings: OffloadSettings,
     block_size: int,
-    num_groups: int,
+    parts: Parts,
     prefill: PrefillRate | None,
     serving: SlabServing | None,
 ) -> OffloadScheduler:
@@ -188,7 +193,7 @@ def _connect(
         hierarchy,
         block_size,
         signal,
-        num_groups=num_groups,
+        parts=parts,
         choice=settings.load,
         prefill=prefill,
         serving=serving,

@@ -18,8 +18,9 @@ from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
 from .economics import NONE_READ, Economics, Plan
+from .parts import Parts
 from .rates import ReadTimes
-from .transfer import Remembered, whole_positions
+from .transfer import Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.
@@ -32,9 +33,8 @@ AHEAD_SHARE = 0.25
 
 @dataclass(slots=True)
 class Lookup:
-    """The answer of `find` for the positions `first` to `end` of a request. A position has a key
-    for each cache group, side by side in `keys`, and is found if all of them are; `prefix.tiers`
-    has an entry for each position."""
+    """The answer of `Parts.find` for the positions `first` to `end` of a request, the keys of whose
+    parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of the hit."""
 
     first: int
     keys: list[bytes]
@@ -47,14 +47,13 @@ class Lookup:
 
 
 class Lookups:
-    """The look-ups of one hierarchy. Each of `suffixes`, one for each cache group, completes a
-    digest to a key."""
+    """The look-ups of one hierarchy, for requests whose positions have these parts."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
         block_size: int,
-        suffixes: Sequence[bytes],
+        parts: Parts,
         counters: OffloadCounters,
         economics: Economics,
         read_times: ReadTimes,
@@ -64,8 +63,8 @@ class Lookups:
         self._num_sharing = num_sharing
         self._hierarchy = hierarchy
         self._block_size = block_size
-        self._suffixes = tuple(suffixes)
-        self._width = len(self._suffixes)
+        self._parts = parts
+        self._width = parts.width
         self._counters = counters
         self._economics = economics
         self._read_times = read_times
@@ -99,7 +98,9 @@ class Lookups:
         lookup = self.of(request, 0, self.end_of(request))
         if lookup is None:
             return
-        unknown = lookup.keys[len(lookup.prefix.tiers) * self._width :]
+        # In front of where the hit ends, blocks of windows may be unknown too.
+        known = 0 if self._parts.is_windowed else len(lookup.prefix.tiers) * self._width
+        unknown = lookup.keys[known:]
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, context)
         if is_asked or lookup.prefix.asked:
             self._asked[request_id] = request
@@ -120,17 +121,19 @@ class Lookups:
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
         if room <= 0:
             return
-        tiers = lookup.prefix.tiers[: room // self._width]
-        if not tiers:
+        tiers = lookup.prefix.tiers
+        if not self._parts.whole_only:
+            tiers = tiers[: room // self._width]
+        if not tiers or self._parts.num_needed(len(tiers)) > room:
             return
         plan = self._economics.plan(0, tiers, num_sharing=self._num_sharing(request_id))
         if plan.compute_blocks:
             return  # it will be read from the back
-        tiers = tiers[: plan.num_blocks]
+        tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
         self.count(lookup)
-        keys = lookup.keys[: len(tiers) * self._width]
+        keys = self.needed_keys(lookup, len(tiers))
         ticket = self._hierarchy.begin_load(keys, self.context_of(request_id))
         self._read_times.watch(ticket)
         self._read_ahead[request_id] = ticket
@@ -194,17 +197,14 @@ class Lookups:
         if (
             known is None
             or known.first != first
-            or known.keys[-1] != digests[end - 1] + self._suffixes[-1]
+            or known.keys[-1] != digests[end - 1] + self._parts.suffixes[-1]
         ):
             keys = self.keys_of(digests[first:end])
         elif known.version == version:
             return known
         else:
             keys = known.keys
-        prefix = self._hierarchy.find(keys)
-        if self._width > 1:
-            tiers = whole_positions(prefix.tiers, self._width, self._hierarchy.tiers)
-            prefix = prefix._replace(tiers=tiers)
+        prefix = self._parts.find(self._hierarchy, first, keys)
         # Blocks read ahead were counted when and where they were found.
         is_counted = request.request_id in self._read_ahead or (
             known is not None and known.keys is keys and known.is_counted
@@ -220,13 +220,14 @@ class Lookups:
             economics = self._economics
             # Decided anew, it is still one request.
             make = economics.plan if lookup.is_decided else economics.decide
-            lookup.plan = make(
+            plan = make(
                 lookup.first * self._block_size,
                 lookup.prefix.tiers,
                 num_sharing=self._num_sharing(request_id),
                 num_queued_tokens=num_queued_tokens,
                 num_read_ahead=self._num_read_ahead(request_id),
             )
+            lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
             lookup.is_decided = True
         return lookup.plan
@@ -248,11 +249,20 @@ class Lookups:
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
 
     def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The keys of the blocks at these positions."""
-        if self._width == 1:
-            suffix = self._suffixes[0]
-            return [digest + suffix for digest in digests]
-        return [digest + suffix for digest in digests for suffix in self._suffixes]
+        """The keys of all blocks at these positions."""
+        return self._parts.keys_of(digests)
+
+    def needed_keys(self, lookup: Lookup, num_positions: int) -> list[bytes]:
+        """The keys of the blocks that a hit of so many positions needs, head first."""
+        if not self._parts.is_windowed:
+            return lookup.keys[: num_positions * self._width]
+        return [lookup.keys[i] for i in self._parts.needed(lookup.first, num_positions)]
+
+    def _longest(self, lookup: Lookup, num_positions: int) -> int:
+        """The longest hit of at most so many of the positions that were found."""
+        if num_positions == len(lookup.prefix.tiers):
+            return num_positions
+        return self._parts.longest(self._hierarchy, lookup.first, lookup.keys, num_positions)
 
     def origins(self, request_id: str) -> dict[bytes, str]:
         """The tier that each block read ahead for this request came from."""
