@@ -509,8 +509,8 @@ def kv_cache_config(
     is_packed: bool = False,
     **changes: Any,
 ) -> Any:
-    """Of a small model whose layers are outermost, as on vLLM's CPU build, or whose blocks are. Cache
-    groups overlay each other; the last of several has a layer less."""
+    """Of a small model whose layers are outermost, as on vLLM's CPU build, or whose blocks are.
+    Cache groups overlay each other; the last of several has a layer less."""
     groups, tensors = [], []
     for number, spec in enumerate(specs or [FullAttentionSpec(PAGE_BYTES)]):
         is_short = number and number + 1 == len(specs or ())
