@@ -5,7 +5,7 @@ worker side, which may live in another process."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from .economics import Choice
 from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
+from .parts import Parts
 from .rates import PrefillRate
-from .reach import Reach
 from .transfer import CopySignal
 
 
@@ -101,24 +101,24 @@ def build_scheduler_side(
     progress: Callable[[int, int], None] | None = None,
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
     num_groups: int = 1,
-    reaches: Sequence[Reach] = (),
     prefill: PrefillRate | None = None,
     block_tokens: int | None = None,
+    parts: Parts | None = None,
 ) -> BuiltSide:
     """The scheduler side, and what the worker side is built from.
 
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
     `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
-    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of
-    this layout, of which a request needs what `reaches` says (without it: all). `prefill` is what
-    computing costs, where somebody else measures it. `block_tokens`: of a block whose layout does
-    not say so, since its bytes are another engine's.
+    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
+    layout; `parts` says more of them, where they do not attend to everything or live on several
+    ranks. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
+    block whose layout does not say so, since its bytes are another engine's.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
     store that is down is waited for behind the scenes, unless the settings require it: then
     TierDown says which.
     """
-    if settings.load is Choice.OVERLAP and not all(reach.is_full for reach in reaches):
+    if settings.load is Choice.OVERLAP and parts is not None and parts.is_windowed:
         raise TierConfigError(
             "a load of this model cannot be overlapped with its computing, because some of its "
             "layers see only the tokens of a window and their blocks come for one length; take "
@@ -135,9 +135,9 @@ def build_scheduler_side(
         try:
             serving = serve_slab(slab, settings, namespace=namespace)
             block_size = slab.layout.block_size if block_tokens is None else block_tokens
-            side = _connect(
-                slab, stores, settings, block_size, num_groups, reaches, prefill, serving
-            )
+            if parts is None:
+                parts = Parts(block_size, [None] * num_groups)
+            side = _connect(slab, stores, settings, block_size, parts, prefill, serving)
         except BaseException:
             if serving is not None:
                 serving.close(0.0)
@@ -180,8 +180,7 @@ def _connect(
     stores: list[StoreTier],
     settings: OffloadSettings,
     block_size: int,
-    num_groups: int,
-    reaches: Sequence[Reach],
+    parts: Parts,
     prefill: PrefillRate | None,
     serving: SlabServing | None,
 ) -> OffloadScheduler:
@@ -201,8 +200,7 @@ def _connect(
         hierarchy,
         block_size,
         signal,
-        num_groups=num_groups,
-        reaches=reaches,
+        parts=parts,
         choice=settings.load,
         prefill=prefill,
         serving=serving,

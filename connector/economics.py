@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -202,8 +202,8 @@ NOTHING = Plan(0)
 
 
 class Economics:
-    """The estimates and choices for one hierarchy; `tiers` names the slab first. A position has a
-    block in each of `num_groups`. `prefill` is told by whoever runs steps."""
+    """The estimates and choices for one hierarchy; `tiers` names the slab first. `num_needed` says
+    how many blocks so many positions take. `prefill` is told by whoever runs steps."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Economics:
         block_bytes: int,
         choice: Choice = Choice.AUTO,
         *,
-        num_groups: int = 1,
+        num_needed: Callable[[int], int] = int,
         prefill: PrefillRate | None = None,
     ) -> None:
         self.choice = choice
@@ -223,7 +223,7 @@ class Economics:
         self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
         self._block_size = block_size
         self._block_bytes = block_bytes
-        self._position_bytes = block_bytes * num_groups
+        self._num_needed = num_needed
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
@@ -390,12 +390,12 @@ class Economics:
         return max(reads, default=0.0) + copy
 
     def _read(self, tier: str, num_blocks: int, num_queued: int) -> float:
-        num_bytes = num_blocks * self._position_bytes + num_queued * self._block_bytes
-        return self.links[tier].seconds(num_bytes)
+        num_needed = self._num_needed(num_blocks) + num_queued
+        return self.links[tier].seconds(num_needed * self._block_bytes)
 
     def _pays(self, tier: str, num_blocks: int) -> bool:
         compute = self._compute(0, num_blocks)
-        num_bytes = num_blocks * self._position_bytes
+        num_bytes = self._num_needed(num_blocks) * self._block_bytes
         load = self.links[self._slab].seconds(num_bytes)
         if tier != self._slab:
             load += self.links[tier].seconds(num_bytes)

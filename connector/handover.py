@@ -37,12 +37,12 @@ class _HandOver:
 
 
 class HandOvers:
-    """The hand-overs of one connector. `shard` completes the pool's keys. `alarm` wakes the engine
-    where a hand-over is to be given up."""
+    """The hand-overs of one connector. `shards`, one for each rank, complete the pool's keys.
+    `alarm` wakes the engine where a hand-over is to be given up."""
 
-    def __init__(self, hierarchy: Hierarchy, shard: bytes, alarm: Alarm) -> None:
+    def __init__(self, hierarchy: Hierarchy, shards: Sequence[bytes], alarm: Alarm) -> None:
         self._hierarchy = hierarchy
-        self._shard = shard
+        self._shards = tuple(shards)
         self._alarm = alarm
         self._moving: dict[str, _HandOver] = {}  # by request id, those that lease among them
         self._ended: list[HandedOver] = []
@@ -59,7 +59,7 @@ class HandOvers:
     def begin(self, request_id: str, keys: Sequence[bytes]) -> None:
         """See `KVConnectorScheduler.hand_over`."""
         give_up_at = time.monotonic() + MOST_SECONDS
-        named = [key + self._shard for key in keys]
+        named = [key + shard for key in keys for shard in self._shards]
         self._moving[request_id] = hand_over = _HandOver(request_id, named, give_up_at)
         self._hierarchy.shared(named, write=True)
         self._alarm.at(give_up_at)
@@ -115,5 +115,6 @@ class HandOvers:
         if self._moving.get(hand_over.request_id) is not hand_over:
             return  # given up, or forgotten
         del self._moving[hand_over.request_id]
-        end = -len(self._shard) or None
-        self._ended.append(HandedOver(hand_over.request_id, [key[:end] for key in missing]))
+        end = -len(self._shards[0])
+        names = dict.fromkeys(key[:end] for key in missing)  # lost where one rank's part is
+        self._ended.append(HandedOver(hand_over.request_id, list(names)))

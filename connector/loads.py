@@ -17,7 +17,7 @@ part has no gaps and reaches to the end: a piece that fails is the last one, and
 to what was loaded behind it.
 
 Blocks are counted by their position in the request. A position has a block in each cache group, and
-is there when all of them are; its keys lie side by side.
+is there when all of those are that the load needs (`parts.py`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import (
-    ONLY_PART,
     ConnectorMetadata,
     CopyJob,
     GroupBlockIds,
     LoadReport,
     LoadState,
-    Part,
 )
 from .counters import OffloadCounters
 from .economics import OVERLAP_PARTS, PIECES_AT_ONCE
+from .parts import Parts
 from .rates import ReadTimes
-from .reach import Needs
 from .transfer import JobIds, whole_positions
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
@@ -68,7 +66,7 @@ class Load:
 
     request_id: str
     first_token: int
-    keys: list[bytes]
+    keys: list[bytes]  # of the blocks that are needed
     block_ids: GroupBlockIds
     num_blocks: int  # positions
     started: float
@@ -83,8 +81,8 @@ class Load:
     failure: str | None = None
     fault: str | None = None  # see `LoadReport.failure`
     context: RequestContext = NO_CONTEXT
+    needed: Sequence[int] = ()  # the place of each among the keys of all parts
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
-    needs: Needs | None = None  # where not every group needs every position: all comes, or nothing
     # Of an overlapped load:
     is_overlapped: bool = False
     piece_blocks: int = 0
@@ -111,17 +109,15 @@ class Loads:
         counters: OffloadCounters,
         job_ids: JobIds,
         read_times: ReadTimes,
-        parts: Sequence[Part] = (ONLY_PART,),
+        parts: Parts,
     ) -> None:
-        """`parts`: of the blocks at a position, in the order of their keys."""
         self._hierarchy = hierarchy
         self._block_size = block_size
         self._counters = counters
         self._job_ids = job_ids
         self._read_times = read_times
-        self._parts = tuple(parts)
-        self._num_parts = len(self._parts)
-        self._position_bytes = hierarchy.block_bytes * self._num_parts
+        self._parts = parts
+        self._num_parts = parts.width
         self._loads: dict[str, Load] = {}
         self._piece_of: dict[int, tuple[Load, Piece]] = {}  # by copy job
         self._ready: list[Load] = []  # to be copied by the next step
@@ -151,26 +147,36 @@ class Loads:
     def begin_blocking(
         self,
         request_id: str,
+        first_token: int,
         keys: Sequence[bytes],
         block_ids: GroupBlockIds,
         origins: Mapping[bytes, str],
         max_wait_seconds: Callable[[int], float | None],
         context: RequestContext = NO_CONTEXT,
         num_short_tokens: int = 0,
-        needs: Needs | None = None,
     ) -> float | None:
         """Begin a load whose request waits for it. `origins`: where blocks came from that were read
         ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at most,
         given the first position that is not there yet. `num_short_tokens`: that are not wanted of
-        the last position. `needs`: what the keys are of, where some groups have windows. When the
-        load is given up, if ever."""
-        num_blocks = len(keys) // self._num_parts if needs is None else needs.num_positions
+        the last position. When the load is given up, if ever."""
+        num_blocks = len(block_ids[0])
         load = Load(
-            request_id, 0, list(keys), block_ids, num_blocks, time.monotonic(), num_blocks, 0,
+            request_id,
+            first_token,
+            list(keys),
+            block_ids,
+            num_blocks,
+            time.monotonic(),
+            load_frontier=num_blocks,
+            next_end=0,
             num_short_tokens=num_short_tokens,
             context=context,
-            needs=None if needs is None or needs.is_whole else needs,
-        )  # fmt: skip
+            needed=self._parts.needed(
+                first_token // self._block_size,
+                num_blocks,
+                first_token + num_blocks * self._block_size - num_short_tokens,
+            ),
+        )
         ticket = self._read(load, 0, num_blocks)
         if origins:
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
@@ -179,10 +185,7 @@ class Loads:
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
         if not ticket.done():
-            is_part = load.needs is None
-            seconds = max_wait_seconds(
-                ticket.slots.index(None) // self._num_parts if is_part else 0
-            )
+            seconds = max_wait_seconds(load.needed[ticket.slots.index(None)] // self._num_parts)
             load.give_up_at = None if seconds is None else load.started + seconds
         return load.give_up_at
 
@@ -306,7 +309,7 @@ class Loads:
 
     def _read(self, load: Load, start: int, end: int) -> LoadTicket:
         keys = load.keys
-        if load.needs is None:
+        if load.is_overlapped:
             keys = keys[start * self._num_parts : end * self._num_parts]
         ticket = self._hierarchy.begin_load(keys, load.context)
         self._read_times.watch(ticket)
@@ -327,16 +330,16 @@ class Loads:
         """Have the leading whole part copied, or report that there is none."""
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
-        piece.end = missing // self._num_parts
-        if load.needs is not None:
-            piece.end = load.num_blocks if missing == len(slots) else 0
+        if missing < len(slots):
+            whole = load.needed[missing] // self._num_parts
+            piece.end = 0 if self._parts.whole_only else whole
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
         elif not piece.end:
             reason = "unavailable" if piece.ticket.done() else "slow"
             self._end_blocking(load, piece, reason)
         else:
-            if load.needs is None:
+            if piece.end < load.num_blocks:
                 slots = slots[: piece.end * self._num_parts]
             self._copy(load, piece, cast("list[int]", slots), meta)
 
@@ -362,16 +365,17 @@ class Loads:
     def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
         """One job for each part of a piece."""
         load.copying.append(piece)
-        needs = load.needs
-        for index, part in enumerate(self._parts):
-            ids = load.block_ids[index]
-            if needs is None:
-                own, ids = slots[index :: self._num_parts], ids[piece.start : piece.end]
-            else:
-                own, ids = needs.of_group(slots, index), ids[needs.lows[index] :]
-                if not own:
+        width = self._num_parts
+        for index, part in enumerate(self._parts.all):
+            block_ids = list(load.block_ids[part.group][piece.start : piece.end])
+            mine = slots[index::width]
+            if self._parts.is_windowed:
+                pairs = zip(load.needed, slots, strict=True)
+                mine = [slot for place, slot in pairs if place % width == index]
+                block_ids = block_ids[len(block_ids) - len(mine) :]
+                if not mine:
                     continue
-            job = CopyJob(self._job_ids.next(), list(ids), own, part)
+            job = CopyJob(self._job_ids.next(), block_ids, mine, part)
             piece.jobs.add(job.job_id)
             self._piece_of[job.job_id] = load, piece
             meta.loads.append(job)
@@ -394,20 +398,16 @@ class Loads:
                 del coming[key]
         num_blocks = 0 if failure else piece.end
         if num_blocks:
-            num_bytes = num_blocks * self._position_bytes
-            if load.needs is not None:
-                num_bytes = len(load.keys) * self._hierarchy.block_bytes
-            self._counters.count_load_copy(num_bytes)
+            is_whole = num_blocks == load.num_blocks
+            num_copied = len(load.keys) if is_whole else num_blocks * self._num_parts
+            self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
         if num_blocks < load.num_blocks:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
         # Given up while it was late, it has not failed.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
-        if load.needs is None:
-            tiers = self._tiers_of(ticket)[:num_blocks]
-        else:
-            tiers = load.needs.by_position(ticket.tiers, self._hierarchy.tiers)[:num_blocks]
+        tiers = self._tiers_of(load, ticket)[:num_blocks]
         load.blocks_by_tier.update(tiers)
         report = self._report_of(load)
         if load.num_short_tokens and num_blocks == load.num_blocks:
@@ -426,11 +426,20 @@ class Loads:
         elif piece.end == load.load_frontier:
             load.load_frontier = piece.start
             num_blocks = piece.end - piece.start
-            load.blocks_by_tier.update(self._tiers_of(piece.ticket)[-num_blocks:])
-            self._counters.count_load_copy(num_blocks * self._position_bytes)
+            load.blocks_by_tier.update(self._tiers_of(load, piece.ticket)[-num_blocks:])
+            num_copied = num_blocks * self._num_parts
+            self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
 
-    def _tiers_of(self, ticket: LoadTicket) -> list[str]:
-        return whole_positions(ticket.tiers, self._num_parts, self._hierarchy.tiers)
+    def _tiers_of(self, load: Load, ticket: LoadTicket) -> list[str]:
+        """The tier of each position, of those that were there."""
+        order = self._hierarchy.tiers
+        if not self._parts.is_windowed:
+            return whole_positions(ticket.tiers, self._num_parts, order)
+        tiers = order[:1] * load.num_blocks
+        for place, tier in zip(load.needed, ticket.tiers, strict=False):
+            position = place // self._num_parts
+            tiers[position] = max(tiers[position], tier, key=order.index)
+        return tiers
 
     def _report_of(self, load: Load) -> LoadReport:
         tokens = {t: n * self._block_size for t, n in load.blocks_by_tier.items()}

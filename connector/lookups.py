@@ -17,11 +17,10 @@ from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
-from .economics import NONE_READ, NOTHING, Economics, Plan
+from .economics import NONE_READ, Economics, Plan
+from .parts import Parts
 from .rates import ReadTimes
-from .reach import EVERYTHING, Needs, Reach
-from .transfer import Remembered, whole_positions
-from .window_lookups import WindowSearch
+from .transfer import Remembered
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.
@@ -34,11 +33,8 @@ AHEAD_SHARE = 0.25
 
 @dataclass(slots=True)
 class Lookup:
-    """The answer of `find` for the positions `first` to `end` of a request. A position has a key
-    for each cache group, side by side in `keys`, and is found if all of them are; `prefix.tiers`
-    has an entry for each position.
-
-    Where some groups have windows, `keys` are those that `needs` says, of the longest hit."""
+    """The answer of `Parts.find` for the positions `first` to `end` of a request, the keys of whose
+    parts lie side by side in `keys`; `prefix.tiers` has an entry for each position of the hit."""
 
     first: int
     keys: list[bytes]
@@ -48,37 +44,28 @@ class Lookup:
     plan: Plan | None = None  # what is done about it
     is_decided: bool = False  # such a plan was made before, perhaps on an older answer
     num_queued_tokens: int = 0  # to be computed before this request, when the plan was made
-    # With windows:
-    needs: Needs | None = None
-    digests: Sequence[bytes] = ()  # of all positions that were looked for
-    most_tokens: int = 0  # that are not computed
+    most_tokens: int | None = None  # after which the next token is computed; see `Parts.needed`
 
 
 class Lookups:
-    """The look-ups of one hierarchy. Each of `suffixes`, one for each cache group, completes a
-    digest to a key."""
+    """The look-ups of one hierarchy, for requests whose positions have these parts."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
         block_size: int,
-        suffixes: Sequence[bytes],
+        parts: Parts,
         counters: OffloadCounters,
         economics: Economics,
         read_times: ReadTimes,
         num_sharing: Callable[[str], int],
-        reaches: Sequence[Reach] = (EVERYTHING,),
     ) -> None:
-        """`num_sharing`: see `Economics.plan`, of a request that would load. `reaches`: of each
-        group."""
-        self._windows: WindowSearch | None = None
-        if not all(reach.is_full for reach in reaches):
-            self._windows = WindowSearch(hierarchy, block_size, suffixes, reaches)
+        """`num_sharing`: see `Economics.plan`, of a request that would load."""
         self._num_sharing = num_sharing
         self._hierarchy = hierarchy
         self._block_size = block_size
-        self._suffixes = tuple(suffixes)
-        self._width = len(self._suffixes)
+        self._parts = parts
+        self._width = parts.width
         self._counters = counters
         self._economics = economics
         self._read_times = read_times
@@ -109,15 +96,12 @@ class Lookups:
             self._hierarchy.observe(self.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or request_id in self._read_ahead:
             return
-        if self._windows is not None:
-            # Which blocks will be needed depends on what there is, so nothing is read ahead.
-            digests = self._digests_of(request)[: self.end_of(request)]
-            self._hierarchy.prefetch_lookup(self.keys_of(digests), context)
-            return
         lookup = self.of(request, 0, self.end_of(request))
         if lookup is None:
             return
-        unknown = lookup.keys[len(lookup.prefix.tiers) * self._width :]
+        # In front of where the hit ends, blocks of windows may be unknown too.
+        known = 0 if self._parts.is_windowed else len(lookup.prefix.tiers) * self._width
+        unknown = lookup.keys[known:]
         is_asked = bool(unknown) and self._hierarchy.prefetch_lookup(unknown, context)
         if is_asked or lookup.prefix.asked:
             self._asked[request_id] = request
@@ -138,17 +122,19 @@ class Lookups:
         room = int(AHEAD_SHARE * self._hierarchy.num_slots) - self._blocks_ahead
         if room <= 0:
             return
-        tiers = lookup.prefix.tiers[: room // self._width]
-        if not tiers:
+        tiers = lookup.prefix.tiers
+        if not self._parts.whole_only:
+            tiers = tiers[: room // self._width]
+        if not tiers or self._parts.num_needed(len(tiers)) > room:
             return
         plan = self._economics.plan(0, tiers, num_sharing=self._num_sharing(request_id))
         if plan.compute_blocks:
             return  # it will be read from the back
-        tiers = tiers[: plan.num_blocks]
+        tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # all of it is in the slab, or not worth loading
         self.count(lookup)
-        keys = lookup.keys[: len(tiers) * self._width]
+        keys = self.needed_keys(lookup, len(tiers))
         ticket = self._hierarchy.begin_load(keys, self.context_of(request_id))
         self._read_times.watch(ticket)
         self._read_ahead[request_id] = ticket
@@ -208,60 +194,27 @@ class Lookups:
         version = self._hierarchy.version
         digests = self._digests_of(request)
         known = self._lookups.get(request.request_id)
-        if self._windows is not None:
-            return self._of_windows(self._windows, request, digests[first:end], first, known)
+        most_tokens = request.num_tokens - 1 if self._parts.is_windowed else None
         # The last digest stands for the whole chain, also where an id is used again.
         if (
             known is None
-            or known.first != first
-            or known.keys[-1] != digests[end - 1] + self._suffixes[-1]
+            or (known.first, known.most_tokens) != (first, most_tokens)
+            or known.keys[-1] != digests[end - 1] + self._parts.suffixes[-1]
         ):
             keys = self.keys_of(digests[first:end])
         elif known.version == version:
             return known
         else:
             keys = known.keys
-        prefix = self._hierarchy.find(keys)
-        if self._width > 1:
-            tiers = whole_positions(prefix.tiers, self._width, self._hierarchy.tiers)
-            prefix = prefix._replace(tiers=tiers)
+        prefix = self._parts.find(self._hierarchy, first, keys, most_tokens)
         # Blocks read ahead were counted when and where they were found.
         is_counted = request.request_id in self._read_ahead or (
             known is not None and known.keys is keys and known.is_counted
         )
-        lookup = Lookup(first, keys, prefix, version, is_counted)
+        lookup = Lookup(first, keys, prefix, version, is_counted, most_tokens=most_tokens)
         lookup.is_decided = known is not None and known.keys is keys and known.is_decided
         self._lookups.put(request.request_id, lookup)
         return lookup
-
-    def _of_windows(
-        self,
-        windows: WindowSearch,
-        request: RequestView,
-        digests: Sequence[bytes],
-        first: int,
-        known: Lookup | None,
-    ) -> Lookup:
-        most_tokens = request.num_tokens - 1
-        is_same = known is not None and (known.first, known.most_tokens) == (first, most_tokens)
-        is_same = is_same and known is not None and known.digests[-1] == digests[-1]
-        version = self._hierarchy.version
-        if known is not None and is_same and known.version == version:
-            return known
-        needs, keys, prefix = windows.find(digests, first, most_tokens)
-        is_counted = known is not None and is_same and known.is_counted
-        lookup = Lookup(first, keys, prefix, version, is_counted, needs=needs, digests=digests)
-        lookup.most_tokens = most_tokens
-        lookup.is_decided = known is not None and is_same and known.is_decided
-        self._lookups.put(request.request_id, lookup)
-        return lookup
-
-    def _shorten(self, windows: WindowSearch, lookup: Lookup, num_blocks: int) -> None:
-        """Make the plan one of at most so many blocks: a hit of windows cannot be cut anywhere."""
-        digests = lookup.digests[:num_blocks]
-        found = windows.find(digests, lookup.first, lookup.most_tokens)
-        lookup.needs, lookup.keys, lookup.prefix = found
-        lookup.plan = Plan(lookup.needs.num_positions) if lookup.keys else NOTHING
 
     def plan_of(self, request_id: str, lookup: Lookup, num_queued_tokens: int) -> Plan:
         """The plan for what a look-up found; the same until something changes."""
@@ -269,17 +222,16 @@ class Lookups:
             economics = self._economics
             # Decided anew, it is still one request.
             make = economics.plan if lookup.is_decided else economics.decide
-            lookup.plan = make(
+            plan = make(
                 lookup.first * self._block_size,
                 lookup.prefix.tiers,
                 num_sharing=self._num_sharing(request_id),
                 num_queued_tokens=num_queued_tokens,
                 num_read_ahead=self._num_read_ahead(request_id),
             )
+            lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
             lookup.is_decided = True
-            if self._windows is not None and lookup.plan.num_blocks < len(lookup.prefix.tiers):
-                self._shorten(self._windows, lookup, lookup.plan.num_blocks)
         return lookup.plan
 
     def _num_read_ahead(self, request_id: str) -> Mapping[str, int]:
@@ -295,15 +247,32 @@ class Lookups:
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
-            num_blocks = len(lookup.digests) or len(lookup.keys) // self._width
+            num_blocks = len(lookup.keys) // self._width
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
 
     def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The keys of the blocks at these positions."""
-        if self._width == 1:
-            suffix = self._suffixes[0]
-            return [digest + suffix for digest in digests]
-        return [digest + suffix for digest in digests for suffix in self._suffixes]
+        """The keys of all blocks at these positions."""
+        return self._parts.keys_of(digests)
+
+    def needed_keys(
+        self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
+    ) -> list[bytes]:
+        """The keys of the blocks that a hit of so many positions needs, head first; `most_tokens`
+        where it is not that of the look-up."""
+        if not self._parts.is_windowed:
+            return lookup.keys[: num_positions * self._width]
+        if most_tokens is None:
+            most_tokens = lookup.most_tokens
+        needed = self._parts.needed(lookup.first, num_positions, most_tokens)
+        return [lookup.keys[i] for i in needed]
+
+    def _longest(self, lookup: Lookup, num_positions: int) -> int:
+        """The longest hit of at most so many of the positions that were found."""
+        if num_positions == len(lookup.prefix.tiers):
+            return num_positions
+        return self._parts.longest(
+            self._hierarchy, lookup.first, lookup.keys, num_positions, lookup.most_tokens
+        )
 
     def origins(self, request_id: str) -> dict[bytes, str]:
         """The tier that each block read ahead for this request came from."""

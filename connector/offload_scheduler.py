@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from ..tiers.block import key_suffix
 from ..tiers.context import NO_CONTEXT, RequestContext
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.mailbox import Alarm
@@ -38,7 +37,6 @@ from .base import (
     LoadState,
     Match,
     MatchKind,
-    Part,
     RequestView,
 )
 from .counters import OffloadCounters
@@ -48,9 +46,9 @@ from .handover import HandOvers
 from .loads import Loads
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
+from .parts import Parts
 from .prefill_waits import PrefillWaits
 from .rates import PrefillRate, ReadTimes
-from .reach import EVERYTHING, Needs, Reach
 from .transfer import CopySignal, JobIds, Remembered
 
 log = logging.getLogger(__name__)
@@ -58,16 +56,15 @@ log = logging.getLogger(__name__)
 # For closing what is already written, also when the time for writing is over.
 CLOSE_SECONDS = 2.0
 FORGET_SECONDS = 5.0  # for a disk to write down that everything was forgotten
-_GROUP_BYTES = 2
 _RETRY = Match(0, MatchKind.RETRY)
 
 
 class OffloadScheduler(KVConnectorScheduler):
     """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
 
-    `num_groups` cache groups have a block at each position; `reaches` says of each which a request
-    needs, without which it is all. `prefill` is what computing costs, told
-    by whoever runs steps. `serving` ends with it.
+    `parts` are the blocks of a position, by default one in each of `num_groups` cache groups that
+    attend to everything. `prefill` is what computing costs, told by whoever runs steps. `serving`
+    ends with it.
     """
 
     def __init__(
@@ -79,18 +76,17 @@ class OffloadScheduler(KVConnectorScheduler):
         shard_rank: int = 0,
         shard_count: int = 1,
         num_groups: int = 1,
-        reaches: Sequence[Reach] = (),
+        parts: Parts | None = None,
         choice: Choice = Choice.AUTO,
         prefill: PrefillRate | None = None,
         serving: SlabServing | None = None,
     ) -> None:
-        suffixes = [key_suffix(group, shard_rank, shard_count) for group in range(num_groups)]
-        parts = [Part(group, shard_rank) for group in range(num_groups)]
+        if parts is None:
+            parts = Parts(
+                block_size, [None] * num_groups, ranks=[shard_rank], num_ranks=shard_count
+            )
+        self._parts = parts
         job_ids = JobIds()
-        reaches = tuple(reaches) or (EVERYTHING,) * num_groups
-        self._has_windows = not all(reach.is_full for reach in reaches)
-        # What a long load costs, position by position: of windows it brings the end.
-        num_whole = max(1, sum(reach.is_full for reach in reaches))
         self._hierarchy = hierarchy
         self._serving = serving
         self._block_size = block_size
@@ -98,7 +94,12 @@ class OffloadScheduler(KVConnectorScheduler):
         self._counters = OffloadCounters()
         tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
         self._economics = Economics(
-            tiers, block_size, block_bytes, choice, num_groups=num_whole, prefill=prefill
+            tiers,
+            block_size,
+            block_bytes,
+            choice,
+            num_needed=parts.num_needed,
+            prefill=prefill,
         )
         self._links = self._economics.links
         self._read_times = ReadTimes(
@@ -114,16 +115,13 @@ class OffloadScheduler(KVConnectorScheduler):
         self._lookups = Lookups(
             hierarchy,
             block_size,
-            suffixes,
+            parts,
             self._counters,
             self._economics,
             self._read_times,
             self._num_sharing,
-            reaches,
         )
-        # The pool's keys carry the group already.
-        self._shard = suffixes[0][_GROUP_BYTES:]
-        self._outgoing = Outgoing(hierarchy, self._shard, self._counters, job_ids, parts)
+        self._outgoing = Outgoing(hierarchy, self._counters, job_ids, parts)
         self._follows = Follows(hierarchy, self._alarm)
         self._prefill_waits = PrefillWaits(
             hierarchy,
@@ -132,10 +130,10 @@ class OffloadScheduler(KVConnectorScheduler):
             self._counters,
             self._alarm,
             block_size,
-            num_groups,
+            parts.width,
         )
         self.awaiting_prefill = self._prefill_waits.request_ids
-        self._hand_overs = HandOvers(hierarchy, self._shard, self._alarm)
+        self._hand_overs = HandOvers(hierarchy, parts.shards, self._alarm)
         self._loads = Loads(hierarchy, block_size, self._counters, job_ids, self._read_times, parts)
         self.estimates = self._calibration = Calibration(
             self._economics, hierarchy, signal, job_ids
@@ -183,9 +181,9 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = self._version
             return _RETRY
         waits = self._prefill_waits
-        if waits.expects_any and not self._has_windows and waits.begin(request, lookup):
+        if waits.expects_any and waits.begin(request, lookup):
             return _RETRY
-        tiers = lookup.prefix.tiers if lookup.keys else []
+        tiers = lookup.prefix.tiers
         plan = NOTHING
         if tiers:
             plan = self._lookups.plan_of(request_id, lookup, num_queued_tokens)
@@ -195,7 +193,7 @@ class OffloadScheduler(KVConnectorScheduler):
                 return NO_MATCH
         # Blocks that another request is loading will be in the pool for this one too.
         if (not tiers and lookup.prefix.pending) or (
-            tiers and self._loads.will_bring(lookup.keys[0])
+            tiers and self._loads.will_bring(self._lookups.needed_keys(lookup, len(tiers))[0])
         ):
             self._retry_version = self._version
             return _RETRY
@@ -205,7 +203,7 @@ class OffloadScheduler(KVConnectorScheduler):
         num_tokens = plan.num_blocks * self._block_size
         # The last token is computed; the block that it lies in may be loaded all the same.
         most = request.num_tokens - 1 - num_computed_tokens
-        if not plan.compute_blocks:
+        if not plan.compute_blocks or self._parts.is_windowed:
             return Match(min(num_tokens, most), MatchKind.LOAD)
         if num_tokens > most:  # the frontiers meet where a block begins
             num_tokens -= self._block_size
@@ -224,12 +222,8 @@ class OffloadScheduler(KVConnectorScheduler):
         request_id = request.request_id
         lookup = self._lookups.taken(request_id)
         num_blocks = -(-num_tokens // self._block_size)
-        keys = lookup.keys
-        if lookup.needs is None:
-            keys = keys[: num_blocks * len(block_ids)]
-        else:
-            _check_blocks(lookup.needs, num_blocks, block_ids)
         first_token = lookup.first * self._block_size
+        keys = self._lookups.needed_keys(lookup, num_blocks, first_token + num_tokens)
         context = self._lookups.context_of(request_id)
 
         def max_wait_seconds(index: int) -> float | None:
@@ -248,13 +242,13 @@ class OffloadScheduler(KVConnectorScheduler):
             origins = self._lookups.origins(request_id)
             give_up_at = self._loads.begin_blocking(
                 request_id,
+                first_token,
                 keys,
                 block_ids,
                 origins,
                 max_wait_seconds,
                 context,
                 num_blocks * self._block_size - num_tokens,
-                lookup.needs,
             )
             if give_up_at is not None:
                 self._alarm.at(give_up_at)
@@ -295,7 +289,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._outgoing.names_dropped(blocks)
 
     def drop(self, keys: Sequence[bytes], cause: str) -> None:
-        named = [key + self._shard for key in keys]
+        named = [key + shard for key in keys for shard in self._parts.shards]
         log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
         self._counters.count_dropped(cause, len(named))
         self._hierarchy.drop(named)
@@ -328,9 +322,6 @@ class OffloadScheduler(KVConnectorScheduler):
             if not (report.is_whole or report.is_cancelled):
                 self._failed.put(report.request_id, None)
         return reports
-
-    def cpu_blocks(self) -> tuple[int, int]:
-        return self._hierarchy.num_free_slots, self._hierarchy.num_slots
 
     def has_pending_work(self) -> bool:
         self._collect()
@@ -395,8 +386,6 @@ class OffloadScheduler(KVConnectorScheduler):
         """How many requests would compute if this one's load was overlapped, it included; 0 where
         another one that has no load under way computes, or will."""
         others = len(self._alive) - (request_id in self._alive)
-        if self._has_windows:
-            return 0  # what comes from the back would be of no use before the front has come by
         if not others:
             return 1
         loads = [load for load in self._loads if load.request_id in self._alive]
@@ -449,14 +438,3 @@ class OffloadScheduler(KVConnectorScheduler):
             self._links[self._hierarchy.tiers[0]].note(
                 num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
             )
-
-
-def _check_blocks(needs: Needs, num_blocks: int, block_ids: GroupBlockIds) -> None:
-    """The pool and this side reckon what a window needs, each for itself."""
-    ids_of = zip(block_ids, needs.lows, strict=True)
-    if num_blocks == needs.num_positions and all(all(ids[low:]) for ids, low in ids_of):
-        return
-    raise RuntimeError(
-        f"a load of {num_blocks} blocks needs those from {needs.lows} on of {needs.num_positions}, "
-        "and the request has no places for some of them"
-    )

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from ..tiers.block import DIGEST_BYTES
 from ..tiers.hierarchy.hierarchy import Hierarchy, StoreTicket
-from .base import ONLY_PART, ConnectorMetadata, CopyJob, EvictedBlock, Part
+from .base import ConnectorMetadata, CopyJob, EvictedBlock
 from .counters import OffloadCounters
+from .parts import GROUP_BYTES, Parts
 from .transfer import JobIds
 
 # Limit on one job ahead of need: the evicted blocks of a later step queue behind it.
@@ -26,20 +27,19 @@ ALONG_BYTES = 1024**2
 
 
 class Outgoing:
-    """Store jobs, from their slots to their end. `shard` completes the pool's keys, which end with
-    the cache group; each of `parts` has jobs of its own."""
+    """Store jobs, from their slots to their end. Each of `parts` has jobs of its own: a block of
+    the pool is one on every rank, and its name ends with the cache group."""
 
     def __init__(
         self,
         hierarchy: Hierarchy,
-        shard: bytes,
         counters: OffloadCounters,
         job_ids: JobIds,
-        parts: Sequence[Part] = (ONLY_PART,),
+        parts: Parts,
     ) -> None:
         self._hierarchy = hierarchy
-        self._shard = shard
-        self._parts = tuple(parts)
+        self._parts = parts
+        self._shards = parts.shards
         self._counters = counters
         self._job_ids = job_ids
         self._tickets: dict[int, StoreTicket] = {}
@@ -70,12 +70,13 @@ class Outgoing:
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
         """Discard copies ahead of these blocks, which the next step may overwrite."""
         for block_id, pool_key in blocks if self._ahead else ():
-            key = pool_key + self._shard
-            job_id = self._ahead_job_of.get(key)
-            # Another block of the same name is copied for itself.
-            if job_id is not None and self._ahead[job_id][key] == block_id:
-                self._overtaken.add(job_id)
-                self._void.setdefault(job_id, set()).add(key)
+            for shard in self._shards:
+                key = pool_key + shard
+                job_id = self._ahead_job_of.get(key)
+                # Another block of the same name is copied for itself.
+                if job_id is not None and self._ahead[job_id][key] == block_id:
+                    self._overtaken.add(job_id)
+                    self._void.setdefault(job_id, set()).add(key)
 
     def begin(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock], meta: ConnectorMetadata
@@ -84,11 +85,11 @@ class Outgoing:
         self._overtake(evicted, meta)
         if evicted and len(cold) <= self._along:
             evicted, cold = [*evicted, *cold], ()
-        for part, blocks in self._by_part(evicted):
-            if job := self._begin(blocks, part):
+        for index, blocks in self._by_part(evicted):
+            if job := self._begin(blocks, index):
                 meta.stores.append(job)
-        for part, blocks in self._by_part(cold):
-            if not (job := self._begin(blocks, part)):
+        for index, blocks in self._by_part(cold):
+            if not (job := self._begin(blocks, index)):
                 continue
             meta.ahead.append(job)
             keys = self._tickets[job.job_id].keys
@@ -112,25 +113,28 @@ class Outgoing:
     def _overtake(self, evicted: Sequence[EvictedBlock], meta: ConnectorMetadata) -> None:
         """Have the step wait for the jobs ahead whose blocks it overwrites."""
         if self._ahead:
-            jobs = [self._ahead_job_of.get(block.key + self._shard) for block in evicted]
+            job_of = self._ahead_job_of
+            jobs = [job_of.get(block.key + shard) for block in evicted for shard in self._shards]
             self._overtaken.update([job_id for job_id in jobs if job_id is not None])
             meta.overtaken = sorted(self._overtaken & self._ahead.keys())
         self._overtaken.clear()
 
-    def _by_part(self, blocks: Sequence[EvictedBlock]) -> list[tuple[Part, Sequence[EvictedBlock]]]:
+    def _by_part(self, blocks: Sequence[EvictedBlock]) -> list[tuple[int, Sequence[EvictedBlock]]]:
         if not blocks:
             return []
-        if len(self._parts) == 1:
-            return [(self._parts[0], blocks)]
+        if self._parts.width == 1:
+            return [(0, blocks)]
         found: dict[int, list[EvictedBlock]] = {}
         for block in blocks:
             found.setdefault(int.from_bytes(block.key[DIGEST_BYTES:], "little"), []).append(block)
-        return [(part, found[part.group]) for part in self._parts if part.group in found]
+        parts = enumerate(self._parts.all)
+        return [(index, found[part.group]) for index, part in parts if part.group in found]
 
-    def _begin(self, blocks: Sequence[EvictedBlock], part: Part) -> CopyJob | None:
+    def _begin(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
         # A pool evicts the tail of a chain first, tiers are told of the head first. Two blocks may
         # have one key; their bytes are the same.
-        named = {block.key + self._shard: block.block_id for block in reversed(blocks)}
+        part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]
+        named = {block.key + shard: block.block_id for block in reversed(blocks)}
         ticket = self._hierarchy.begin_store(list(named))
         self._counters.allocation_failures += bool(ticket.num_refused)
         if not ticket.keys:

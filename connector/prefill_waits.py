@@ -148,7 +148,7 @@ class _Wait:
 
 
 class PrefillWaits:
-    """The waits of one connector. A position has a block in each of `num_groups`. `alarm` wakes the
+    """The waits of one connector. A position has `num_parts` blocks. `alarm` wakes the
     engine where one is to end."""
 
     def __init__(
@@ -159,7 +159,7 @@ class PrefillWaits:
         counters: OffloadCounters,
         alarm: Alarm,
         block_size: int,
-        num_groups: int,
+        num_parts: int,
     ) -> None:
         self._hierarchy = hierarchy
         self._follows = follows
@@ -167,7 +167,7 @@ class PrefillWaits:
         self._counters = counters
         self._alarm = alarm
         self._block_size = block_size
-        self._num_groups = num_groups
+        self._num_parts = num_parts
         # Where others' blocks come to.
         self._tier = next(
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
@@ -203,7 +203,7 @@ class PrefillWaits:
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_there = len(lookup.prefix.tiers)
-        missing = lookup.keys[num_there * self._num_groups : num_full * self._num_groups]
+        missing = lookup.keys[num_there * self._num_parts : num_full * self._num_parts]
         if not missing:
             return False
         limit = self._limit(lookup, num_there, num_full - num_there, is_told=is_told)
@@ -223,7 +223,7 @@ class PrefillWaits:
         is_lost = not self._hierarchy.others_are_up
         ended = []
         for request_id, wait in self._waits.items():
-            num_there = wait.prompt.num_there // self._num_groups
+            num_there = wait.prompt.num_there // self._num_parts
             # An alarm may have come for what was due before more was there; the next one follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
@@ -274,9 +274,9 @@ class PrefillWaits:
             return WaitLimit(num_missing, now, compute_seconds, UNMEASURED_SECONDS)
         if seconds is None:
             return None  # as above
-        there = lookup.keys[: num_there * self._num_groups]
+        there = lookup.keys[: num_there * self._num_parts]
         num_before, since, last = self._follows.newest(there)
-        num_before //= self._num_groups
+        num_before //= self._num_parts
         as_many = compute_seconds(-num_before, 0) or 0.0
         # Blocks of an answer come one by one; a prompt's come as quickly as prompts are computed.
         if num_before < 2 or last - since > MOST_RATIO * as_many:

@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 # Whatever is due by the clock has its alarm in the hierarchy; should one be missed, it costs this.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
+# A load is copied by so many threads, where each has as much to do.
+COPY_THREADS = 2
+SHARE_BYTES = 8 * 1024**2
 
 # The bytes of one chunk where the host has them, in order.
 Parts = Sequence[memoryview]
@@ -44,6 +48,15 @@ class Assembly(NamedTuple):
     slab: CpuSlab
     tagger: Tagger
     wakeup: threading.Event
+
+
+class _Arrived(NamedTuple):
+    """A chunk that is in the slab, and where its bytes are to go."""
+
+    key: bytes
+    slot: int
+    proof: Proof
+    parts: Parts
 
 
 class Copied(NamedTuple):
@@ -70,6 +83,7 @@ class ChunkMover(ABC):
         self._failed = failed
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=self.THREAD, daemon=True)
+        self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
         """Fail what waits, write down what the stores lack within the time, release everything.
@@ -83,6 +97,7 @@ class ChunkMover(ABC):
         if self._thread.is_alive():
             log.error("a copy has not ended within %.1f s; the tiers stay open", seconds)
             return
+        self._helpers.shutdown(wait=True, cancel_futures=True)
         with self.lock:
             if not self.is_broken:
                 self._give_back()
@@ -137,10 +152,28 @@ class ChunkMover(ABC):
         """Copy what has come, and compare it where the host has it now. What is late has no
         slot."""
         copied = Copied([], [])
+        wanted = []
         for key, slot, proof, parts in zip(ticket.keys, ticket.slots, proofs, chunks, strict=True):
             if slot is None or proof is None:
                 copied.missing.append(key)
-                continue
+            else:
+                wanted.append(_Arrived(key, slot, proof, parts))
+        # Somebody waits for these bytes, and one thread alone does not move what memory can.
+        num_shares = min(COPY_THREADS, len(wanted) * self._hierarchy.block_bytes // SHARE_BYTES)
+        if num_shares < 2:
+            copied.damaged.extend(self._bring_some(wanted))
+            return copied
+        shares = [wanted[i::num_shares] for i in range(num_shares)]
+        others = [self._helpers.submit(self._bring_some, share) for share in shares[1:]]
+        copied.damaged.extend(self._bring_some(shares[0]))
+        for other in others:
+            copied.damaged.extend(other.result())
+        return copied
+
+    def _bring_some(self, arrived: Iterable[_Arrived]) -> list[bytes]:
+        """Copy these; the keys of those that are not what was stored."""
+        damaged = []
+        for key, slot, proof, parts in arrived:
             source, at = self._slab.buffer(slot), 0
             hasher = self._tagger.begin(key)
             for part in parts:
@@ -148,8 +181,8 @@ class ChunkMover(ABC):
                 hasher.update(part)
                 at += part.nbytes
             if hasher.digest() != proof.digest:
-                copied.damaged.append(key)
-        return copied
+                damaged.append(key)
+        return damaged
 
     def _end_load(self, ticket: LoadTicket, copied: Copied) -> None:
         """The chunks are where the host wants them. Under the lock."""

@@ -10,7 +10,7 @@ under way, and a job never fails but by the worker's end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,20 +95,28 @@ class CpuWorker(OffloadingWorker):
         began = time.monotonic()
         num_bytes = 0
         for group, ids, places in self._by_group(blocks, chunks):
-            chunk_ids, within = places
+            runs = _runs(ids, places)
             for ref in self._groups[group]:
                 pages, size = self._pages[ref.tensor_idx], ref.page_size_bytes
-                if to_region:
-                    pages.region[chunk_ids, within, :size] = pages.blocks[ids, :size]
-                else:
-                    pages.blocks[ids, :size] = pages.region[chunk_ids, within, :size]
+                for run in runs:
+                    mine = pages.blocks[run.block : run.block + run.length, :size]
+                    if run.within_chunk:
+                        end = run.within + run.length
+                        other = pages.region[run.chunk, run.within : end, :size]
+                    else:
+                        end = run.chunk + run.length
+                        other = pages.region[run.chunk : end, run.within, :size]
+                    if to_region:
+                        other.copy_(mine)
+                    else:
+                        mine.copy_(other)
                 num_bytes += len(ids) * size
         seconds = time.monotonic() - began
         self._ended.append(TransferResult(job_id, True, num_bytes, seconds))
 
     def _by_group(
         self, blocks: Any, chunks: Any
-    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
         """Each group's blocks, with the chunk of each and its place in there: a group's first block
         may lie inside its first chunk."""
         block_ids, chunk_ids = _as_ids(blocks.block_ids), _as_ids(chunks.block_ids)
@@ -117,14 +125,43 @@ class CpuWorker(OffloadingWorker):
             if not count:
                 continue
             skipped = blocks.block_indices[group] % self._per_chunk
-            place = torch.arange(skipped, skipped + count)
             num_chunks = -(-(skipped + count) // self._per_chunk)
             mine = chunk_ids[first_chunk : first_chunk + num_chunks]
-            chosen = mine[place // self._per_chunk], place % self._per_chunk
+            places = [divmod(place, self._per_chunk) for place in range(skipped, skipped + count)]
+            chosen = [(mine[index], within) for index, within in places]
             yield group, block_ids[first_block : first_block + count], chosen
             first_block += count
             first_chunk += num_chunks
 
 
-def _as_ids(ids: Any) -> torch.Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64)
+class _Run(NamedTuple):
+    """`length` neighbouring blocks that go to neighbouring chunks, at one place within each, or to
+    neighbouring places of one chunk (`within_chunk`)."""
+
+    block: int
+    chunk: int
+    within: int
+    length: int
+    within_chunk: bool
+
+
+def _runs(ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[_Run]:
+    """As few copies as they can be. Indexing by lists would copy everything twice."""
+    runs: list[_Run] = []
+    for block, (chunk, within) in zip(ids, places, strict=True):
+        last = runs[-1] if runs else None
+        if last is not None and block == last.block + last.length:
+            is_next_chunk = (chunk, within) == (last.chunk + last.length, last.within)
+            is_next_place = (chunk, within) == (last.chunk, last.within + last.length)
+            if is_next_chunk and (last.length == 1 or not last.within_chunk):
+                runs[-1] = last._replace(length=last.length + 1, within_chunk=False)
+                continue
+            if is_next_place and (last.length == 1 or last.within_chunk):
+                runs[-1] = last._replace(length=last.length + 1, within_chunk=True)
+                continue
+        runs.append(_Run(block, chunk, within, 1, within_chunk=False))
+    return runs
+
+
+def _as_ids(ids: Any) -> list[int]:
+    return [int(each) for each in ids]

@@ -16,6 +16,7 @@ from ...connector.build import (
     build_scheduler_side,
 )
 from ...connector.economics import Choice
+from ...connector.parts import Parts
 from ...connector.rates import PrefillRate
 from ...tiers.block import LAYOUT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
@@ -75,8 +76,9 @@ def open_tiers(
         "progress": _steps_of(progress, "memory of the cpu tier"),
         "wrap_store": None if drill is None else drill.wrap,
         "prefill": prefill,
-        "num_groups": len(attention),
-        "reaches": attention,
+        "parts": Parts(
+            layout.block_size, [None if each.is_full else each.first_seen for each in attention]
+        ),
     }
     settings = offload_settings(offload, device)
     try:

@@ -16,6 +16,7 @@ import torch
 from stratakv.connector.base import MatchKind, Part
 from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.connector.economics import Choice
+from stratakv.connector.parts import FirstSeen, Parts
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
@@ -42,6 +43,11 @@ def states(tokens: list[int]) -> list[int]:
     return numbers
 
 
+def seen_by(attention: Sequence[LayerAttention]) -> list[FirstSeen | None]:
+    """What `Parts` takes of groups that attend so."""
+    return [None if kind.is_full else kind.first_seen for kind in attention]
+
+
 class Engine:
     """A scheduler and both sides of a connector, for models of several groups."""
 
@@ -63,8 +69,7 @@ class Engine:
                 load=choice,
             ),
             namespace=b"test",
-            num_groups=num_groups,
-            reaches=self.attention,
+            parts=Parts(SIZE, seen_by(self.attention)),
         )
         self.num_groups = num_groups
         self.manager = KVCacheManager(

@@ -29,7 +29,7 @@ def test_a_lease_without_an_answer_promises_no_more_than_is_known(
     alarm: Any = SimpleNamespace(at=lambda _moment: None)
     now = 1000.0
     monkeypatch.setattr(handover, "time", SimpleNamespace(monotonic=lambda: now))
-    hand_overs = HandOvers(hierarchy, SHARD, alarm)
+    hand_overs = HandOvers(hierarchy, [SHARD], alarm)
     hand_overs.begin("p", KEYS)
     hand_overs.collect()
     assert not hand_overs.has_ended

@@ -12,15 +12,14 @@ import pytest
 from stratakv.connector.base import Part
 from stratakv.connector.build import OffloadSettings, build_offload
 from stratakv.connector.economics import Choice
-from stratakv.connector.reach import needs_of
-from stratakv.connector.window_lookups import WindowSearch
+from stratakv.connector.parts import Parts
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.tiers.block import key_suffix, pack_key
 from stratakv.tiers.errors import TierConfigError
 
-from .test_groups import HASHER, LAYOUT, PROMPT, SIZE, Engine
+from .test_groups import HASHER, LAYOUT, PROMPT, SIZE, Engine, seen_by
 
 PLANS: list[tuple[LayerAttention, ...]] = [
     (full(), window(6)),
@@ -168,30 +167,33 @@ def test_found_lengths_are_those_of_a_search_through_all(rng: random.Random) -> 
                 for position in range(max(first * SIZE, kind.first_seen(end)), end)  # noqa: B023
             )
 
-        search = WindowSearch(hierarchy, SIZE, suffixes, attention)
-        needs, wanted, prefix = search.find(digests, first, most_tokens)
+        parts = Parts(SIZE, seen_by(attention))
+        every = parts.keys_of(digests)
+        prefix = parts.find(hierarchy, first, every, most_tokens)
         expected = next(n for n in range(num_blocks, -1, -1) if is_hit(n))
-        assert needs.num_positions == len(prefix.tiers) == expected
+        # Where a chunk begins nothing is attended to, and a load has to bring something.
+        while expected and not parts.needed(first, expected, most_tokens):
+            expected -= 1
+        assert len(prefix.tiers) == expected
+        wanted = [every[i] for i in parts.needed(first, expected, most_tokens)]
         assert set(wanted) <= set(keys)
         assert len(wanted) == len(set(wanted))
-        for group, low in enumerate(needs.lows):
-            mine = needs.of_group(range(len(wanted)), group)
-            assert [wanted[i] for i in mine] == [d + suffixes[group] for d in digests[low:expected]]
+        end = min((first + expected) * SIZE, most_tokens)
+        for group, kind in enumerate(attention):
+            low = min(expected, max(0, kind.first_seen(end) // SIZE - first))
+            mine = [key for key in wanted if key.endswith(suffixes[group])]
+            assert mine == [digest + suffixes[group] for digest in digests[low:expected]]
         lengths.append(expected)
     engine.close()
     assert 0 < lengths.count(0) < 100
 
 
-def test_needs_are_told_by_position() -> None:
-    needs = needs_of((full(), window(6)), 2, 4, 24, SIZE)
-    assert needs.lows == (0, 2)
-    digests = [bytes([i]) for i in range(4)]
-    assert needs.keys(digests, [b"F", b"W"]) == [
-        b"\0F", b"\1F", b"\2F", b"\2W", b"\3F", b"\3W",
-    ]  # fmt: skip
-    tiers = ["cpu", "cpu", "cpu", "ssd", "cpu", "cpu"]
-    assert needs.by_position(tiers, ["cpu", "ssd"]) == ["cpu", "cpu", "ssd", "cpu"]
-    assert needs.of_group([1, 2, 3, 4, 5, 6], 1) == [4, 6]
+def test_what_a_hit_needs_ends_where_the_next_token_is_computed() -> None:
+    parts = Parts(SIZE, seen_by((full(), window(6))))
+    # Positions 2 to 5, so tokens 8 to 23. Behind 24 tokens a window of 6 begins with token 19.
+    assert parts.needed(2, 4) == [0, 2, 4, 5, 6, 7]
+    # Behind 20 of them it begins with token 15, which lies in the block before.
+    assert parts.needed(2, 4, 20) == [0, 2, 3, 4, 5, 6, 7]
 
 
 def test_windows_and_overlapped_loads_are_refused() -> None:
@@ -200,6 +202,5 @@ def test_windows_and_overlapped_loads_are_refused() -> None:
             LAYOUT,
             OffloadSettings(load=Choice.OVERLAP),
             namespace=b"test",
-            num_groups=2,
-            reaches=(full(), window(6)),
+            parts=Parts(SIZE, seen_by((full(), window(6)))),
         )

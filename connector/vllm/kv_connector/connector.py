@@ -8,7 +8,9 @@ step. It hands each call to the role that is meant; docs/vllm.md says how to swi
 
 Every load is asynchronous: a request waits for it in vLLM's scheduler and holds up nobody else. Of
 one that brought its first blocks only, vLLM computes the rest; of one that brought nothing,
-everything. Block ids say which, and vLLM can tell them apart because there is one cache group.
+everything. Block ids say which, and vLLM can tell them apart where there is one cache group; with
+several a load brings everything or has failed. Each rank has a worker, and each says of every load
+how its own part of it ended: vLLM goes on when all have.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ class StrataWorkerMetadata(KVConnectorWorkerMetadata):
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of several ranks; there is one."""
-        raise RuntimeError("StrataConnector serves engines of one rank")
+        """Of two ranks."""
+        if isinstance(other, StrataWorkerMetadata):
+            self.report.merge(other.report)
+        return self
 
 
 class StrataConnector(KVConnectorBase_V1, SupportsHMA):
@@ -80,7 +84,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             atexit.register(self.shutdown)
         else:
             settings_in(vllm_config)
-            self._worker = WorkerRole(plan_pages(kv_cache_config))
+            self._worker = WorkerRole(plan_pages(kv_cache_config), vllm_config.parallel_config.rank)
 
     # Both
 
@@ -157,8 +161,12 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has all its blocks; it waits where tokens are to be loaded."""
         if num_external_tokens:
-            [block_ids] = blocks.get_block_ids()
+            block_ids = blocks.get_block_ids()
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All of them, whose new blocks vLLM need not clear before. It asks since 0.32."""
+        return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

@@ -22,6 +22,7 @@ from .. import versions
 from ..identity import LAYOUTS, ChunkIdentity, ChunkKeys, chunk_layout, model_fingerprint
 from ..settings import SECTION, VllmSettings, drill_of, read_settings
 from .events import TierEvents
+from .groups import block_tokens_of, parts_of_groups
 from .pages import PagePlan, plan_pages
 from .scheduler_role import SchedulerRole
 
@@ -43,10 +44,12 @@ def check_engine(vllm_config: Any) -> None:
     """Raises ConfigError for an engine that this connector cannot serve."""
     versions.host_version()
     parallel = vllm_config.parallel_config
-    if parallel.world_size != 1:
+    if parallel.world_size != parallel.tensor_parallel_size:
         raise ConfigError(
-            f"StrataConnector serves engines of one rank, and this one has {parallel.world_size}; "
-            "use StrataSpec (stratakv config vllm, without --connector), which knows several"
+            f"StrataConnector serves engines whose {parallel.world_size} ranks share every layer "
+            f"(tensor parallelism), and this one has {parallel.tensor_parallel_size} that do; use "
+            "StrataSpec (stratakv config vllm, without --connector) for pipelines and context "
+            "parallelism"
         )
 
 
@@ -55,7 +58,8 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     cannot work; nothing stays open then."""
     settings = settings_in(vllm_config)
     plan = plan_pages(kv_cache_config)
-    block_tokens = _block_tokens(kv_cache_config)
+    parts = parts_of_groups(kv_cache_config, vllm_config.parallel_config.world_size)
+    block_tokens = block_tokens_of(kv_cache_config)
     identity = identity_of(vllm_config, kv_cache_config, plan, settings)
     layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
     root = identity.root()
@@ -83,24 +87,29 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         wrap_store=None if drill is None else drill.wrap,
         prefill=prefill,
         block_tokens=block_tokens,
+        parts=parts,
     )
     events = None
     if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
         events = TierEvents(block_tokens, built.description.num_slots + plan.num_blocks)
     _slab, *below = built.side.tiers
     log.info(
-        "StrataKV beside vLLM: %s of memory, %s; %d blocks of %s, %d tokens each; identity %s",
+        "StrataKV beside vLLM: %s of memory, %s; %d blocks of %s, %d tokens each, in %d cache "
+        "groups on %d ranks; identity %s",
         show_size(tiers.cpu.capacity_bytes),
         ", ".join(below) or "nothing below it",
         built.description.num_slots,
         show_size(layout.page_bytes),
         block_tokens,
+        len(plan.groups),
+        len(parts.shards),
         root.hex()[:16],
     )
     return SchedulerRole(
         built,
         ChunkKeys(root),
         block_tokens=block_tokens,
+        parts=parts,
         stores_all=tiers.ssd is not None and settings.own.write_through,
         prefill=prefill,
         shutdown_seconds=settings.own.shutdown_seconds,
@@ -124,7 +133,7 @@ def identity_of(
             f"one of {', '.join(LAYOUTS)}"
         )
     dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    block_tokens = _block_tokens(kv_cache_config)
+    block_tokens = block_tokens_of(kv_cache_config)
     return ChunkIdentity(
         model=model_fingerprint(model.model),
         revision=settings.own.revision or "",
@@ -136,7 +145,11 @@ def identity_of(
         chunk_bytes=plan.block_bytes,
         blocks_per_chunk=1,
         tokens_per_hash=block_tokens,
-        groups=tuple((0, block_tokens, part.layers) for part in plan.parts),
+        groups=tuple(
+            (number, block_tokens, part.layers)
+            for number, group in enumerate(plan.groups)
+            for part in group
+        ),
         parallel=(
             parallel.world_size,
             parallel.tensor_parallel_size,
@@ -147,8 +160,3 @@ def identity_of(
         is_replicated=False,
         is_canonical=False,
     )
-
-
-def _block_tokens(kv_cache_config: Any) -> int:
-    tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    return tokens

@@ -9,6 +9,10 @@ in vLLM's order, one after the other:
     blocks outermost     a part [blocks, layers * page bytes]; where it is all there is, vLLM's KV
                          cache is a pool as our own, and a GPU copies a block at once
 
+Cache groups overlay each other: a block belongs to one group at a time, and the layers of another
+use the same bytes of it. So a block is what the largest group has of it, whichever it belongs to;
+what a smaller one leaves of it is copied too, and means nothing.
+
 The tensors that vLLM registers have to begin where it says; else the engine does not start.
 """
 
@@ -45,13 +49,20 @@ class PagePart:
         """Behind the last byte of block 0."""
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
+    def places(self) -> list[tuple[int, int, int]]:
+        """Of each layer: where block 0 begins, a page's bytes, and how far the next block is."""
+        starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
+        return [(start, self.page_bytes, self.block_stride) for start in starts]
+
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """How the blocks of one cache group lie in a buffer."""
+    """How blocks lie in a buffer. `groups` has the parts of each cache group, `parts` are those of
+    a block."""
 
     num_blocks: int
     parts: tuple[PagePart, ...]
+    groups: tuple[tuple[PagePart, ...], ...]
 
     @property
     def block_bytes(self) -> int:
@@ -65,29 +76,28 @@ class PagePlan:
             return False
         [part] = self.parts
         return (
-            part.layer_stride == part.page_bytes
+            (len(part.layers) == 1 or part.layer_stride == part.page_bytes)
             and part.block_stride == part.block_bytes
             and part.offset == 0
         )
 
 
 def plan_pages(kv_cache_config: Any) -> PagePlan:
-    """The plan for vLLM's only cache group. Raises ConfigError where there are several, and where
-    pages lie in a way that is not known."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"StrataConnector stores models with one cache group, and vLLM has {len(groups)} for "
-            "this one (full and sliding-window attention, or Mamba); start vLLM with "
-            "--disable-hybrid-kv-cache-manager, or use StrataSpec instead"
-        )
-    [group] = groups
-    parts = []
+    """The plan for vLLM's KV cache. Raises ConfigError where pages lie in a way that is not
+    known."""
+    group_of = {
+        layer: number
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for layer in group.layer_names
+    }
+    groups: list[list[PagePart]] = [[] for _ in kv_cache_config.kv_cache_groups]
     for tensor in kv_cache_config.kv_cache_tensors:
         if getattr(tensor, "host_resident", False):
             raise ConfigError("StrataConnector cannot store a KV cache that lies in host memory")
-        sizes = {_page_bytes(group.kv_cache_spec, layer) for layer in tensor.layers}
-        if len(sizes) != 1:
+        number = group_of[tensor.layers[0]]
+        spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        sizes = {_page_bytes(spec, layer) for layer in tensor.layers}
+        if len(sizes) != 1 or {group_of[layer] for layer in tensor.layers} != {number}:
             raise ConfigError(f"vLLM calls layers equal whose pages are not: {sorted(sizes)} bytes")
         part = PagePart(
             tuple(tensor.layers),
@@ -102,10 +112,34 @@ def plan_pages(kv_cache_config: Any) -> PagePlan:
                 f"(strides {part.layer_stride} and {part.block_stride}); start vLLM with "
                 "VLLM_KV_CACHE_LAYOUT=LBHNC or BLHNC"
             )
-        parts.append(part)
-    if not parts:
-        raise ConfigError("vLLM has no KV cache to store")
-    return PagePlan(kv_cache_config.num_blocks, tuple(parts))
+        groups[number].append(part)
+    if not all(groups) or not groups:
+        raise ConfigError("vLLM has a cache group without a KV cache, or none to store at all")
+    made = tuple(tuple(parts) for parts in groups)
+    return PagePlan(kv_cache_config.num_blocks, _overlaid(made), made)
+
+
+def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
+    """The parts of a block, whichever group it belongs to."""
+    if len(groups) == 1:
+        return groups[0]
+    everything = [part for parts in groups for part in parts]
+    [stride, *others] = {part.block_stride for part in everything}
+    if not others and max(part.end for part in everything) <= stride:
+        # Blocks outermost: from the first byte of a block to its last one.
+        return (PagePart(("whole blocks",), stride, 0, stride, stride),)
+    largest = max(groups, key=lambda parts: sum(part.block_bytes for part in parts))
+    known = {place for part in largest for place in part.places()}
+    for part in everything:
+        for place in part.places():
+            if place not in known:
+                raise ConfigError(
+                    f"vLLM's cache groups share no layout: a page of {part.layers[0]} begins at "
+                    f"byte {place[0]}, has {place[1]} bytes and comes every {place[2]}, as none "
+                    "of the largest group does; use StrataSpec (stratakv config vllm, without "
+                    "--connector) for this model"
+                )
+    return largest
 
 
 def _page_bytes(spec: Any, layer: str) -> int:
@@ -120,14 +154,15 @@ def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
     they do not lie as vLLM has said."""
     import torch
 
-    first = kv_caches[plan.parts[0].layers[0]]
+    first = kv_caches[plan.groups[0][0].layers[0]]
     storage = first.untyped_storage()
-    for part in plan.parts:
-        for index, layer in enumerate(part.layers):
+    for part in (part for parts in plan.groups for part in parts):
+        for layer, (place, page_bytes, block_stride) in zip(
+            part.layers, part.places(), strict=True
+        ):
             tensor = kv_caches[layer]
             where = tensor.data_ptr() - storage.data_ptr()
-            place = part.offset + index * part.layer_stride
-            end = place + (plan.num_blocks - 1) * part.block_stride + part.page_bytes
+            end = place + (plan.num_blocks - 1) * block_stride + page_bytes
             if where != place or end > storage.nbytes():
                 raise ConfigError(
                     f"vLLM's KV cache of {layer} begins at byte {where} of its buffer, where "

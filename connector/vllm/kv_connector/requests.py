@@ -12,7 +12,7 @@ from typing import Any
 from ...rates import PrefillRate
 from ..identity import ChunkKeys
 
-# vLLM's key of a block of its first cache group, behind the hash.
+# vLLM's key of a block of its first cache group, behind the hash; digests are those of all groups.
 _FIRST_GROUP = bytes(4)
 MAX_STEPS = 16  # in flight, whose times are measured
 

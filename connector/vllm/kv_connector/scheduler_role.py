@@ -24,27 +24,35 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.base import Answer
-from ....tiers.block import key_suffix
+from ....tiers.block import DIGEST_BYTES
 from ....tiers.settings.values import ConfigError
-from ...base import NOTHING_FINISHED, NOTHING_TO_MOVE, Elsewhere, EvictedBlock, MatchKind
+from ...base import (
+    NOTHING_FINISHED,
+    NOTHING_TO_MOVE,
+    ConnectorMetadata,
+    Elsewhere,
+    EvictedBlock,
+    MatchKind,
+)
 from ...build import BuiltSide
+from ...parts import GROUP_BYTES, Parts
 from ...rates import PrefillRate
 from ..identity import ChunkKeys
 from .events import TierEvents
+from .groups import NULL_BLOCK
 from .pool_watch import NamedBlock, PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
-from .steps import RequestLoad, SlabPlace, StepPlan, StepReport
+from .steps import PartLoad, RequestLoad, SlabPlace, StepPlan, StepReport
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SUFFIX = key_suffix()
-_POOL_KEY_BYTES = 34  # digest and group, as our own pool names blocks
+_POOL_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES  # digest and group, as our own pool names blocks
 # How far ahead of the evictions blocks are copied that lie in vLLM's free queue.
 NEAR_BLOCKS = 256
 # Whatever is due by the clock has its alarm in the tiers; should one be missed, it costs this.
@@ -58,10 +66,19 @@ NOTHING: tuple[int | None, bool] = (0, False)
 class _Load:
     """A request's load, until vLLM has been told of its end."""
 
+    block_ids: list[list[int]]  # of each group, those behind what vLLM has itself
+    num_near_blocks: int = 0  # positions that were in the slab when it began
+    # The key of each block that is to come, by its id and the rank.
+    keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    job_ids: set[int] = field(default_factory=set)  # under way
+    is_told: bool = False  # the worker knows of it
+
+
+class _LoadJob(NamedTuple):
+    """A copy job of a load."""
+
+    request_id: str
     keys: list[bytes]
-    block_ids: list[int]
-    num_near_blocks: int = 0  # that were in the slab when it began
-    job_id: int | None = None  # the worker has been told
 
 
 class SchedulerRole:
@@ -74,6 +91,7 @@ class SchedulerRole:
         keys: ChunkKeys,
         *,
         block_tokens: int,
+        parts: Parts,
         stores_all: bool,
         prefill: PrefillRate,
         shutdown_seconds: float,
@@ -83,6 +101,8 @@ class SchedulerRole:
         self._side, self._slab = built.side, built.slab
         self._keys = keys
         self._block_tokens = block_tokens
+        self._parts = parts
+        self.num_groups = parts.num_groups
         self._stores_all = stores_all or built.side.wants_all
         self._shutdown_seconds = shutdown_seconds
         self._may_load = loads
@@ -99,7 +119,7 @@ class SchedulerRole:
         self._loads: dict[str, _Load] = {}
         self._given_up: list[str] = []
         self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
-        self._load_jobs: dict[int, str] = {}
+        self._load_jobs: dict[int, _LoadJob] = {}
         self._coming: deque[NamedBlock] = deque()  # computed, and to be stored
         self._void: set[NamedBlock] = set()  # with a name, and never computed
         self._near: dict[int, bytes] = {}  # blocks near their eviction that were given to the side
@@ -139,14 +159,14 @@ class SchedulerRole:
         where that is not known yet."""
         return self._safely(self._matched, NOTHING, request, num_computed_tokens)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
-        """All blocks of a request; `num_tokens` are to be loaded, and the request waits for them
-        unless there are none."""
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """All blocks of a request, in each group; `num_tokens` are to be loaded, and the request
+        waits for them unless there are none."""
         if not num_tokens:
             return
         first = self._offers.pop(request.request_id, 0)
         num_blocks = -(-num_tokens // self._block_tokens)
-        load = _Load([], list(block_ids[first : first + num_blocks]))
+        load = _Load([list(ids[first : first + num_blocks]) for ids in block_ids])
         self._loads[request.request_id] = load  # whatever happens, its end will be told
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
@@ -165,10 +185,10 @@ class SchedulerRole:
         if self.is_broken:
             self._stop_watching()
             for told in plan.loads:
-                self._loads[told.request_id].job_id = None
+                self._loads[told.request_id].is_told = False
             plan.moves, plan.loads = NOTHING_TO_MOVE, []
             # Of the others the worker will say how they end.
-            self._given_up = [name for name, load in self._loads.items() if load.job_id is None]
+            self._given_up = [name for name, load in self._loads.items() if not load.is_told]
         for request_id in self._given_up:
             self._loads.pop(request_id, None)
         plan.given_up, self._given_up = self._given_up, []
@@ -178,7 +198,12 @@ class SchedulerRole:
         """What the worker has done."""
         if self.is_broken:
             for job_id in (*report.output.finished_loads, *report.output.failed_loads):
-                self._loads.pop(self._load_jobs.pop(job_id, ""), None)
+                job = self._load_jobs.pop(job_id, None)
+                load = None if job is None else self._loads.get(job.request_id)
+                if job is not None and load is not None:
+                    load.job_ids.discard(job_id)
+                    if not load.job_ids:
+                        del self._loads[job.request_id]
             return
         self._safely(self._take, None, report)
 
@@ -256,15 +281,30 @@ class SchedulerRole:
 
     def _begin_load(self, request: Any, load: _Load, first: int, num_tokens: int) -> None:
         view = self._view(request)
-        digests = view.block_hashes[first : first + len(load.block_ids)]
-        load.keys = [digest + _SUFFIX for digest in digests]
-        if len(load.keys) * self._block_tokens != num_tokens:
+        num_blocks = num_tokens // self._block_tokens
+        digests = view.block_hashes[first : first + num_blocks]
+        keys = self._parts.keys_of(digests)
+        needed = self._parts.needed(first, num_blocks)
+        is_far = [False] * num_blocks
+        answers = self._slab.lookup([keys[place] for place in needed])
+        for place, answer in zip(needed, answers, strict=True):
+            position, index = divmod(place, self._parts.width)
+            part = self._parts.all[index]
+            load.keys[load.block_ids[part.group][position], part.rank] = keys[place]
+            is_far[position] |= answer is not Answer.HIT
+        load.num_near_blocks = is_far.count(False)
+        # What vLLM's tables say is to be loaded has to be what will be: of every group the blocks
+        # that the next token attends to, and of no group any other.
+        real = [block_id for ids in load.block_ids for block_id in ids if block_id != NULL_BLOCK]
+        num_ranks = len(self._parts.shards)
+        is_known = all(block_id != NULL_BLOCK for block_id, _rank in load.keys)
+        if not is_known or not len(load.keys) == len(real) * num_ranks == len(needed):
             raise ValueError(
-                f"vLLM has {len(load.block_ids)} blocks for {num_tokens} tokens behind block "
-                f"{first} of {view.request_id}, with {len(view.block_hashes)} names"
+                f"vLLM has {len(real)} blocks for {num_tokens} tokens behind block {first} of "
+                f"{view.request_id}, of which {len(view.block_hashes)} have names, where "
+                f"{len(needed) // num_ranks} are needed"
             )
-        load.num_near_blocks = self._slab.lookup(load.keys).count(Answer.HIT)
-        self._side.begin_load(view, [load.block_ids], num_tokens, overlapped=False)
+        self._side.begin_load(view, load.block_ids, num_tokens, overlapped=False)
 
     def _build(self, output: Any, plan: StepPlan) -> None:
         self._times.scheduled(output, plan.number)
@@ -279,28 +319,39 @@ class SchedulerRole:
         for job in (*moves.stores, *moves.ahead):
             self._stores[job.job_id] = [host_keys[block_id] for block_id in job.block_ids]
         if moves.loads:
-            by_block = {
-                load.block_ids[0]: request_id
-                for request_id, load in self._loads.items()
-                if load.job_id is None
-            }
-            for job in moves.loads:
-                request_id = by_block[job.block_ids[0]]
-                load = self._loads[request_id]
-                num_blocks = len(job.block_ids)
-                proofs = self._slab.proofs(load.keys[:num_blocks])
-                digests = [None if proof is None else proof.digest for proof in proofs]
-                missing = load.block_ids[num_blocks:]
-                plan.loads.append(
-                    RequestLoad(request_id, job.job_id, list(job.slots), digests, missing)
-                )
-                load.job_id = job.job_id
-                self._load_jobs[job.job_id] = request_id
+            plan.loads += self._as_told(moves)
         plan.moves = moves
         if self._hand_overs and not self._coming:
             for request_id, keys in self._hand_overs:
                 self._side.hand_over(request_id, keys)
             self._hand_overs = []
+
+    def _as_told(self, moves: ConnectorMetadata) -> list[RequestLoad]:
+        """The requests whose blocks are copied now, which the worker has to tell vLLM about."""
+        owners = {
+            block_id: request_id
+            for request_id, load in self._loads.items()
+            if not load.is_told
+            for block_id, _rank in load.keys
+        }
+        told: dict[str, RequestLoad] = {}
+        for job in moves.loads:
+            request_id = owners[job.block_ids[0]]
+            load = self._loads[request_id]
+            if request_id not in told:
+                told[request_id] = RequestLoad(request_id)
+                if not self._parts.whole_only:
+                    told[request_id].missing = load.block_ids[0][len(job.block_ids) :]
+            rank = job.part.rank
+            keys = [load.keys[block_id, rank] for block_id in job.block_ids]
+            proofs = self._slab.proofs(keys)
+            digests = [None if proof is None else proof.digest for proof in proofs]
+            told[request_id].parts.append(PartLoad(job.job_id, rank, list(job.slots), digests))
+            load.job_ids.add(job.job_id)
+            self._load_jobs[job.job_id] = _LoadJob(request_id, keys)
+        for request_id in told:
+            self._loads[request_id].is_told = True
+        return list(told.values())
 
     def _outgoing(self, output: Any) -> tuple[list[NamedBlock], list[NamedBlock]]:
         """The blocks that this step overwrites, and others that are to be stored beside it."""
@@ -361,19 +412,19 @@ class SchedulerRole:
         for ended in self._side.update_from_worker(output):
             # The worker has told vLLM so.
             load = self._loads.pop(ended.request_id, None)
-            if load is not None and load.job_id is None:
+            if load is not None and not load.is_told:
                 self._loads[ended.request_id] = load
                 self._given_up.append(ended.request_id)
         if report.error is not None:
             raise RuntimeError(report.error)
 
     def _drop_damaged(self, job_id: int, positions: Sequence[int]) -> None:
-        load = self._loads.get(self._load_jobs.get(job_id, ""))
-        if load is None:
+        job = self._load_jobs.get(job_id)
+        if job is None:
             return
         log.error("%d blocks were damaged in memory; they are computed", len(positions))
         self.damaged_blocks += len(positions)
-        self._side.drop([load.keys[i][:_POOL_KEY_BYTES] for i in positions], "damaged")
+        self._side.drop([job.keys[i][:_POOL_KEY_BYTES] for i in positions], "damaged")
 
     def _finished(self, request: Any) -> dict[str, Any] | None:
         view = self._requests.pop(request.request_id, None)
@@ -385,8 +436,9 @@ class SchedulerRole:
             num_blocks = min(
                 request.num_computed_tokens // self._block_tokens, len(view.block_hashes)
             )
-            keys = [(digest + _SUFFIX)[:_POOL_KEY_BYTES] for digest in view.block_hashes]
-            self._hand_overs.append((request.request_id, keys[:num_blocks]))
+            keys = self._parts.keys_of(view.block_hashes[:num_blocks])
+            needed = [keys[i][:_POOL_KEY_BYTES] for i in self._parts.needed(0, num_blocks)]
+            self._hand_overs.append((request.request_id, list(dict.fromkeys(needed))))
         return params_for_decode(request)
 
     def _reset(self) -> bool:

@@ -52,14 +52,23 @@ class MappedSlab:
 
 
 @dataclass(slots=True)
-class RequestLoad:
-    """The copy job that brings a request's blocks, which waits for it."""
+class PartLoad:
+    """One of the copy jobs that bring a request's blocks: those of one cache group on one rank."""
 
-    request_id: str
     job_id: int
+    rank: int
     slots: list[int]  # of the job
     digests: list[bytes | None]  # of what lies in them; None: not known, and so not trusted
-    missing: list[int]  # blocks, behind those of the job, that nothing will be copied to
+
+
+@dataclass(slots=True)
+class RequestLoad:
+    """The load of a request, which waits for it."""
+
+    request_id: str
+    parts: list[PartLoad] = field(default_factory=list)
+    # Blocks, behind those that come, that nothing will be copied to. Only where there is one group.
+    missing: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -84,3 +93,19 @@ class StepReport:
     # job, by its id.
     damaged: dict[int, list[int]] = field(default_factory=dict)
     error: str | None = None  # why this worker moves nothing at all
+
+    def merge(self, other: StepReport) -> None:
+        """Take in what another rank has done in this step. A job is one rank's."""
+        ours, theirs = self.output, other.output
+        ours.finished_stores += theirs.finished_stores
+        ours.failed_stores += theirs.failed_stores
+        ours.finished_loads += theirs.finished_loads
+        ours.failed_loads += theirs.failed_loads
+        ours.store_digests |= theirs.store_digests
+        ours.num_ended += theirs.num_ended
+        # Ranks copy beside each other.
+        ours.store_copy_seconds = max(ours.store_copy_seconds, theirs.store_copy_seconds)
+        ours.load_copy_seconds = max(ours.load_copy_seconds, theirs.load_copy_seconds)
+        ours.store_wait_seconds = max(ours.store_wait_seconds, theirs.store_wait_seconds)
+        self.damaged |= other.damaged
+        self.error = self.error or other.error

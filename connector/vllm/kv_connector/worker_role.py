@@ -32,7 +32,7 @@ from ...device.choice import make_device
 from ...device.cpu import CpuCopyDevice, slab_pages
 from ...offload_worker import OffloadWorker
 from .pages import PagePlan, buffer_of, parts_of, pool_of
-from .steps import RequestLoad, SlabPlace, StepPlan, StepReport
+from .steps import PartLoad, SlabPlace, StepPlan, StepReport
 
 if TYPE_CHECKING:
     import torch
@@ -52,23 +52,36 @@ class Results:
     invalid_blocks: set[int] = field(default_factory=set)
 
 
-class _Checked(NamedTuple):
-    """A load under way."""
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose load is under way."""
 
-    load: RequestLoad
+    missing: list[int]
+    jobs: set[int]  # that have not ended
+    has_failed: bool = False
+
+
+class _Checked(NamedTuple):
+    """A copy job of a load under way."""
+
+    request_id: str
+    part: PartLoad
     damaged: Future[list[int]]
 
 
 class WorkerRole:
-    """Copies between vLLM's KV cache, laid out as `plan` says, and the slab."""
+    """Copies between vLLM's KV cache on this rank, laid out as `plan` says, and the slab."""
 
-    def __init__(self, plan: PagePlan) -> None:
+    def __init__(self, plan: PagePlan, rank: int = 0) -> None:
         self._plan = plan
+        self._rank = rank
         self._buffer: torch.Tensor | None = None
         self._worker: OffloadWorker | None = None
         self._slots: Any = None
         self._checker: ThreadPoolExecutor | None = None
+        self._waiting: dict[str, _Waiting] = {}  # by request
         self._loads: dict[int, _Checked] = {}  # by job, until they are reported
+        self._num_ended = 0
         self._given_up: set[str] = set()
         # Loads that were copied and are still being compared.
         self._copied: list[int] = []
@@ -90,13 +103,17 @@ class WorkerRole:
         if self._worker is None and self._error is None:
             self._attach(plan.place)
         for load in plan.loads:
-            self._loads[load.job_id] = _Checked(load, self._check(load))
+            mine = [part for part in load.parts if part.rank == self._rank]
+            self._waiting[load.request_id] = _Waiting(load.missing, {each.job_id for each in mine})
+            for part in mine:
+                self._loads[part.job_id] = _Checked(load.request_id, part, self._check(part))
         self._given_up.update(plan.given_up)
+        moves = self._of_this_rank(plan.moves)
         if self._worker is None:
-            self._fail_all(plan.moves)
+            self._fail_all(moves)
             return
         try:
-            self._worker.start_step(plan.moves)
+            self._worker.start_step(moves)
             self._worker.wait_before_forward()
         except Exception as error:
             log.exception(STOPPED)
@@ -117,11 +134,21 @@ class WorkerRole:
             if not self._loads[job_id].damaged.done():
                 self._copied.append(job_id)
                 continue
-            self._end_copied(job_id, results)
+            self._end_copied(job_id)
         for job_id in self._output.failed_loads:
             each = self._loads.pop(job_id, None)
             if each is not None:
-                results.failed.add(each.load.request_id)
+                self._end_job(each, has_failed=True)
+        # A request is told of when nothing is copied to its blocks any more.
+        for request_id, waiting in [*self._waiting.items()]:
+            if waiting.jobs:
+                continue
+            del self._waiting[request_id]
+            results.finished.add(request_id)
+            if waiting.has_failed:
+                results.failed.add(request_id)
+            else:
+                results.invalid_blocks.update(waiting.missing)
         results.finished |= results.failed
         self._invalid = results.invalid_blocks
         return results
@@ -133,6 +160,7 @@ class WorkerRole:
 
     def report(self) -> StepReport:
         """The same for our scheduler side; call it after `results`."""
+        self._output.num_ended = self._num_ended
         report = StepReport(self._number, self._output, self._damaged, self._error)
         self._output, self._damaged = ConnectorWorkerOutput(), {}
         return report
@@ -185,26 +213,39 @@ class WorkerRole:
         reported = {*self._output.failed_loads, *self._output.finished_loads}
         self._output.failed_loads += [job for job in self._loads if job not in reported]
 
-    def _check(self, load: RequestLoad) -> Future[list[int]]:
+    def _of_this_rank(self, moves: ConnectorMetadata) -> ConnectorMetadata:
+        rank = self._rank
+        return ConnectorMetadata(
+            [job for job in moves.stores if job.part.rank == rank],
+            [job for job in moves.loads if job.part.rank == rank],
+            [job for job in moves.ahead if job.part.rank == rank],
+            moves.overtaken,
+        )
+
+    def _check(self, part: PartLoad) -> Future[list[int]]:
         """The positions in the job whose bytes are not those that were stored. Its slots are pinned
         until it has been reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])
             return done
-        return self._checker.submit(_damaged, self._slots, load)
+        return self._checker.submit(_damaged, self._slots, part)
 
-    def _end_copied(self, job_id: int, results: Results) -> None:
-        load, future = self._loads.pop(job_id)
-        damaged = [*range(len(load.digests))] if future.exception() else future.result()
+    def _end_copied(self, job_id: int) -> None:
+        each = self._loads.pop(job_id)
+        future = each.damaged
+        damaged = [*range(len(each.part.digests))] if future.exception() else future.result()
         if damaged:
             self._damaged[job_id] = damaged
             self._output.failed_loads.append(job_id)
-            results.failed.add(load.request_id)
         else:
             self._output.finished_loads.append(job_id)
-            results.finished.add(load.request_id)
-            results.invalid_blocks.update(load.missing)
+        self._end_job(each, has_failed=bool(damaged))
+
+    def _end_job(self, job: _Checked, *, has_failed: bool) -> None:
+        waiting = self._waiting[job.request_id]
+        waiting.jobs.discard(job.part.job_id)
+        waiting.has_failed |= has_failed
 
     def _merge(self, output: ConnectorWorkerOutput) -> None:
         """Take in what the worker side says; loads that were copied are reported when compared."""
@@ -213,7 +254,7 @@ class WorkerRole:
         ours.failed_stores += output.failed_stores
         ours.failed_loads += output.failed_loads
         ours.store_digests |= output.store_digests
-        ours.num_ended = max(ours.num_ended, output.num_ended)
+        self._num_ended = max(self._num_ended, output.num_ended)
         ours.store_copy_seconds += output.store_copy_seconds
         ours.load_copy_seconds += output.load_copy_seconds
         ours.store_wait_seconds += output.store_wait_seconds
@@ -228,8 +269,8 @@ class WorkerRole:
         self._output.failed_loads += [job.job_id for job in moves.loads]
 
 
-def _damaged(slots: np.ndarray[Any, Any], load: RequestLoad) -> list[int]:
-    pairs = enumerate(zip(load.slots, load.digests, strict=True))
+def _damaged(slots: np.ndarray[Any, Any], part: PartLoad) -> list[int]:
+    pairs = enumerate(zip(part.slots, part.digests, strict=True))
     return [
         position
         for position, (slot, digest) in pairs

@@ -341,12 +341,31 @@ def check_model(case: VllmCase) -> Iterator[Finding]:
         yield warning("model", f"its config.json cannot be read ({error})", "see that it is whole")
         return
     kinds = config.get("layer_types") if isinstance(config, dict) else None
-    if isinstance(kinds, list) and len(set(map(str, kinds))) > 1:
+    if isinstance(kinds, list):
+        yield from _check_kinds(case, sorted(set(map(str, kinds))))
+
+
+def _check_kinds(case: VllmCase, kinds: Sequence[str]) -> Iterator[Finding]:
+    """What the layers of a model attend to, of which vLLM makes cache groups."""
+    named = ", ".join(kinds)
+    if case.is_connector:
+        unknown = [kind for kind in kinds if kind not in CONNECTOR_KINDS]
+        if unknown:
+            yield problem(
+                "model", f"has layers of kind {', '.join(unknown)}, which {CONNECTOR} refuses",
+                "use StrataSpec for it (stratakv config vllm, without --connector)",
+            )  # fmt: skip
+        else:
+            yield ok("model", f"layers of kind {named}")
+    elif len(kinds) > 1:
         yield warning(
-            "model", f"has layers of kinds {', '.join(sorted(set(map(str, kinds))))}, and several "
-            "cache groups were not tried", "compare answers with and without our tiers",
+            "model", f"has layers of kinds {named}, and several cache groups were not tried with "
+            "StrataSpec", "take StrataConnector, or compare answers with and without our tiers",
         )  # fmt: skip
 
+
+# What StrataConnector knows of the kinds that configurations of models name.
+CONNECTOR_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 CHECKS: tuple[Check[VllmCase], ...] = (
     check_python,

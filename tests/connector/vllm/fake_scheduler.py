@@ -2,30 +2,31 @@
 """A small vLLM around a KV connector: scheduler, block pool, worker and a KV cache, over classes
 made of recorded signatures. It keeps vLLM's rules and asserts where vLLM does.
 
-Computing a token writes bytes that follow from all tokens up to it, after those before it have been
-compared: a block that holds anything else fails the test in the step that would have used it.
+Computing a token writes bytes that follow from all tokens up to it, in every cache group and on
+every rank, after those that it attends to have been compared: a block that holds anything else
+fails the test in the step that would have used it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import hashlib
-import inspect
-import itertools
 import math
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from .fake_host import VERSIONS, FakeHost, signature_of
+from .fake_host import VERSIONS, FakeHost
+from .fake_pool import BLOCK, Block, FullAttentionSpec, Pool
 
-BLOCK, LAYERS, TOKEN_BYTES = 4, 3, 4096  # so that the least slab, 1 MiB, has 21 slots
+LAYERS, TOKEN_BYTES = 3, 4096  # so that the least slab, 1 MiB, has 21 slots
 PAGE_BYTES = BLOCK * TOKEN_BYTES
 BASE = "KVConnectorBase_V1"
 
@@ -79,107 +80,6 @@ def _prom_init(self: Any, **given: Any) -> None:
     self._gauge_cls, self._counter_cls = kinds["gauge"], kinds["counter"]
 
 
-class Block:
-    """One of the pool's."""
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_cnt = 0
-        self.block_hash: bytes | None = None
-        self.is_null = False
-        self.next_free_block: Block | None = None
-
-
-class Pool:
-    """vLLM's block pool, with the recorded parameters of what is listened to."""
-
-    def __init__(self, num_blocks: int, record: dict[str, Any]) -> None:
-        self.hash_block_size = BLOCK
-        self.blocks = [Block(number) for number in range(num_blocks)]
-        self.blocks[0].is_null = True
-        self.free_block_queue = types.SimpleNamespace(fake_free_list_head=Block(-1))
-        self._free = self.blocks[1:]
-        self._tail = Block(-1)
-        self._link()
-        for name in ("get_new_blocks", "cache_full_blocks", "evict_blocks", "reset_prefix_cache"):
-            recorded = signature_of(record["classes"]["BlockPool"]["methods"][name]["parameters"])
-            mine = list(inspect.signature(getattr(Pool, name)).parameters)[1:]
-            assert mine == list(recorded.parameters), name
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
-        assert len(taken) == num_blocks
-        self._link()
-        for block in taken:
-            assert block.ref_cnt == 0
-            block.block_hash = None
-            block.ref_cnt = 1
-        return taken
-
-    def cache_full_blocks(
-        self,
-        request: Any,
-        blocks: list[Block],
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: list[bool] | None = None,
-    ) -> None:
-        for index in range(num_cached_blocks, num_full_blocks):
-            assert blocks[index].block_hash is None
-            group = kv_cache_group_id.to_bytes(4, "big")
-            blocks[index].block_hash = request.block_hashes[index] + group
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        for block_id in block_ids:
-            self.blocks[block_id].block_hash = None
-
-    def reset_prefix_cache(self) -> bool:
-        if self.num_free != len(self.blocks) - 1:
-            return False
-        for block in self.blocks:
-            block.block_hash = None
-        return True
-
-    def find(self, request: Request, most: int) -> list[Block]:
-        """The leading blocks that have been computed."""
-        by_key = {block.block_hash: block for block in self.blocks if block.block_hash}
-        found = []
-        for name in request.block_hashes[:most]:
-            block = by_key.get(name + bytes(4))
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            if not block.ref_cnt:
-                self._free.remove(block)
-            block.ref_cnt += 1
-        self._link()
-
-    def free(self, blocks: Iterable[Block]) -> None:
-        """The tail of a sequence first."""
-        named, unnamed = [], []
-        for block in blocks:
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                (unnamed if block.block_hash is None else named).append(block)
-        self._free = [*unnamed, *self._free, *named]
-        self._link()
-
-    def _link(self) -> None:
-        chain = [self.free_block_queue.fake_free_list_head, *self._free, self._tail]
-        for block, following in itertools.pairwise(chain):
-            block.next_free_block = following
-
-
 class Request:
     """One of vLLM's, as far as a connector looks."""
 
@@ -194,7 +94,7 @@ class Request:
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
         self.num_preemptions = 0
-        self.blocks: list[Block] = []
+        self.tables: list[list[Block]] = []  # a list of blocks for each cache group
         self.num_named = 0
         self.is_loading = False
         self.is_finished = False
@@ -204,6 +104,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """In each group, null ones included."""
+        return len(self.tables[0]) if self.tables else 0
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -218,19 +123,43 @@ class Request:
 class Vllm:
     """An engine with a connector in both roles."""
 
-    def __init__(self, host: ConnectorHost, settings: dict[str, Any], num_blocks: int = 12) -> None:
+    def __init__(
+        self,
+        host: ConnectorHost,
+        settings: dict[str, Any],
+        num_blocks: int = 12,
+        *,
+        specs: Sequence[FullAttentionSpec] | None = None,
+        num_ranks: int = 1,
+        is_packed: bool = False,
+    ) -> None:
+        """`specs`: a cache group for each. `is_packed`: blocks are outermost in memory."""
         from stratakv.connector.vllm import StrataConnector
 
         self.host = host
-        self.config = vllm_config(settings)
-        cache_config = kv_cache_config(num_blocks)
+        self.specs = [FullAttentionSpec(PAGE_BYTES)] if specs is None else list(specs)
+        self.config = vllm_config(settings, world_size=num_ranks)
+        cache_config = kv_cache_config(num_blocks, specs=self.specs, is_packed=is_packed)
         roles = host.classes["KVConnectorRole"]
-        self.worker = StrataConnector(self.config, roles.WORKER, cache_config)
-        self._buffer = torch.zeros(LAYERS * num_blocks * PAGE_BYTES, dtype=torch.uint8)
-        self.memory = self._buffer.view(LAYERS, num_blocks, BLOCK, TOKEN_BYTES).numpy()
-        views = self._buffer.view(LAYERS, num_blocks, 1, BLOCK, TOKEN_BYTES)
-        self.worker.register_kv_caches({f"layer{i}": views[i] for i in range(LAYERS)})
+        self.memory: list[np.ndarray[Any, Any]] = []  # of each rank: [layer, block, token, bytes]
+        self.workers = []
+        for rank in range(num_ranks):
+            config = vllm_config(settings, world_size=num_ranks, rank=rank)
+            worker = StrataConnector(config, roles.WORKER, cache_config)
+            buffer = torch.zeros(LAYERS * num_blocks * PAGE_BYTES, dtype=torch.uint8)
+            views = buffer.view(LAYERS, num_blocks, 1, BLOCK, TOKEN_BYTES)
+            if is_packed:
+                views = buffer.view(num_blocks, LAYERS, 1, BLOCK, TOKEN_BYTES).transpose(0, 1)
+            self.memory.append(views[:, :, 0].numpy())
+            groups = cache_config.kv_cache_groups
+            worker.register_kv_caches(
+                {name: views[i] for group in groups for i, name in enumerate(group.layer_names)}
+            )
+            self.workers.append(worker)
+        self.worker = self.workers[0]
         self.connector = StrataConnector(self.config, roles.SCHEDULER, cache_config)
+        self._num_finished: collections.Counter[str] = collections.Counter()  # ranks, by request
+        self._failed_on_some: set[str] = set()
         self.pool = Pool(num_blocks, host.record)
         self.connector.bind_gpu_block_pool(self.pool)
         self.requests: dict[str, Request] = {}
@@ -284,7 +213,8 @@ class Vllm:
         self.preempted.add(request.request_id)
 
     def stop(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.connector.shutdown()
 
     # The engine
@@ -308,7 +238,11 @@ class Vllm:
         self.preempted, self._finished_ids = set(), set()
         if not scheduled:
             time.sleep(0.001)  # as vLLM does, for the sake of other threads
-        result = self._execute(metadata, scheduled, output.finished_req_ids)
+        outputs = [
+            self._execute(rank, metadata, scheduled, output.finished_req_ids)
+            for rank in range(len(self.workers))
+        ]
+        result = self._aggregate(outputs)
         self._update(result, scheduled)
 
     def _schedule(self) -> dict[str, int]:
@@ -324,8 +258,9 @@ class Vllm:
                 self._loaded(request)
             num_external = 0
             if not request.num_computed_tokens:
-                local = self.pool.find(request, (request.num_tokens - 1) // BLOCK)
-                num_local = len(local) * BLOCK
+                most = (request.num_tokens - 1) // BLOCK
+                local = self.pool.find(request.block_hashes, most, self.specs)
+                num_local = len(local[0]) * BLOCK
                 answer, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
                 if answer is None:
                     continue
@@ -333,22 +268,29 @@ class Vllm:
                 assert is_async == bool(num_external)
                 assert num_local + num_external < request.num_tokens
             else:
-                local, num_local = [], request.num_computed_tokens
+                local, num_local = [[] for _ in self.specs], request.num_computed_tokens
             num_tokens = num_local + num_external if num_external else request.num_tokens
-            needed = math.ceil(num_tokens / BLOCK) - len(request.blocks) - len(local)
-            self.pool.touch(local)
+            tables = self._tables(request, local, num_local + num_external)
+            num_blocks = math.ceil(num_tokens / BLOCK)
+            needed = sum(num_blocks - len(table) for table in tables)
+            adopted = [block for table in local for block in table]
+            self.pool.touch(adopted)
             # A request that waits for a load cannot be preempted: it has to fit, and others of its
             # kind beside it.
-            others = [each for each in self.waiting if each.blocks and each is not request]
-            reserved = sum(_missing(each) for each in others) if num_external else 0
-            full = _missing(request) - len(local) if num_external else needed
+            others = [each for each in self.waiting if each.tables and each is not request]
+            reserved = sum(self._missing(each) for each in others) if num_external else 0
+            most = math.ceil(request.max_tokens / BLOCK)
+            full = sum(most - len(table) for table in tables) if num_external else needed
             if full + reserved > self.pool.num_free:
-                self.pool.free(reversed(local))
+                self.pool.free(reversed(adopted))
                 break
-            request.blocks += local + self.pool.get_new_blocks(needed)
-            request.num_named = max(request.num_named, len(local))
-            ids = [block.block_id for block in request.blocks]
-            blocks = types.SimpleNamespace(get_block_ids=lambda ids=ids: (ids,))
+            kept = {block.block_id for table in tables for block in table}
+            self.pool.free(block for block in adopted if block.block_id not in kept)
+            request.tables = [
+                table + self.pool.get_new_blocks(num_blocks - len(table)) for table in tables
+            ]
+            request.num_named = max(request.num_named, len(local[0]))
+            blocks = types.SimpleNamespace(get_block_ids=lambda request=request: _ids_of(request))
             self.connector.update_state_after_alloc(request, blocks, num_external)
             if num_external:
                 if "get_external_cache_hit_sources" in self.host._methods(BASE):
@@ -366,8 +308,33 @@ class Vllm:
             scheduled[request.request_id] = request.num_tokens - num_local
         return scheduled
 
+    def _tables(
+        self, request: Request, local: list[list[Block]], num_computed: int
+    ) -> list[list[Block]]:
+        """The tables of a request that has been computed so far, null blocks where nothing is
+        attended to."""
+        tables = [[*own] for own in request.tables] or [[] for _ in self.specs]
+        for table, more, spec in zip(tables, local, self.specs, strict=True):
+            table += more
+            for index in range(spec.num_skipped(num_computed) // BLOCK):
+                table[index : index + 1] = [self.pool.null_block]
+        return tables
+
+    def _forget_skipped(self, request: Request) -> None:
+        for table, spec in zip(request.tables, self.specs, strict=True):
+            num_skipped = spec.num_skipped(request.num_computed_tokens) // BLOCK
+            self.pool.free(reversed(table[:num_skipped]))
+            table[:num_skipped] = [self.pool.null_block] * num_skipped
+
+    def _missing(self, request: Request) -> int:
+        """Blocks that a request will need by its end."""
+        num_missing = math.ceil(request.max_tokens / BLOCK) - request.num_blocks
+        return len(self.specs) * num_missing
+
     def _allocate(self, request: Request, count: int, scheduled: dict[str, int]) -> bool:
-        needed = math.ceil((request.num_computed_tokens + count) / BLOCK) - len(request.blocks)
+        self._forget_skipped(request)
+        more = math.ceil((request.num_computed_tokens + count) / BLOCK) - request.num_blocks
+        needed = max(0, more) * len(self.specs)
         while needed > self.pool.num_free:
             last = self.running[-1]
             scheduled.pop(last.request_id, None)
@@ -375,21 +342,23 @@ class Vllm:
             if last is request:
                 return False
         if needed > 0:
-            request.blocks += self.pool.get_new_blocks(needed)
+            for table in request.tables:
+                table += self.pool.get_new_blocks(more)
         self._name(request, request.num_computed_tokens + count)
         return True
 
     def _name(self, request: Request, num_tokens: int) -> None:
         end = min(num_tokens, request.num_tokens) // BLOCK
         if end > request.num_named:
-            self.pool.cache_full_blocks(
-                request=request,
-                blocks=request.blocks,
-                num_cached_blocks=request.num_named,
-                num_full_blocks=end,
-                block_size=BLOCK,
-                kv_cache_group_id=0,
-            )
+            for group, table in enumerate(request.tables):
+                self.pool.cache_full_blocks(
+                    request=request,
+                    blocks=table,
+                    num_cached_blocks=request.num_named,
+                    num_full_blocks=end,
+                    block_size=BLOCK,
+                    kv_cache_group_id=group,
+                )
             request.num_named = end
 
     def _loaded(self, request: Request) -> None:
@@ -403,12 +372,14 @@ class Vllm:
                 return
         self._name(request, request.num_computed_tokens)
 
-    def _execute(self, metadata: Any, scheduled: dict[str, int], finished: set[str]) -> Any:
-        worker = self.worker
+    def _execute(
+        self, rank: int, metadata: Any, scheduled: dict[str, int], finished: set[str]
+    ) -> Any:
+        worker = self.workers[rank]
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         for name, count in scheduled.items():
-            self._compute(self.requests[name], count)
+            self._compute(rank, self.requests[name], count)
         worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(finished)
@@ -420,19 +391,52 @@ class Vllm:
         worker.clear_connector_metadata()
         return output
 
-    def _compute(self, request: Request, count: int) -> None:
+    def _aggregate(self, outputs: list[Any]) -> Any:
+        """As vLLM does: a request has been received when every rank says so."""
+        finished: set[str] = set()
+        report = outputs[0].kv_connector_worker_meta
+        for output in outputs[1:]:
+            report = report.aggregate(output.kv_connector_worker_meta)
+        for output in outputs:
+            self._num_finished.update(output.results.finished_recving)
+            self._failed_on_some |= output.results.failed_recving
+            assert not output.results.finished_sending
+        for name, count in [*self._num_finished.items()]:
+            if count == len(outputs):
+                finished.add(name)
+                del self._num_finished[name]
+        failed = self._failed_on_some & finished
+        self._failed_on_some -= failed
+        invalid = set().union(*(output.invalid_block_ids for output in outputs))
+        assert len(self.specs) == 1 or not invalid  # vLLM's core would end
+        return types.SimpleNamespace(
+            finished_recving=finished,
+            failed_recving=failed,
+            invalid_block_ids=invalid,
+            kv_connector_worker_meta=report,
+        )
+
+    def _compute(self, rank: int, request: Request, count: int) -> None:
         start = request.num_computed_tokens
+        end = start + count
         wanted = token_bytes(request.all_token_ids)
-        ids = [block.block_id for block in request.blocks]
-        for position in range(start + count):
-            place = (slice(None), ids[position // BLOCK], position % BLOCK)
-            if position >= start:
-                self.memory[place] = wanted[position]
-            elif not (self.memory[place] == wanted[position]).all():
-                raise AssertionError(f"{request.request_id}: token {position} has other bytes")
+        for group, (table, spec) in enumerate(zip(request.tables, self.specs, strict=True)):
+            salt = np.uint8(16 * rank + group)
+            for position in range(spec.num_skipped(start), end):
+                block = table[position // BLOCK]
+                assert not block.is_null, f"{request.request_id}: token {position} of {group}"
+                place = (slice(None), block.block_id, position % BLOCK)
+                bytes_here = wanted[position] ^ salt
+                if position >= start:
+                    self.memory[rank][place] = bytes_here
+                elif not (self.memory[rank][place] == bytes_here).all():
+                    raise AssertionError(
+                        f"{request.request_id}: token {position} has other bytes in group {group} "
+                        f"on rank {rank}"
+                    )
 
     def _update(self, output: Any, scheduled: dict[str, int]) -> None:
-        results = output.results
+        results = output
         assert self.config.kv_transfer_config.kv_load_failure_policy == "recompute"
         for name in results.failed_recving:
             request = self.requests.get(name)
@@ -440,13 +444,12 @@ class Vllm:
                 request.num_computed_tokens = 0
                 self._failed.add(name)
         for request in self.waiting if output.invalid_block_ids else []:
-            ids = [block.block_id for block in request.blocks]
+            [ids] = _ids_of(request)
             bad = [i for i, each in enumerate(ids) if each in output.invalid_block_ids]
             if request.is_loading and bad:
                 request.num_computed_tokens = bad[0] * BLOCK
                 self._failed.add(request.request_id)
         self.connector.update_connector_output(output)
-        assert not results.finished_sending
         for name in results.finished_recving:
             assert name in self.requests, f"{name} was reported twice, or never began"
             request = self.requests[name]
@@ -465,8 +468,8 @@ class Vllm:
 
     def _end(self, request: Request, *, is_delayed: bool) -> None:
         request.is_finished = True
-        ids = [block.block_id for block in request.blocks]
-        keeps, request.answer_params = self.connector.request_finished_all_groups(request, (ids,))
+        ids = _ids_of(request)
+        keeps, request.answer_params = self.connector.request_finished_all_groups(request, ids)
         self._finished_ids.add(request.request_id)
         if not (keeps or is_delayed):
             self._free(request)
@@ -476,13 +479,13 @@ class Vllm:
         del self.requests[request.request_id]
 
     def _let_go(self, request: Request) -> None:
-        self.pool.free(reversed(request.blocks))
-        request.blocks, request.num_named = [], 0
+        for table in request.tables:
+            self.pool.free(reversed(table))
+        request.tables, request.num_named = [], 0
 
 
-def _missing(request: Request) -> int:
-    """Blocks that a request will need by its end."""
-    return math.ceil(request.max_tokens / BLOCK) - len(request.blocks)
+def _ids_of(request: Request) -> tuple[list[int], ...]:
+    return tuple([block.block_id for block in table] for table in request.tables)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -499,29 +502,48 @@ def token_bytes(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
     return np.tile(np.stack(rows), TOKEN_BYTES // 64)
 
 
-def kv_cache_config(num_blocks: int, **changes: Any) -> Any:
-    """Of a small model whose layers are outermost, as on vLLM's CPU build."""
-    spec = types.SimpleNamespace(page_size_bytes=PAGE_BYTES, block_size=BLOCK)
-    layers = [f"layer{i}" for i in range(LAYERS)]
-    values: dict[str, Any] = {
-        "num_blocks": num_blocks,
-        "kv_cache_groups": [types.SimpleNamespace(layer_names=layers, kv_cache_spec=spec)],
-        "kv_cache_tensors": [
+def kv_cache_config(
+    num_blocks: int,
+    *,
+    specs: Sequence[Any] | None = None,
+    is_packed: bool = False,
+    **changes: Any,
+) -> Any:
+    """Of a small model whose layers are outermost, as on vLLM's CPU build, or whose blocks are.
+    Cache groups overlay each other; the last of several has a layer less."""
+    groups, tensors = [], []
+    for number, spec in enumerate(specs or [FullAttentionSpec(PAGE_BYTES)]):
+        is_short = number and number + 1 == len(specs or ())
+        prefix = f"group{number}." if number else ""
+        layers = [f"{prefix}layer{i}" for i in range(LAYERS - bool(is_short))]
+        groups.append(types.SimpleNamespace(layer_names=layers, kv_cache_spec=spec))
+        tensors.append(
             types.SimpleNamespace(
                 size=LAYERS * num_blocks * PAGE_BYTES,
                 layers=layers,
-                layer_stride=num_blocks * PAGE_BYTES,
-                block_stride=PAGE_BYTES,
+                layer_stride=PAGE_BYTES if is_packed else num_blocks * PAGE_BYTES,
+                block_stride=LAYERS * PAGE_BYTES if is_packed else PAGE_BYTES,
                 offset=0,
                 host_resident=False,
             )
-        ],
-        "kv_cache_layout": "LBHNC",
+        )
+    values: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "kv_cache_groups": groups,
+        "kv_cache_tensors": tensors,
+        "kv_cache_layout": "BLHNC" if is_packed else "LBHNC",
     }
     return types.SimpleNamespace(**(values | changes))
 
 
-def vllm_config(settings: dict[str, Any], *, events: bool = False, world_size: int = 1) -> Any:
+def vllm_config(
+    settings: dict[str, Any],
+    *,
+    events: bool = False,
+    world_size: int = 1,
+    rank: int = 0,
+    pipeline: int = 1,
+) -> Any:
     """What vLLM's configuration says."""
     named = types.SimpleNamespace
     return named(
@@ -531,9 +553,10 @@ def vllm_config(settings: dict[str, Any], *, events: bool = False, world_size: i
             is_kv_consumer=True,
         ),
         parallel_config=named(
+            rank=rank,
             world_size=world_size,
-            tensor_parallel_size=world_size,
-            pipeline_parallel_size=1,
+            tensor_parallel_size=world_size // pipeline,
+            pipeline_parallel_size=pipeline,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),

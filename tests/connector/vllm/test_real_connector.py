@@ -7,77 +7,35 @@ Needs what test_real_vllm.py needs: `make test-vllm` and docs/vllm.md.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from ...tiers.cache_server.rig import server_process
-from . import vllm_engine
-from .vllm_engine import ANSWER_SECONDS, PYTHON, VllmEngine, make_model, make_prompts
+from .real_vllm import (
+    WHOLE,
+    ConnectorEngine,
+    check_broken_ssd,
+    check_refused,
+    check_tenants,
+    computed,
+    expected,
+    flip_bits_on_disk,
+    make_connector,
+    model,
+    needs_vllm,
+    on_disk,
+    prompts,
+    rejected_on_disk,
+    wait_for_disk,
+    windowed_model,
+)
+from .vllm_engine import VllmEngine, make_prompts
 
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="STRATAKV_VLLM_PYTHON names no Python with vLLM"),
-    pytest.mark.timeout(900),
-]
+__all__ = ["expected", "make_connector", "model", "prompts", "windowed_model"]
 
-WHOLE = 288  # of 300 tokens: nine blocks; vLLM has 39, and six prompts take 60
-PROCESS = Path(__file__).with_name("connector_process.py")
-
-
-class ConnectorEngine(VllmEngine):
-    """With our connector."""
-
-    def __init__(self, model: Path, folder: Path, **settings: Any) -> None:
-        arguments = settings.pop("arguments", {})
-        transfer = {
-            "kv_connector": "StrataConnector",
-            "kv_connector_module_path": "stratakv.connector.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"stratakv": settings},
-        }
-        with mock.patch.object(vllm_engine, "PROCESS", PROCESS):
-            super().__init__(model, folder, kv_transfer_config=transfer, **arguments)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return make_prompts(6)
-
-
-@pytest.fixture(scope="module")
-def expected(
-    model: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[list[int]]]:
-    """What vLLM computes without us."""
-    with VllmEngine(model, tmp_path_factory.mktemp("alone")) as engine:
-        tokens, cached = engine.generate(prompts)
-        assert engine.generate(prompts) == (tokens, [0] * len(prompts))  # its cache is too small
-    assert cached == [0] * len(prompts)
-    return tokens
-
-
-def on_disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "cpu_bytes": "8MiB", "ssd_path": str(folder / "ssd"), "ssd_bytes": "32MiB",
-        "ssd_admission": "all", "load": "always", **more,
-    }  # fmt: skip
-
-
-def wait_for_disk(engine: VllmEngine, blocks: int) -> None:
-    """Until so many are on the disk, as a scrape of vLLM shows it; steps bring it metrics."""
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while engine.do({"metrics": True}).get("stratakv:tier_blocks:ssd", 0) < blocks:
-        assert time.monotonic() < deadline
-        engine.generate([[7, 8, 9]])
+pytestmark = needs_vllm
 
 
 def test_cold_and_from_the_slab(
@@ -137,7 +95,7 @@ def test_a_mistake_of_ours_fails_no_request(
 def test_from_the_ssd_after_a_restart_and_after_a_kill(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = on_disk(tmp_path)
+    settings = on_disk(tmp_path, cpu_bytes="8MiB")
     # As people run it: the engine's core in a process of its own.
     own = {"arguments": {"in_one_process": False}}
     with ConnectorEngine(model, tmp_path, **settings, **own) as engine:
@@ -157,7 +115,7 @@ def test_from_the_ssd_after_a_restart_and_after_a_kill(
 def test_stored_on_eviction_only(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = on_disk(tmp_path, write_through=False)
+    settings = on_disk(tmp_path, cpu_bytes="8MiB", write_through=False)
     with ConnectorEngine(model, tmp_path, **settings) as engine:
         assert engine.generate(prompts[:2]) == (expected[:2], [0] * 2)
         assert engine.do({"stats": True})["tiers"]["cpu"]["stored_blocks"] == 0
@@ -171,34 +129,34 @@ def test_stored_on_eviction_only(
 def test_flipped_bytes_on_the_disk_are_computed(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = on_disk(tmp_path)
+    settings = on_disk(tmp_path, cpu_bytes="8MiB")
     with ConnectorEngine(model, tmp_path, **settings) as engine:
         engine.generate(prompts)
         assert engine.do({"idle": 30})["idle"]
-    blocks = tmp_path / "ssd" / "blocks"
-    content = bytearray(blocks.read_bytes())
-    step = 4096
-    for place in range(step + 100, len(content), step):  # one bit of every page but the first
-        content[place] ^= 1
-    blocks.write_bytes(content)
+    flip_bits_on_disk(tmp_path)
     with ConnectorEngine(model, tmp_path, **settings) as engine:
         assert engine.generate(prompts)[0] == expected
-        assert sum(engine.do({"stats": True})["tiers"]["ssd"]["rejected"].values()) >= 6
+        assert rejected_on_disk(engine) >= 6
 
 
 @pytest.mark.parametrize(
     "faults", ["ssd:load:hang=1", "ssd:load:error=1", "ssd:store:hang=1", "ssd:load:partial=1"]
 )
 def test_a_broken_ssd_fails_no_request(
-    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path, faults: str
+    make_connector: Callable[..., VllmEngine],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    tmp_path: Path,
+    faults: str,
 ) -> None:
-    settings = on_disk(tmp_path, read_seconds=1)
-    with ConnectorEngine(model, tmp_path, **settings) as engine:
-        engine.generate(prompts)
-    with ConnectorEngine(model, tmp_path, **settings, faults=faults) as engine:
-        for _ in range(2):
-            assert engine.generate(prompts)[0] == expected
-        assert engine.generate(prompts, together=True)[0] == expected
+    settings = on_disk(tmp_path, cpu_bytes="8MiB", read_seconds=1)
+    check_broken_ssd(make_connector, settings, faults, prompts, expected)
+
+
+def test_from_a_tenant_of_a_cache_server_that_another_engine_filled(
+    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    check_tenants(ConnectorEngine, model, tmp_path, prompts, expected)
 
 
 def test_prefill_here_and_decode_there(
@@ -216,11 +174,53 @@ def test_prefill_here_and_decode_there(
             asked = {"generate": prompts, "max_tokens": 6, "params": {"do_remote_prefill": True}}
             answer = engine.do(asked)
             assert (answer["tokens"], answer["cached"]) == (expected, [WHOLE] * 6)
-        other = make_model(tmp_path / "other", seed=7)
-        with ConnectorEngine(other, tmp_path, **settings) as engine:
-            assert engine.generate(prompts[:2])[1] == [0, 0]  # of the same shape, and never mixed
-            server.kill()
-            assert engine.generate(make_prompts(2, seed=3))[1] == [0, 0]
+
+
+# Several cache groups, several ranks
+
+# vLLM reserves blocks for a step in each group; so many are enough for 448 tokens, and for less
+# than two prompts.
+GROUPS = {"num_gpu_blocks_override": 70, "max_model_len": 448, "max_num_batched_tokens": 448}
+RANKS = {"in_one_process": False, "tensor_parallel_size": 2}
+
+
+def test_several_cache_groups(windowed_model: Path, tmp_path: Path) -> None:
+    """Four groups, three of them windowed: out of the slab, and out of the SSD after a kill."""
+    prompts = make_prompts(6)
+    expected = computed(windowed_model, prompts, tmp_path, **GROUPS)
+    settings = on_disk(tmp_path, cpu_bytes="16MiB")
+    with ConnectorEngine(windowed_model, tmp_path, **settings, arguments=GROUPS) as engine:
+        assert engine.generate(prompts) == (expected, [0] * 6)
+        assert engine.generate(prompts) == (expected, [WHOLE] * 6)
+        assert engine.generate(prompts, together=True)[0] == expected
+        stats = engine.do({"stats": True})
+        assert stats["failures"] == {} and not stats["broken"]
+        assert engine.do({"idle": 30})["idle"]
+        engine.kill()
+    with ConnectorEngine(windowed_model, tmp_path, **settings, arguments=GROUPS) as engine:
+        assert engine.generate(prompts) == (expected, [WHOLE] * 6)
+        assert engine.do({"stats": True})["tiers"]["ssd"]["loaded_blocks"] >= 90
+        assert engine.do({"damage": "zero"})["damaged"]
+        assert engine.generate(prompts)[0] == expected
+        assert engine.do({"stats": True})["damaged"] > 0
+
+
+@pytest.mark.parametrize("which", ["one group", "four groups"])
+def test_two_ranks(model: Path, windowed_model: Path, tmp_path: Path, which: str) -> None:
+    """vLLM kills a core whose ranks take long to stop, so nothing may depend on an orderly stop."""
+    prompts = make_prompts(6)
+    if which == "one group":
+        chosen, arguments, blocks = model, RANKS, 108
+    else:
+        chosen, arguments, blocks = windowed_model, RANKS | GROUPS, 432
+    settings = on_disk(tmp_path, cpu_bytes="16MiB")
+    with ConnectorEngine(chosen, tmp_path, **settings, arguments=arguments) as engine:
+        tokens, cached = engine.generate(prompts)
+        assert cached == [0] * 6
+        assert engine.generate(prompts) == (tokens, [WHOLE] * 6)
+        wait_for_disk(engine, blocks)
+    with ConnectorEngine(chosen, tmp_path, **settings, arguments=arguments) as engine:
+        assert engine.generate(prompts) == (tokens, [WHOLE] * 6)
 
 
 def test_kv_events(model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
@@ -233,6 +233,4 @@ def test_kv_events(model: Path, prompts: list[list[int]], tmp_path: Path) -> Non
 
 
 def test_what_cannot_work_stops_the_start(model: Path, tmp_path: Path) -> None:
-    engine = ConnectorEngine(model, tmp_path, cpu_byte="1GiB")
-    assert engine.refused is not None
-    assert any("did you mean cpu_bytes" in each for each in engine.refused), engine.refused
+    check_refused(ConnectorEngine(model, tmp_path, cpu_byte="1GiB"), "did you mean cpu_bytes")

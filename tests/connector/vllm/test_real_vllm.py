@@ -9,8 +9,7 @@ test-vllm` and docs/vllm.md.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,63 +17,40 @@ import pytest
 from stratakv.engine.cli.main import main
 
 from ...tiers.cache_server.rig import server_process
+from .real_vllm import (
+    WHOLE,
+    SpecEngine,
+    check_broken_ssd,
+    check_refused,
+    check_tenants,
+    expected,
+    flip_bits_on_disk,
+    make_spec,
+    model,
+    needs_vllm,
+    on_disk,
+    prompts,
+    rejected_on_disk,
+    wait_for_disk,
+)
 from .vllm_engine import (
-    ANSWER_SECONDS,
     BLOCK_TOKENS,
     PYTHON,
     VllmEngine,
-    extra_config,
-    make_model,
     make_prompts,
     package_path,
     regions_of,
 )
 
-pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="STRATAKV_VLLM_PYTHON names no Python with vLLM"),
-    pytest.mark.timeout(900),
-]
+__all__ = ["expected", "make_spec", "model", "prompts"]
 
-# A region that holds one prompt and a half, so that everything else comes from below it.
-REGION_CHUNKS = 14
-WHOLE = 288  # of 300 tokens: nine chunks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return make_prompts(6)
-
-
-@pytest.fixture(scope="module")
-def expected(
-    model: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
-    """What vLLM computes without us."""
-    with VllmEngine(model, tmp_path_factory.mktemp("alone")) as engine:
-        tokens, cached = engine.generate(prompts)
-        assert engine.generate(prompts) == (tokens, [0] * len(prompts))  # its cache is too small
-    assert cached == [0] * len(prompts)
-    assert len({tuple(each) for each in tokens}) == len(prompts)
-    return tokens
+pytestmark = needs_vllm
 
 
 @pytest.fixture(autouse=True)
 def _no_regions_left(tmp_path: Path) -> Iterator[None]:
     yield
     assert regions_of(tmp_path) == []
-
-
-def wait_for_disk(engine: VllmEngine, blocks: int) -> None:
-    """Until so many are on the disk, as a scrape of vLLM shows it; steps bring it figures."""
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while engine.do({"metrics": True}).get("stratakv:tier_blocks:ssd", 0) < blocks:
-        assert time.monotonic() < deadline
-        engine.generate([[7, 8, 9]])
 
 
 def test_doctor_knows_this_vllm(
@@ -93,7 +69,7 @@ def test_doctor_knows_this_vllm(
 def test_cold_and_from_the_slab(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    with VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, cpu_bytes="8MiB")) as engine:
+    with SpecEngine(model, tmp_path, cpu_bytes="8MiB") as engine:
         assert engine.generate(prompts) == (expected, [0] * 6)
         assert engine.generate(prompts) == (expected, [WHOLE] * 6)
         stats = engine.do({"stats": True})
@@ -112,7 +88,7 @@ def test_cold_and_from_the_slab(
 def test_bytes_that_changed_in_memory_are_computed(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path, how: str
 ) -> None:
-    with VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, cpu_bytes="8MiB")) as engine:
+    with SpecEngine(model, tmp_path, cpu_bytes="8MiB") as engine:
         engine.generate(prompts)
         assert engine.do({"forget": True})["forgotten"]
         assert engine.do({"damage": how})["damaged"] == 54
@@ -126,8 +102,7 @@ def test_wrong_bytes_would_change_the_tokens(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
     """The other tests would see a chunk that was not checked."""
-    region = extra_config(200, cpu_bytes="8MiB")
-    with VllmEngine(model, tmp_path, region) as engine:
+    with SpecEngine(model, tmp_path, cpu_bytes="8MiB", region_chunks=200) as engine:
         engine.generate(prompts)
         rows = engine.do({"spoil_region": True})["spoilt"]
         assert rows >= 54
@@ -139,15 +114,12 @@ def test_wrong_bytes_would_change_the_tokens(
 def test_from_the_ssd_after_a_restart_and_after_a_kill(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = {
-        "cpu_bytes": "1MiB", "ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "32MiB",
-        "ssd_admission": "all", "load": "always",
-    }  # fmt: skip
-    extra = extra_config(REGION_CHUNKS, **settings)
+    settings = on_disk(tmp_path)
     # As people run it: the engine's core in a process of its own.
-    with VllmEngine(model, tmp_path, extra, in_one_process=False) as engine:
+    own = {"arguments": {"in_one_process": False}}
+    with SpecEngine(model, tmp_path, **settings, **own) as engine:
         assert engine.generate(prompts) == (expected, [0] * 6)
-    with VllmEngine(model, tmp_path, extra) as engine:
+    with SpecEngine(model, tmp_path, **settings) as engine:
         assert engine.generate(prompts) == (expected, [WHOLE] * 6)
         assert engine.do({"stats": True})["tiers"]["ssd"]["loaded_blocks"] >= 54
         more = make_prompts(6, seed=2)
@@ -155,7 +127,7 @@ def test_from_the_ssd_after_a_restart_and_after_a_kill(
         engine.generate(prompts)  # pushes what is new out of the slab, and onto the disk
         engine.do({"idle": 30})
         engine.kill()
-    with VllmEngine(model, tmp_path, extra) as engine:
+    with SpecEngine(model, tmp_path, **settings) as engine:
         assert engine.generate(prompts) == (expected, [WHOLE] * 6)
         tokens, cached = engine.generate(more)
         assert tokens == after
@@ -165,62 +137,35 @@ def test_from_the_ssd_after_a_restart_and_after_a_kill(
 
 def test_two_ranks(model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
     """vLLM kills a core whose ranks take long to stop, so nothing may depend on an orderly stop."""
-    settings = {
-        "cpu_bytes": "8MiB", "ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "32MiB",
-        "ssd_admission": "all", "load": "always",
-    }  # fmt: skip
-    extra = extra_config(REGION_CHUNKS, **settings)
-    ranks = {"in_one_process": False, "tensor_parallel_size": 2}
-    with VllmEngine(model, tmp_path, extra, **ranks) as engine:
+    settings = on_disk(tmp_path, cpu_bytes="8MiB")
+    ranks = {"arguments": {"in_one_process": False, "tensor_parallel_size": 2}}
+    with SpecEngine(model, tmp_path, **settings, **ranks) as engine:
         tokens, cached = engine.generate(prompts)
         assert cached == [0] * 6
         assert engine.generate(prompts) == (tokens, [WHOLE] * 6)
         wait_for_disk(engine, blocks=54)
-    with VllmEngine(model, tmp_path, extra, **ranks) as engine:
+    with SpecEngine(model, tmp_path, **settings, **ranks) as engine:
         assert engine.generate(prompts) == (tokens, [WHOLE] * 6)
-    with VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, cpu_bytes="1MiB")):
+    with SpecEngine(model, tmp_path, cpu_bytes="1MiB"):
         pass  # removes what a killed core has left
 
 
 def test_flipped_bytes_on_the_disk_are_computed(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = {
-        "cpu_bytes": "1MiB", "ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "32MiB",
-        "ssd_admission": "all", "load": "always",
-    }  # fmt: skip
-    extra = extra_config(REGION_CHUNKS, **settings)
-    with VllmEngine(model, tmp_path, extra) as engine:
+    settings = on_disk(tmp_path)
+    with SpecEngine(model, tmp_path, **settings) as engine:
         engine.generate(prompts)
-    blocks = tmp_path / "ssd" / "blocks"
-    content = bytearray(blocks.read_bytes())
-    step = 4096
-    for place in range(step + 100, len(content), step):  # one bit of every page but the first
-        content[place] ^= 1
-    blocks.write_bytes(content)
-    with VllmEngine(model, tmp_path, extra) as engine:
+    flip_bits_on_disk(tmp_path)
+    with SpecEngine(model, tmp_path, **settings) as engine:
         assert engine.generate(prompts) == (expected, [0] * 6)
-        assert sum(engine.do({"stats": True})["tiers"]["ssd"]["rejected"].values()) >= 6
+        assert rejected_on_disk(engine) >= 6
 
 
-def test_from_a_cache_server_that_another_engine_filled(
+def test_from_a_tenant_of_a_cache_server_that_another_engine_filled(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    with server_process("--cpu-bytes", "16MiB") as server:
-        address = f"grpc://127.0.0.1:{server.port}"
-        settings = {"cpu_bytes": "8MiB", "servers": [address], "load": "always"}
-        extra = extra_config(REGION_CHUNKS, **settings)
-        with VllmEngine(model, tmp_path, extra) as engine:
-            assert engine.generate(prompts) == (expected, [0] * 6)
-            assert engine.do({"idle": 30})["idle"]
-            engine.kill()  # what it has stored is at the server
-        with VllmEngine(model, tmp_path, extra, in_one_process=False) as engine:
-            assert engine.generate(prompts) == (expected, [WHOLE] * 6)
-        other = make_model(tmp_path / "other", seed=7)
-        with VllmEngine(other, tmp_path, extra) as engine:
-            assert engine.generate(prompts[:2])[1] == [0, 0]  # of the same shape, and never mixed
-            server.kill()
-            assert engine.generate(make_prompts(2, seed=3))[1] == [0, 0]
+    check_tenants(SpecEngine, model, tmp_path, prompts, expected)
 
 
 @pytest.mark.parametrize(
@@ -228,29 +173,21 @@ def test_from_a_cache_server_that_another_engine_filled(
                "ssd:load:partial=1", "ssd:lookup:error=0.5"]
 )  # fmt: skip
 def test_a_broken_ssd_fails_no_request(
-    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path, faults: str
+    make_spec: Callable[..., VllmEngine],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    tmp_path: Path,
+    faults: str,
 ) -> None:
-    settings = {
-        "cpu_bytes": "1MiB", "ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "32MiB",
-        "ssd_admission": "all", "load": "always", "read_seconds": 1,
-    }  # fmt: skip
-    with VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, **settings)) as engine:
-        engine.generate(prompts)
-    broken = extra_config(REGION_CHUNKS, **settings, faults=faults)
-    with VllmEngine(model, tmp_path, broken) as engine:
-        for _ in range(2):
-            assert engine.generate(prompts)[0] == expected
-        assert engine.generate(prompts, together=True)[0] == expected
+    settings = on_disk(tmp_path, read_seconds=1)
+    check_broken_ssd(make_spec, settings, faults, prompts, expected)
 
 
 def test_a_full_slab_and_a_small_region_fail_no_request(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    settings = {
-        "cpu_bytes": "1MiB", "ssd_path": str(tmp_path / "ssd"), "ssd_bytes": "16MiB",
-        "ssd_admission": "all", "load": "always",
-    }  # fmt: skip
-    with VllmEngine(model, tmp_path, extra_config(4, **settings)) as engine:
+    settings = on_disk(tmp_path, ssd_bytes="16MiB")
+    with SpecEngine(model, tmp_path, region_chunks=4, **settings) as engine:
         long = make_prompts(3, length=900, seed=5)
         first = engine.generate(long, together=True)[0]
         for _ in range(2):
@@ -270,25 +207,21 @@ def test_a_full_slab_and_a_small_region_fail_no_request(
 def test_settings_that_cannot_work_stop_the_start(
     model: Path, tmp_path: Path, settings: dict[str, object], words: str
 ) -> None:
-    engine = VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, **settings))
-    assert engine.refused is not None
-    assert any(words in each for each in engine.refused), engine.refused
+    check_refused(SpecEngine(model, tmp_path, **settings), words)
 
 
 def test_a_cache_server_of_another_layout_stops_the_start(model: Path, tmp_path: Path) -> None:
     with server_process("--cpu-bytes", "16MiB") as server:
         server.attach(server.stub())  # the rig's own layout
         settings = {"cpu_bytes": "1MiB", "servers": [f"grpc://127.0.0.1:{server.port}"]}
-        engine = VllmEngine(model, tmp_path, extra_config(REGION_CHUNKS, **settings))
-        assert engine.refused is not None
-        assert any("a tenant of its own" in each for each in engine.refused), engine.refused
+        check_refused(SpecEngine(model, tmp_path, **settings), "a tenant of its own")
 
 
 def test_chunks_of_several_blocks(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    extra = extra_config(REGION_CHUNKS, cpu_bytes="16MiB") | {"blocks_per_chunk": 2}
-    with VllmEngine(model, tmp_path, extra) as engine:
+    chunks = {"more": {"blocks_per_chunk": 2}}
+    with SpecEngine(model, tmp_path, cpu_bytes="16MiB", arguments=chunks) as engine:
         assert engine.generate(prompts)[0] == expected
         tokens, cached = engine.generate(prompts)
         assert tokens == expected

@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = os.environ.get("STRATAKV_VLLM_PYTHON", "")
 PROCESS = Path(__file__).with_name("vllm_process.py")
 
-START_SECONDS = 240.0  # a busy machine imports vLLM in a minute
-ANSWER_SECONDS = 120.0
+START_SECONDS = 900.0  # a busy machine takes minutes to import vLLM
+ANSWER_SECONDS = 600.0
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 128, 3, 4, 2, 32, 512
+WINDOW_LAYERS, WINDOW = 7, 64
 BLOCK_TOKENS = 32
 CHUNK_BYTES = LAYERS * 2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 4  # float32
 MAX_TOKENS = 6
@@ -32,32 +33,15 @@ MAX_TOKENS = 6
 
 def make_model(folder: Path, seed: int = 0) -> Path:
     """A Llama checkpoint with embeddings of variance 1 and heavy attention."""
-    folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(seed)
-
-    def weights(*shape: int, scale: float) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
+    weights = Weights(seed)
     tensors = {
         "model.embed_tokens.weight": weights(VOCABULARY, HIDDEN, scale=1.0),
         "lm_head.weight": weights(VOCABULARY, HIDDEN, scale=0.3),
@@ -65,15 +49,89 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     }
     for layer in range(LAYERS):
         name = f"model.layers.{layer}."
-        rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
-        for part, count in rows.items():
-            tensors[f"{name}self_attn.{part}_proj.weight"] = weights(count, HIDDEN, scale=0.25)
-        tensors[f"{name}self_attn.o_proj.weight"] = weights(HIDDEN, HEADS * HEAD_DIM, scale=0.25)
-        for part in ("gate", "up"):
-            tensors[f"{name}mlp.{part}_proj.weight"] = weights(2 * HIDDEN, HIDDEN, scale=0.1)
-        tensors[f"{name}mlp.down_proj.weight"] = weights(HIDDEN, 2 * HIDDEN, scale=0.1)
+        tensors |= weights.layer(name)
         for part in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}{part}.weight"] = torch.ones(HIDDEN)
+    return _write(folder, config, LAYERS, tensors)
+
+
+def make_windowed_model(folder: Path, seed: int = 0) -> Path:
+    """A Gemma 3 checkpoint, two layers of three with a window of WINDOW tokens. vLLM makes four
+    cache groups of its seven layers, one of which has a layer less."""
+    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(WINDOW_LAYERS)]
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": WINDOW,
+        "layer_types": kinds,
+        "query_pre_attn_scalar": HEAD_DIM,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    weights = Weights(seed)
+    tensors = {
+        # What is looked up is what is compared with at the end, so the layers have to outweigh it.
+        "model.embed_tokens.weight": weights(VOCABULARY, HIDDEN, scale=0.05),
+        "model.norm.weight": torch.zeros(HIDDEN),
+    }
+    for layer in range(WINDOW_LAYERS):
+        name = f"model.layers.{layer}."
+        tensors |= weights.layer(name)
+        for part in ("q_norm", "k_norm"):
+            tensors[f"{name}self_attn.{part}.weight"] = torch.zeros(HEAD_DIM)
+        for part in ("input_layernorm", "pre_feedforward_layernorm"):
+            tensors[f"{name}{part}.weight"] = torch.zeros(HIDDEN)
+        for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            tensors[f"{name}{part}.weight"] = torch.full((HIDDEN,), 3.0)
+    return _write(folder, config, WINDOW_LAYERS, tensors)
+
+
+class Weights:
+    """Random ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator) * scale
+
+    def layer(self, name: str) -> dict[str, torch.Tensor]:
+        """The projections of a layer."""
+        tensors = {}
+        rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+        for part, count in rows.items():
+            tensors[f"{name}self_attn.{part}_proj.weight"] = self(count, HIDDEN, scale=0.25)
+        tensors[f"{name}self_attn.o_proj.weight"] = self(HIDDEN, HEADS * HEAD_DIM, scale=0.25)
+        for part in ("gate", "up"):
+            tensors[f"{name}mlp.{part}_proj.weight"] = self(2 * HIDDEN, HIDDEN, scale=0.1)
+        tensors[f"{name}mlp.down_proj.weight"] = self(HIDDEN, 2 * HIDDEN, scale=0.1)
+        return tensors
+
+
+def _write(
+    folder: Path, config: dict[str, Any], num_layers: int, tensors: dict[str, torch.Tensor]
+) -> Path:
+    folder.mkdir(parents=True)
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(sizes | config))
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
@@ -121,6 +179,7 @@ class VllmEngine:
         extra: dict[str, Any] | None = None,
         *,
         in_one_process: bool = True,
+        process: Path = PROCESS,
         **arguments: Any,
     ) -> None:
         environment = os.environ | {
@@ -139,7 +198,7 @@ class VllmEngine:
         self.log = folder / f"vllm-{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [PYTHON, str(PROCESS), json.dumps(told), str(writing)],
+                [PYTHON, str(process), json.dumps(told), str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks a position of a request consists of, and which of them a hit needs.
+
+A position has a block in each cache group, and each of these on every rank of an engine whose
+tensors are split: its parts. Their keys lie side by side.
+
+    position          0   1   2   3   4   5
+    full attention    x   x   x   x   x          a hit of five positions: what the next token
+    window                        x   x          attends to, and nothing else
+
+A hit needs a block of every rank. What a windowed group forgot long ago may be in no tier any more,
+and is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..tiers.base import Answer
+from ..tiers.block import key_suffix
+from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
+from .base import Part
+from .transfer import whole_positions
+
+GROUP_BYTES = 2  # of a key
+# The first position that the token at a position attends to, or any token after it.
+FirstSeen = Callable[[int], int]
+
+# Windowed blocks are looked up from the end on, so many positions at a time.
+FIND_POSITIONS = 64
+
+
+class Parts:
+    """The parts of a position of `block_size` tokens. `seen` has an entry for each cache group, and
+    None where everything is attended to. Of `num_ranks` ranks those in `ranks` are served here.
+
+    With `whole_only` a load that cannot bring all that was found brings nothing.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        seen: Sequence[FirstSeen | None] = (None,),
+        *,
+        ranks: Sequence[int] = (0,),
+        num_ranks: int = 1,
+        whole_only: bool = False,
+    ) -> None:
+        self.all = tuple(Part(group, rank) for group in range(len(seen)) for rank in ranks)
+        self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
+        self.width = len(self.all)
+        self.num_groups = len(seen)
+        self.is_windowed = any(each is not None for each in seen)
+        # A shorter hit needs other blocks of a window than a longer one.
+        self.whole_only = whole_only or self.is_windowed
+        # What completes a key of the pool, which carries the group already: one for each rank.
+        self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
+        self._block_size = block_size
+        self._seen = tuple(seen[part.group] for part in self.all)
+        self._full = [i for i, each in enumerate(self._seen) if each is None]
+
+    def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The keys of all parts of the positions with these digests."""
+        if self.width == 1:
+            suffix = self.suffixes[0]
+            return [digest + suffix for digest in digests]
+        return [digest + suffix for digest in digests for suffix in self.suffixes]
+
+    def needed(
+        self, first: int, num_positions: int, most_tokens: int | None = None
+    ) -> Sequence[int]:
+        """The places, among the keys of all parts from position `first` on, of those that a hit of
+        `num_positions` there needs; head first. Here and below, the next token is computed behind
+        `most_tokens`, where that is less than what the positions hold."""
+        if not self.is_windowed:
+            return range(num_positions * self.width)
+        starts = self._starts(first, num_positions, most_tokens)
+        return [
+            position * self.width + index
+            for position in range(num_positions)
+            for index, start in enumerate(starts)
+            if position >= start
+        ]
+
+    def num_needed(self, num_positions: int) -> int:
+        """How many blocks a hit of the first `num_positions` needs."""
+        if not self.is_windowed:
+            return num_positions * self.width
+        return sum(num_positions - start for start in self._starts(0, num_positions, None))
+
+    def find(
+        self,
+        hierarchy: Hierarchy,
+        first: int,
+        keys: Sequence[bytes],
+        most_tokens: int | None = None,
+    ) -> Prefix:
+        """The longest hit among the positions from `first` on, which have these keys: the tier of
+        each position, which is the one furthest down that one of its blocks is in."""
+        width = self.width
+        if not self.is_windowed:
+            prefix = hierarchy.find(keys)
+            if width == 1:
+                return prefix
+            return prefix._replace(tiers=whole_positions(prefix.tiers, width, hierarchy.tiers))
+        prefix = Prefix([hierarchy.tiers[0]] * (len(keys) // width), False)
+        if self._full:
+            places = range(0, len(keys), width)
+            full = hierarchy.find([keys[place + i] for place in places for i in self._full])
+            tiers = whole_positions(full.tiers, len(self._full), hierarchy.tiers)
+            prefix = full._replace(tiers=tiers)
+        search = _Search(self, hierarchy, first, keys, most_tokens)
+        num_positions = search.longest(len(prefix.tiers))
+        return Prefix(
+            search.tiers(prefix.tiers[:num_positions]),
+            prefix.pending or search.pending,
+            prefix.asked or search.asked,
+        )
+
+    def longest(
+        self,
+        hierarchy: Hierarchy,
+        first: int,
+        keys: Sequence[bytes],
+        num_positions: int,
+        most_tokens: int | None = None,
+    ) -> int:
+        """The longest hit of at most `num_positions`, all of whose full blocks have been found."""
+        if not self.is_windowed:
+            return num_positions
+        return _Search(self, hierarchy, first, keys, most_tokens).longest(num_positions)
+
+    def _starts(self, first: int, num_positions: int, most_tokens: int | None) -> list[int]:
+        """Of each part the first position, from `first` on, that a hit of so many needs."""
+        end = (first + num_positions) * self._block_size
+        if most_tokens is not None:
+            end = min(end, most_tokens)
+        return [
+            0 if seen is None else max(0, min(seen(end) // self._block_size - first, num_positions))
+            for seen in self._seen
+        ]
+
+    def windows(
+        self, first: int, num_positions: int, most_tokens: int | None
+    ) -> list[tuple[int, int]]:
+        """Of each windowed part, its index and that position."""
+        starts = self._starts(first, num_positions, most_tokens)
+        return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
+
+
+class _Search:
+    """A search for windowed blocks, in the tiers as they are now."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        hierarchy: Hierarchy,
+        first: int,
+        keys: Sequence[bytes],
+        most_tokens: int | None,
+    ) -> None:
+        self._parts = parts
+        self._most_tokens = most_tokens
+        self._hierarchy = hierarchy
+        self._first = first
+        self._keys = keys
+        self._there: dict[int, bool] = {}  # by place
+        self.pending = self.asked = False
+
+    def longest(self, num_positions: int) -> int:
+        """See `Parts.longest`."""
+        while num_positions:
+            missing = self._missing(num_positions)
+            if missing is not None:
+                # Every hit that ends behind it needs it, up to the one that failed.
+                num_positions = missing
+            elif self._parts.needed(self._first, num_positions, self._most_tokens):
+                break
+            else:  # where a chunk begins nothing is attended to; a load has to bring something
+                num_positions -= 1
+        return num_positions
+
+    def tiers(self, tiers: Sequence[str]) -> list[str]:
+        """The same for each position, the windowed blocks of a hit of so many positions counted."""
+        width, order = self._parts.width, self._hierarchy.tiers
+        found = list(tiers)
+        places = [
+            position * width + index
+            for index, start in self._parts.windows(self._first, len(tiers), self._most_tokens)
+            for position in range(start, len(tiers))
+        ]
+        names = self._hierarchy.find([self._keys[place] for place in places]).tiers
+        for place, name in zip(places, names, strict=False):
+            position = place // width
+            found[position] = max(found[position], name, key=order.index)
+        return found
+
+    def _missing(self, num_positions: int) -> int | None:
+        """The last position that a hit of so many lacks."""
+        width = self._parts.width
+        last: int | None = None
+        for index, start in self._parts.windows(self._first, num_positions, self._most_tokens):
+            least = start if last is None else max(start, last + 1)
+            for position in range(num_positions - 1, least - 1, -1):
+                if not self._is_there(position * width + index):
+                    last = position
+                    break
+        return last
+
+    def _is_there(self, place: int) -> bool:
+        if place not in self._there:
+            width = self._parts.width
+            places = [p for p in range(place, -1, -width)[:FIND_POSITIONS] if p not in self._there]
+            answers = self._hierarchy.lookup([self._keys[p] for p in places])
+            for each, answer in zip(places, answers, strict=True):
+                self._there[each] = answer is Answer.HIT
+            if answers[0] is not Answer.HIT:
+                alone = self._hierarchy.find([self._keys[place]])
+                self.pending |= alone.pending
+                self.asked |= alone.asked
+        return self._there[place]
