@@ -28,11 +28,12 @@ class CoreStats:
         layout: BlockLayout,
         num_blocks: int,
         prefill: PrefillRate | None = None,
+        num_groups: int = 1,
     ) -> None:
         self.savings = PrefillSavings(prefill)
         self._step_tokens = Histogram(_TOKENS)
         self._max_tokens = Histogram(_TOKENS)
-        self._cache_config = _cache_config(config, layout, num_blocks)
+        self._cache_config = _cache_config(config, layout, num_blocks, num_groups)
         self._offload_config = _offload_config(config, layout) if config.offload.enabled else None
 
     def note_step(
@@ -61,7 +62,9 @@ class CoreStats:
         }
 
 
-def _cache_config(config: EngineConfig, layout: BlockLayout, num_blocks: int) -> dict[str, str]:
+def _cache_config(
+    config: EngineConfig, layout: BlockLayout, num_blocks: int, num_groups: int
+) -> dict[str, str]:
     """Settings under the names that users of other engines know: the pool's blocks are the GPU's
     there."""
     cache = config.cache
@@ -69,7 +72,7 @@ def _cache_config(config: EngineConfig, layout: BlockLayout, num_blocks: int) ->
         "block_size": str(layout.block_size),
         "cache_dtype": layout.kv_dtype,
         "enable_prefix_caching": str(cache.enable_prefix_caching),
-        "kv_cache_size_tokens": str((num_blocks - 1) // cache.num_groups * layout.block_size),
+        "kv_cache_size_tokens": str((num_blocks - 1) // num_groups * layout.block_size),
         "num_cpu_blocks": str(_num_chunks(config, layout)),
         "num_gpu_blocks": str(num_blocks),
         "prefix_caching_hash_algo": cache.block_hash,

@@ -54,7 +54,7 @@ from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
-from .offload import OpenTiers, describe_identity, open_tiers
+from .offload import OpenTiers, check_role, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder, decode_request
@@ -123,11 +123,14 @@ class EngineCore:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(layout, num_blocks, self.max_model_len)
             check_pool_size(layout, num_blocks, self.max_model_len, device)
+        check_role(config, self._groups)
         identity = Identity(
-            fingerprint(
-                config.model.path,
-                self.spec,
-                random_for=device.type if self._placement.random_weights else None,
+            self._groups.bound(
+                fingerprint(
+                    config.model.path,
+                    self.spec,
+                    random_for=device.type if self._placement.random_weights else None,
+                )
             ),
             config.model.revision,
             kv_dtype,
@@ -350,7 +353,9 @@ class EngineCore:
             self.max_model_len = executor.max_model_len
         else:
             self.num_blocks = self._groups.num_pages(num_blocks)
-        self._stats = CoreStats(config, self._groups.layout, self.num_blocks, self._prefill)
+        self._stats = CoreStats(
+            config, self._groups.layout, self.num_blocks, self._prefill, len(self._groups)
+        )
         # Before the weights are loaded where that can be, since it may refuse the settings.
         self.scheduler = Scheduler(
             config.scheduler,
