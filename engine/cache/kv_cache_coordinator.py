@@ -129,9 +129,14 @@ class KVCacheCoordinator:
             self._pool.drop_names(group.table(request_id))
             self._pool.drop_keys(digests, group.group_id)
 
-    def keys(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The names of the blocks of every group, head first in each, as the pool keeps them."""
-        return [d + group_suffix(i) for i in self._group_ids for d in digests]
+    def keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
+        """The names of the blocks of every group, head first in each, as the pool keeps them:
+        those that the token behind the first `num_tokens`, or any later one, reads."""
+        return [
+            digest + group_suffix(group.group_id)
+            for group in self._groups
+            for digest in digests[group.first_needed(num_tokens) :]
+        ]
 
     def revoke(self, request_id: str, num_tokens: int, counts: Sequence[int]) -> None:
         """Take names and the last `counts[i]` blocks of group i back; see
