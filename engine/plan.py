@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ..tiers.block import DTYPE_BYTES, BlockLayout
 from ..tiers.settings.sizes import rough_size
 from ..tiers.settings.values import MIB, ConfigError
+from .cache.group_spec import CacheGroups
 from .config import SchedulerConfig
 from .models.spec import ModelSpec
 
@@ -64,6 +65,17 @@ class Capacity:
     tokens: int
     requests_of_max_model_len: int
     requests_of_typical_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One cache group, and what a request of the longest length holds of it at most."""
+
+    attention: str
+    layers: tuple[int, ...]
+    page_bytes: int  # K and V of one block of tokens in its layers
+    pages: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +166,40 @@ def capacity(
         requests_of_max_model_len=usable // -(-max_model_len // block_size),
         requests_of_typical_length=usable // -(-typical_tokens // block_size),
     )
+
+
+def pool_capacity(
+    groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
+) -> Capacity:
+    """The capacity of a pool in blocks over all layers. Of layers with windows a request holds what
+    they and a step of the default size take; tokens are counted as if every layer kept all."""
+    page_bytes = groups.layout.page_bytes
+    blocks = size_bytes // (page_bytes // groups.layout.num_layers * groups.num_layers)
+    usable = groups.num_pages(blocks) - NULL_BLOCKS
+
+    def requests(num_tokens: int) -> int:
+        return max(0, usable) // groups.most_pages(num_tokens, SchedulerConfig().most_step_tokens)
+
+    return Capacity(
+        size_bytes=size_bytes,
+        blocks=blocks,
+        tokens=(blocks - NULL_BLOCKS) * groups.layout.block_size,
+        requests_of_max_model_len=requests(max_model_len),
+        requests_of_typical_length=requests(typical_tokens),
+    )
+
+
+def group_table(groups: CacheGroups, max_model_len: int) -> list[Group]:
+    """What a request of `max_model_len` tokens holds at most of each group, in steps of the default
+    size."""
+    size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
+    rows = []
+    for group in groups.groups:
+        pages = group.attention.most_blocks(max_model_len, size, step)
+        page_bytes = groups.layout.page_bytes
+        row = Group(str(group.attention), group.layers, page_bytes, pages, pages * page_bytes)
+        rows.append(row)
+    return rows
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:

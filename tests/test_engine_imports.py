@@ -29,7 +29,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "embeds": "",
     "handover": "logprobs sampling_params",
     "options": "config models not_built offload_config",
-    "plan": "config models",
+    "plan": "cache config models",
     "request": "logprobs sampling_params",
     "observer": "request",
     "wire": "handover logprobs sampling_params",
@@ -61,8 +61,8 @@ ENGINE_ROOMS: dict[str, str] = {
         "sampling_params text wire"
     ),
     "cli": (
-        "api client config extras llm logs models not_built offload_config options plan probes "
-        "router sampling sampling_params settings text trace wire"
+        "api cache client config extras llm logs models not_built offload_config options plan "
+        "probes router sampling sampling_params settings text trace wire"
     ),
 }
 

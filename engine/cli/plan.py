@@ -25,6 +25,7 @@ from ...tiers.settings.sizes import rough_size
 from ...tiers.settings.values import MIB, ConfigError
 from ...tiers.ssd.disk.space import plan_space
 from .. import plan
+from ..cache.group_spec import CacheGroups, plan_groups
 from ..config import CacheConfig, ModelConfig
 from ..models.checkpoint.shards import find_shards
 from ..models.spec import ModelSpec, load_model_spec, resolve_max_model_len
@@ -110,7 +111,8 @@ class Subject:
     max_model_len: int
     typical_tokens: int
     num_devices: int
-    layout: BlockLayout
+    layout: BlockLayout  # of a block over all layers
+    groups: CacheGroups
     memory: plan.Memory
 
 
@@ -160,6 +162,7 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
             "bytes_per_token": subject.layout.token_bytes,
             "bytes": subject.layout.page_bytes,
         },
+        "groups": [asdict(g) for g in plan.group_table(subject.groups, subject.max_model_len)],
         "memory": {**asdict(subject.memory), "kv_bytes": subject.memory.kv_bytes},
         "tiers": {name: asdict(held) for name, held in tiers.items()},
         "waste": asdict(plan.waste(subject.layout, subject.typical_tokens)),
@@ -193,7 +196,10 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     )
     plan.check_memory(memory, layout)
     typical = _typical_tokens(given, max_model_len)
-    return Subject(path, spec, shapes, dtype, max_model_len, typical, devices, layout, memory)
+    groups = plan_groups(layout, 1, spec.layer_attention)
+    return Subject(
+        path, spec, shapes, dtype, max_model_len, typical, devices, layout, groups, memory
+    )
 
 
 def _memory_bytes(given: Mapping[str, Any]) -> int:
@@ -244,9 +250,7 @@ def _tiers(subject: Subject, given: Mapping[str, Any]) -> dict[str, plan.Capacit
         "typical_tokens": subject.typical_tokens,
     }
     size = layout.block_size
-    pool = plan.capacity(
-        kv_bytes, kv_bytes // layout.page_bytes, size, null_blocks=plan.NULL_BLOCKS, **lengths
-    )
+    pool = plan.pool_capacity(subject.groups, kv_bytes, **lengths)
     tiers = {"pool": pool}
     if "cpu" in given:
         blocks = given["cpu"] // (devices * layout.slot_bytes)
@@ -310,6 +314,11 @@ def _notes(
         )
     if subject.layout.kv_dtype != subject.dtype:
         notes.append(f"this version keeps K and V in the type of the weights, {subject.dtype}")
+    if subject.groups.forgets:
+        notes.append(
+            "layers with windows hold what these and a step of the default size take, whatever the "
+            "length; tiers keep every block, and loads are reckoned with all of them"
+        )
     if pool.requests_of_max_model_len == 0:
         notes.append(
             f"the KV pool cannot hold one request of {subject.max_model_len:,} tokens; serve would "

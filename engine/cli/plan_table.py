@@ -20,7 +20,10 @@ def print_plan(made: dict[str, Any]) -> None:
     # A file has no width; 110 columns keep one row on one line there.
     console = console if console.is_terminal else Console(width=110)
     console.print(_summary(made), soft_wrap=True, markup=False, highlight=False)
-    for title, columns, rows in (_memory(made), _tiers(made), _loads(made), _rates(made)):
+    parts = [_memory(made), _tiers(made), _loads(made), _rates(made)]
+    if len(made["groups"]) > 1:
+        parts.insert(1, _groups(made))
+    for title, columns, rows in parts:
         console.print(_table(title, columns, rows))
     for line in (_break_even(made), _waste(made), *made["notes"]):
         console.print(f"- {line}", soft_wrap=True, markup=False, highlight=False)
@@ -95,6 +98,23 @@ def _memory(made: dict[str, Any]) -> _Part:
         for key, name in names.items()
     ]
     return f"Memory{_on_each(made['model'])}", ("what", "size", "share"), rows
+
+
+def _groups(made: dict[str, Any]) -> _Part:
+    rows = [
+        [
+            str(number),
+            group["attention"],
+            f"{len(group['layers'])}",
+            show_bytes(group["page_bytes"]),
+            f"{group['pages']:,}",
+            show_bytes(group["size_bytes"]),
+        ]
+        for number, group in enumerate(made["groups"])
+    ]
+    longest = f"{made['model']['max_model_len']:,}"
+    columns = ("group", "attention", "layers", "block", f"blocks of {longest} tokens", "bytes")
+    return "Cache groups", columns, rows
 
 
 def _tiers(made: dict[str, Any]) -> _Part:

@@ -59,6 +59,8 @@ class KvPool:
                 f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) "
                 f"does not fit into {_memory_of(device)}; lower {flags}"
             ) from error
+        # Of a block table, for each block of the pool.
+        self.entries_per_block = layout.block_size // (kernel_block_size or layout.block_size)
         self.kernel_layout = replace(layout, block_size=kernel_block_size or layout.block_size)
         self.kernel_tensor = self.tensor.view(-1, *block_shape(self.kernel_layout))
 

@@ -178,7 +178,8 @@ def make_forward(
         groups,
         max_tokens=max_tokens,
         max_requests=max_requests,
-        max_blocks=-(-max_model_len // layout.block_size),
+        # Whole blocks of the pool, as the host's tables have them.
+        max_blocks=-(-max_model_len // pool.layout.block_size) * pool.entries_per_block,
     )
     if placement.record_decodes and runtime.can_record:
         forward.record(progress)

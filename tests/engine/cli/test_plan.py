@@ -156,6 +156,38 @@ def test_a_pool_too_small_for_the_longest_request(large: Path, planned: Any) -> 
     assert any("serve would take requests of up to 1,600" in note for note in made["notes"])
 
 
+def test_windows_cap_what_a_request_takes(tmp_path: Path, planned: Any, capsys: Any) -> None:
+    """Gemma 3 of 1 billion: 26 layers, of which every sixth sees all and the others 512 tokens."""
+    gemma = {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144,
+        "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768,
+        "rope_theta": 1000000, "rope_local_base_freq": 10000, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    given = ("--memory", "8GB", "--reserve", "1GB", "--no-probe")
+    made = planned(tmp_path, *given)
+    assert made["model"]["parameters"] == 999_885_952
+    groups = made["groups"]
+    page = 4 * 2 * 16 * 256 * 2  # layers of a page, K and V, tokens, head_dim, bytes
+    assert {group["page_bytes"] for group in groups} == {page}
+    assert groups[0]["attention"] == "full attention" and groups[0]["layers"] == [5, 11, 17, 23]
+    assert groups[0]["pages"] == 32768 // 16
+    for group in groups[1:]:
+        assert group["attention"] == "sliding window of 512"
+        assert group["size_bytes"] == page * group["pages"]
+        assert group["pages"] == (512 + 2048 - 3) // 16 + 2, "the window and a step"
+    assert sum(len(group["layers"]) for group in groups) == 26
+    pages = made["tiers"]["pool"]["blocks"] * 26 // 4 - 1
+    held = sum(group["pages"] for group in groups)
+    assert made["tiers"]["pool"]["requests_of_max_model_len"] == pages // held
+    assert any("layers with windows hold" in note for note in made["notes"])
+    assert main(["plan", str(tmp_path), *given]) == 0
+    table = capsys.readouterr().out
+    assert "Cache groups" in table and "sliding window of 512" in table
+
+
 def test_another_type_for_the_cache(large: Path, planned: Any) -> None:
     made = planned(
         large, "--dtype", "bfloat16", "--kv-dtype", "fp8_e4m3", "--memory", "160GiB", "--no-probe"

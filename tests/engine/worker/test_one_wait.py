@@ -147,6 +147,8 @@ def on_a_gpu(
     move_model(runner.model)
     pool = object.__new__(KvPool)
     pool.layout, pool.tensor = runner.pool.layout, there(runner.pool.tensor)
+    pool.kernel_layout, pool.kernel_tensor = pool.layout, pool.tensor
+    pool.entries_per_block = 1
     runner._forward = runtimes.make_forward(
         FakeGpu(),
         runner.model,
@@ -157,6 +159,7 @@ def on_a_gpu(
         max_tokens=4096,
         max_requests=16,
         progress=print,
+        groups=runner.groups,
     )
     with Watcher():
         yield fetches
