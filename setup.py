@@ -22,7 +22,7 @@ from setuptools.command.build_py import build_py
 FOLDER = Path("kernels") / "cpu"
 FILE_NAME = "libstratakv_cpu.so"  # as in kernels/cpu/library.py
 FLAGS = [
-    "-O3", "-std=gnu++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-O2", "-std=gnu++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-fno-math-errno", "-ffp-contract=fast",
 ]  # fmt: skip
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

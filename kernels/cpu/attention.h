@@ -159,7 +159,9 @@ inline void score_keys(const E *const *keys, int64_t offset, const A *q, int64_t
             from[i] = keys[t + i] + offset;
             if (fetches) prefetch(keys[t + i + AHEAD] + offset, dim * int64_t(sizeof(E)));
         }
-        V<A> acc[LANES<A>] = {};
+        V<A> acc[LANES<A>];  // `= {}` would be a loop over memory
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES<A>; i++) acc[i] = V<A>{};
         for (int64_t d = 0; d < dim; d += LANES<A>) {
             V<A> query[MQ];
 #pragma GCC unroll 4
@@ -172,6 +174,7 @@ inline void score_keys(const E *const *keys, int64_t offset, const A *q, int64_t
             }
         }
         V<A> all = sums(acc);
+#pragma GCC unroll 4
         for (int m = 0; m < MQ; m++)
             __builtin_memcpy(scores + m * SPLIT + t, (const A *)&all + m * NT, NT * sizeof(A));
     }
@@ -390,7 +393,11 @@ void join_parts(const Step &step, const Request &request, int64_t parts,
 template <int MR, int NV, class A>
 inline void multiply_block(const A *a, int64_t a_row, const A *b, int64_t b_row, A *c,
                            int64_t c_row, int64_t depth, bool adds) {
-    V<A> acc[MR][NV] = {};
+    V<A> acc[MR][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+        for (int j = 0; j < NV; j++) acc[m][j] = V<A>{};
     for (int64_t k = 0; k < depth; k++) {
         V<A> right[NV];
 #pragma GCC unroll 2

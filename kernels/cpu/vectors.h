@@ -128,9 +128,11 @@ inline DoubleVector sums(const DoubleVector *v) {
     return TWO(a, b, 0, 1, 4, 5) + TWO(a, b, 2, 3, 6, 7);
 #else
     DoubleVector a[4], b[2];
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
         a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
                TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+#pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
         b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
                TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
@@ -142,25 +144,30 @@ inline FloatVector sums(const FloatVector *v) {
     (void)sizeof(I);
 #if VECTOR_BYTES == 32
     FloatVector a[4], b[2];
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
         a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
                TWO(v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+#pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
         b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
                TWO(a[2 * i], a[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
     return TWO(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + TWO(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #else
     FloatVector a[8], b[4], c[2];
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         a[i] = TWO(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14,
                    30) +
                TWO(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15,
                    31);
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i++)
         b[i] = TWO(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28,
                    29) +
                TWO(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
                    31);
+#pragma GCC unroll 8
     for (int i = 0; i < 2; i++)
         c[i] = TWO(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26,
                    27) +
