@@ -214,6 +214,12 @@ def test_a_model_with_several_kinds_of_layers(case: vllm.VllmCase, tmp_path: Pat
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"layer_types": ["full", "sliding"]}))
     assert any("full, sliding" in each.fact for each in said(replace(case, model=str(folder))))
+    transfer = {"kv_connector": vllm.CONNECTOR, "kv_connector_module_path": vllm.MODULE}
+    chosen = replace(case, model=str(folder), transfer=transfer)
+    assert any("which StrataConnector refuses" in each.fact for each in said(chosen))
+    kinds = ["full_attention", "sliding_attention"]
+    (folder / "config.json").write_text(json.dumps({"layer_types": kinds}))
+    assert not any("attention" in each.fact for each in said(chosen))
     named = run_checks(vllm.CHECKS, replace(case, model="org/model"))
     assert any("taken by its name" in each.fact for each in named)
 
