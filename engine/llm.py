@@ -178,6 +178,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
@@ -185,24 +186,27 @@ class LLM:
         order. Messages are dicts as in /v1/chat/completions.
 
         The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
-        variables of it. `continue_final_message` goes on with the last message, else
-        the answer is a new one, unless `add_generation_prompt` is False. Thoughts are split off as
-        `reasoning` where the model's marks are known. The rest is as in `generate`.
+        variables of it. It shows the model `tools`, dicts as in /v1/chat/completions, whose calls
+        stand in the text as the model writes them. `continue_final_message` goes on with the last
+        message, else the answer is a new one, unless `add_generation_prompt` is False. Thoughts are
+        split off as `reasoning` where the model's marks are known. The rest is as in `generate`.
         """
         self._check_open()
         _check_switch("use_tqdm", use_tqdm)
         from .api.openai.conversation import ChatOptions, ConversationRenderer
+        from .api.openai.tools import template_tools_of
 
         conversations = _conversations_of(messages)
         params = _params_for(len(conversations), sampling_params, "conversations")
         tokenizer, longest = self._need_tokenizer(), self._client.ready.max_model_len - 1
         goes_on = continue_final_message
         options = ChatOptions(add_generation_prompt, goes_on, chat_template_kwargs)
+        shown = template_tools_of(tools)
         renderer = ConversationRenderer(self.config.model.path, tokenizer, chat_template)
         checked = []
         for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
             with _named(f"conversation {index}"):
-                text = self._loop.run(renderer.render(conversation, options))
+                text = self._loop.run(renderer.render(conversation, options, shown))
                 # The template has written the special tokens itself.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
                 request = self._request(ids, own, cache_salt, splits_thoughts=True)

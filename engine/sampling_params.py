@@ -258,6 +258,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class UnreadExtraArgs(ValueError):
+    """`extra_args` that nothing here would read."""
+
+
 def check_params_for_embeds(params: SamplingParams) -> None:
     """Raise ValueError for what asks for the prompt's tokens, which embeddings do not have."""
     if params.prompt_logprobs is not None:

@@ -100,7 +100,6 @@ ALONE_PLACES = (
     "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",
     "tiers/cache_server/test_timing.py",
     "tiers/remote/test_faults.py::test_restarts_faster_than_anybody_looks",
-    "tiers/remote/test_remote_store.py::test_more_than_may_wait_is_refused",
     "tiers/ssd/test_reopen.py::test_a_large_index_is_small_and_quick",
 )
 

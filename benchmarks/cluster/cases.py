@@ -69,10 +69,20 @@ class Scale:
     chat_tokens: tuple[int, int] = (96, 64)  # of prompt and answer
     long_answer_tokens: int = 8
     step_tokens: int = 512  # most in a step, where inter-token times are measured
+    # Where prompts are handed over: of the cache server, and of each engine's slab.
+    cache_bytes: int = 512 * MIB
+    slab: str = "256MiB"
 
 
 FULL = Scale(pairs=9)
-QUICK = Scale(pairs=1, prompt_tokens=1200, wide_tokens=640, arrival_seconds=2.0)
+QUICK = Scale(
+    pairs=1,
+    prompt_tokens=1200,
+    wide_tokens=640,
+    arrival_seconds=2.0,
+    cache_bytes=128 * MIB,
+    slab="64MiB",
+)
 
 
 @dataclass(slots=True)
@@ -198,8 +208,8 @@ def second_token(answer: StreamedAnswer) -> float:
 
 def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
     """A prompt through router, prefill node, server and decode node; computed by the latter."""
-    cache = stack.enter_context(open_cache(512 * MIB))
-    flags = (*cache.flags(HOST, "256MiB"), "--num-blocks", "600", "--role")
+    cache = stack.enter_context(open_cache(scale.cache_bytes))
+    flags = (*cache.flags(HOST, scale.slab), "--num-blocks", "600", "--role")
     roles = (Wish((*flags, "prefill")), Wish((*flags, "decode")))
     prefill, decode = start(stack, scratch, *roles)
     router = stack.enter_context(open_router([prefill], [decode], scratch))

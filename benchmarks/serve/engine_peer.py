@@ -14,11 +14,12 @@ from ..harness.workloads import CONTEXT_TOKENS
 from ..offload.workbench import MeasuredEngine, greedy
 
 
-def make_work(model_path: Path, threads: int) -> Work:
+def make_work(model_path: Path, threads: int, pool_blocks: int) -> Work:
     """Load the model; the function that runs prompts on it."""
-    engine = MeasuredEngine(
-        model_path, {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
-    )
+    options = {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
+    if pool_blocks:
+        options["num_blocks"] = pool_blocks
+    engine = MeasuredEngine(model_path, options)
 
     def work(mode: str, prompts: list[list[int]], max_tokens: int) -> PeerRun:
         # What was kept of the round before would make this one cheaper.

@@ -22,7 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...tiers.settings.values import ConfigError
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, UnreadExtraArgs
 
 if TYPE_CHECKING:
     from .processors.base import LogitsProcessor
@@ -43,6 +43,10 @@ class InvalidProcessorParams(ValueError):
     """A processor refuses a request's parameters."""
 
 
+class NobodyReads(InvalidProcessorParams, UnreadExtraArgs):
+    """No processor is loaded that could."""
+
+
 def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
     """The classes of all installed entry points by name, then those of `names`, `module:Class`, in
     their order; each class once. Raises ConfigError, which names it, for one that cannot be
@@ -56,13 +60,14 @@ def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
 
 def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
     """A check for each request where it arrives: raises InvalidProcessorParams, naming the
-    processor, for what one of them refuses, and for `extra_args` that none would read. Raises as
+    processor, for what one of them refuses, and NobodyReads for `extra_args` where there are none.
+    Raises as
     `load_processors` does."""
     loaded = load_processors(names)
 
     def check(params: SamplingParams) -> None:
         if params.extra_args and not loaded:
-            raise InvalidProcessorParams(
+            raise NobodyReads(
                 "extra_args are for logits processors of other packages, and none is loaded here; "
                 "start the engine with --logits-processors MODULE:CLASS, or leave them out"
             )

@@ -50,6 +50,24 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 # Conversations
 
 
+def test_tools_are_for_the_template(llm: LLM) -> None:
+    template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    made, without = (
+        llm.chat(HELLO, GREEDY, chat_template=template, tools=tools)[0].prompt
+        for tools in ([tool], None)
+    )
+    assert made == "[look_up]<user>hello\n<assistant>"
+    assert without == "<user>hello\n<assistant>"
+    for tools, words in (
+        ([{"type": "function"}], "tools cannot be used: .*function"),
+        ([tool, tool], "names must differ"),
+        ("look_up", "tools cannot be used: Expected `array`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.chat(HELLO, GREEDY, chat_template=template, tools=tools)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "text"),
     [

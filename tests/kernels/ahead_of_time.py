@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tools/compile_kernels.py in a process of its own, where the interpreter is off.
-
-A process that imported triton to interpret cannot compile.
+"""Runs tools/compile_kernels.py in a process of its own, where the interpreter is off: a process
+that imported triton to interpret cannot compile. It runs the tool several times, since importing
+torch and triton takes longer than most of what it is asked for.
 """
 
 from __future__ import annotations
@@ -10,47 +10,100 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TOOL = ROOT / "tools" / "compile_kernels.py"
+TOOLS = ROOT / "tools"
 TABLE = ROOT / "kernels" / "resources.json"
 START_SECONDS = 60  # to import torch and triton on a busy machine
 CONFIGURATION_SECONDS = 30  # to compile one for every target
 
+# A line of JSON has the options of a run, and a line answers what the command line would give.
+_LOOP = """
+import contextlib, io, json, os, sys
+sys.path.insert(0, sys.argv[1])
+import compile_kernels
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    sys.argv[1:] = json.loads(line)
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        try:
+            status = compile_kernels.main()
+        except SystemExit as end:
+            status = end.code
+            if isinstance(status, str):
+                print(status, file=sys.stderr)
+                status = 1
+    print(json.dumps([status, said.getvalue(), errors.getvalue()]), file=answers, flush=True)
+"""
+
+
+class Done(NamedTuple):
+    """What a run of the tool came to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
 
 class Report(NamedTuple):
+    """What the tool says of some configurations."""
+
     status: int
     triton: str
     resources: dict[str, dict[str, dict[str, int]]]  # name -> target -> what it takes
     faults: list[str]
 
 
-def run_tool(*options: str, count: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the tool; `count` says how many configurations it may take time for."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, str(TOOL), *options],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS + CONFIGURATION_SECONDS * count,
-        env=environment,
-        cwd=ROOT,
-    )
+class Tool:
+    """The process; a context manager."""
 
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-c", _LOOP, str(TOOLS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
 
-def names() -> list[str]:
-    """Every shipped configuration, sorted."""
-    done = run_tool("--list")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        with self._process as process:
+            process.kill()
 
-def compile_some(wanted: list[str], *options: str) -> Report:
-    done = run_tool("--print", *options, "--only", *wanted, count=len(wanted))
-    assert done.stdout, done.stderr
-    table: dict[str, Any] = json.loads(done.stdout)
-    faults = done.stderr.splitlines()
-    return Report(done.returncode, table["triton"], table["configurations"], faults)
+    def run(self, *options: str, count: int = 0) -> Done:
+        """Run the tool; `count` says how many configurations it may take time for."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        late = threading.Timer(START_SECONDS + CONFIGURATION_SECONDS * count, self._process.kill)
+        late.start()
+        try:
+            self._process.stdin.write(json.dumps(options) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        finally:
+            late.cancel()
+        assert answer, f"the tool ended over {options}, or took too long"
+        return Done(*json.loads(answer))
+
+    def names(self) -> list[str]:
+        """Every shipped configuration, sorted."""
+        done = self.run("--list")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    def compile_some(self, wanted: list[str], *options: str) -> Report:
+        """Compile those that match."""
+        done = self.run("--print", *options, "--only", *wanted, count=len(wanted))
+        assert done.stdout, done.stderr
+        table: dict[str, Any] = json.loads(done.stdout)
+        faults = done.stderr.splitlines()
+        return Report(done.returncode, table["triton"], table["configurations"], faults)

@@ -11,11 +11,12 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from . import ahead_of_time
+from .ahead_of_time import TABLE, Tool
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +31,18 @@ pytest.importorskip("triton", reason="compiles with it")
 
 
 @pytest.fixture(scope="module")
-def shipped() -> list[str]:
-    return ahead_of_time.names()
+def tool() -> Iterator[Tool]:
+    with Tool() as tool:
+        yield tool
 
 
-def test_the_gate_tells_a_sound_kernel_from_each_planted_fault() -> None:
-    report = ahead_of_time.compile_some(["planted.*"] * 4, "--from", str(PLANTED))
+@pytest.fixture(scope="module")
+def shipped(tool: Tool) -> list[str]:
+    return tool.names()
+
+
+def test_the_gate_tells_a_sound_kernel_from_each_planted_fault(tool: Tool) -> None:
+    report = tool.compile_some(["planted.*"] * 4, "--from", str(PLANTED))
     assert report.status == 1
     kinds = {
         "planted.spills": ("no spill", TARGETS),
@@ -56,15 +63,15 @@ def test_the_gate_tells_a_sound_kernel_from_each_planted_fault() -> None:
     assert sound["shared_bytes"] % (2 * 64 * 64 * 2) == 0 and sound["shared_bytes"] > 0
 
 
-def test_a_file_of_its_own_never_reaches_the_table() -> None:
-    before = ahead_of_time.TABLE.read_bytes()
-    done = ahead_of_time.run_tool("--from", str(PLANTED))
+def test_a_file_of_its_own_never_reaches_the_table(tool: Tool) -> None:
+    before = TABLE.read_bytes()
+    done = tool.run("--from", str(PLANTED))
     assert done.returncode == 2 and "add --print" in done.stderr
-    assert ahead_of_time.TABLE.read_bytes() == before
+    assert TABLE.read_bytes() == before
 
 
 def test_the_table_has_every_configuration_and_no_other(shipped: list[str]) -> None:
-    table = json.loads(ahead_of_time.TABLE.read_text())
+    table = json.loads(TABLE.read_text())
     assert shipped, "kernels/shipped.py lists none"
     assert list(table["configurations"]) == shipped, "run tools/compile_kernels.py"
     for name, row in table["configurations"].items():
@@ -76,15 +83,15 @@ def test_the_table_has_every_configuration_and_no_other(shipped: list[str]) -> N
 
 @pytest.mark.timeout(1800)
 def test_configurations_compile_as_the_table_says(
-    shipped: list[str], scale: str, rng: random.Random
+    tool: Tool, shipped: list[str], scale: str, rng: random.Random
 ) -> None:
     chosen = shipped
     if scale != "long":
         kernels = itertools.groupby(shipped, key=lambda name: name.partition(".")[0])
         chosen = [rng.choice(list(names)) for _, names in kernels]
-    report = ahead_of_time.compile_some(chosen)
+    report = tool.compile_some(chosen)
     assert sorted(report.resources) == sorted(chosen)
-    table = json.loads(ahead_of_time.TABLE.read_text())
+    table = json.loads(TABLE.read_text())
     if report.triton == table["triton"]:
         assert report.faults == [] and report.status == 0
         known = {name: table["configurations"][name] for name in chosen}

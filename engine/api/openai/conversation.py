@@ -193,10 +193,16 @@ class ConversationRenderer:
                 "with a prompt"
             )
 
-    async def render(self, messages: object, options: ChatOptions) -> str:
-        """The prompt of a list of messages, which are as in HTTP's JSON. Raises ValueError."""
+    async def render(
+        self,
+        messages: object,
+        options: ChatOptions,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt of a list of messages, which are as in HTTP's JSON, with `tools` as the
+        template is to show them. Raises ValueError."""
         try:
-            return await render(self, msgspec.convert(messages, list[ChatMessage]), options)
+            return await render(self, msgspec.convert(messages, list[ChatMessage]), options, tools)
         except msgspec.ValidationError as error:
             raise ValueError(f"messages cannot be used: {error}") from None
         except ApiError as error:

@@ -14,6 +14,7 @@ from ...sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
+    UnreadExtraArgs,
     with_changes,
 )
 from ...structured_params import StructuredOutputsParams
@@ -98,6 +99,11 @@ def sampling_params(
         front.check_vocabulary(ids, "thinking_token_budget")
     try:
         front.check_params(params)
+    except UnreadExtraArgs as error:
+        if request.vllm_xargs is None:
+            raise ApiError(str(error), param="extra_args", code="invalid_value") from None
+        # vLLM takes what nobody reads, and its clients send it always.
+        params = with_changes(params, extra_args=None)
     except ValueError as error:
         name = "vllm_xargs" if request.vllm_xargs is not None else "extra_args"
         raise ApiError(str(error), param=name, code="invalid_value") from None

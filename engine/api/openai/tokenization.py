@@ -63,7 +63,7 @@ async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
         message = f"/tokenize takes `prompt` or `messages`, and {which} came; send one of them"
         raise ApiError(message, param="prompt", code="invalid_value")
     if request.messages is not None:
-        tools = template_tools(front, request.tools or [])
+        tools = template_tools(front.settings, request.tools or [])
         return await render(front, request.messages, request, tools), False
     for name in _OF_MESSAGES:
         if getattr(request, name) is not None:

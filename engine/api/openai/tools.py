@@ -30,6 +30,7 @@ from ...text.tool_calls.choice import FLAG, PARSERS
 from ...text.tool_calls.json_calls import ArgumentsParser, ListParser
 from ..errors import ApiError
 from ..front import Front
+from ..settings import ApiSettings
 from .protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from .structured import structured_outputs_of
 
@@ -98,7 +99,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
     """Raises ApiError, naming the place, for tools that cannot be, for a choice that is not among
     them, and for fields that contradict it."""
     tools = request.tools or []
-    shown = template_tools(front, tools)
+    shown = template_tools(front.settings, tools)
     choice = _choice_of(request, tools)
     if choice.mode == "none":
         return ToolUse(marks=front.marks)
@@ -118,13 +119,13 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 
 
 def template_tools(
-    front: Front, tools: Sequence[ToolDefinition]
+    settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
     """The tools as the template is to show them; None without any. Raises ApiError for the first
     that cannot be."""
     if not tools:
         return None
-    most, known = front.settings.max_tools_per_request, set()
+    most, known = settings.max_tools_per_request, set()
     if len(tools) > most:
         raise _invalid("tools", f"`tools` holds {len(tools)} tools and at most {most} are taken")
     for index, tool in enumerate(tools):
@@ -140,11 +141,23 @@ def template_tools(
         known.add(name)
         _check_schema(f"{place}.parameters", tool.function.parameters)
     shown = [_as_template_sees(tool.function) for tool in tools]
-    size, most = len(msgspec.json.encode(shown)), front.settings.max_tools_bytes
+    size, most = len(msgspec.json.encode(shown)), settings.max_tools_bytes
     if size > most:
         message = f"`tools` takes {size} bytes as JSON and at most {most} are taken; send fewer"
         raise _invalid("tools", message)
     return shown
+
+
+def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
+    """The same for callers without HTTP, whose tools are dicts as in HTTP's JSON. Raises
+    ValueError."""
+    try:
+        tools = msgspec.convert(given or [], list[ToolDefinition])
+        return template_tools(ApiSettings(), tools)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tools cannot be used: {error}") from None
+    except ApiError as error:
+        raise ValueError(error.message) from None
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:

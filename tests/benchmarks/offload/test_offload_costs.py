@@ -91,9 +91,9 @@ def test_all_sections_of_a_tiny_plan(
 
 
 @pytest.mark.slow
-def test_the_process_of_its_own(tmp_path: Path) -> None:
+def test_the_process_of_its_own(tmp_path: Path, one_layer: Path) -> None:
     told: list[str] = []
-    found = sections.measure_in_child(["streaming"], EMBEDDED_MODEL, tmp_path, True, told.append)
+    found = sections.measure_in_child(["streaming"], one_layer, tmp_path, True, told.append)
     assert told == ["streaming"] * (QUICK_COSTS.pairs + QUICK_COSTS.warm_up)
     assert found["ratios"].keys() == {"step_time_while_streaming", "step_cpu_while_streaming"}
 
@@ -149,7 +149,10 @@ def test_a_pool_that_nothing_leaves_is_no_figure(
 ) -> None:
     real = MeasuredEngine.stats
     monkeypatch.setattr(MeasuredEngine, "stats", lambda self: real(self) | {"stored_blocks": 7})
-    bench.scale = dataclasses.replace(TINY, requests=1, pairs=1, warm_up=0)
+    # The pool has room for as many again.
+    bench.scale = dataclasses.replace(
+        TINY, prompt_tokens=32, output_tokens=2, requests=4, pairs=1, warm_up=0
+    )
     with pytest.raises(RunFailed, match="only 0 left it"):
         sections.no_hit(bench)
 

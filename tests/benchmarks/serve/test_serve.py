@@ -24,10 +24,19 @@ from stratakv.engine.options import EMBEDDED_MODEL
 PEER_FILE = "stratakv.benchmarks.serve.engine_peer"
 
 
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "CPU_TIER", "32MiB")
+    monkeypatch.setattr(serve, "SSD_TIER", "128MiB")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_everything_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_in_small(
+    tmp_path: Path, one_layer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["bench", "serve", "--quick", "--out", str(tmp_path), "--requests", "8"]
+    words += ["--model", str(one_layer)]
     words += ["--concurrency", "4", "--output-tokens", "8", "--rounds", "1", "--num-threads", "1"]
     assert main(words) == 0
     written = json.loads((tmp_path / "serve.json").read_text())
@@ -54,11 +63,15 @@ def test_everything_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_without_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    one_layer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["bench", "serve", "--quick", "--out", str(tmp_path), "--workload", "unique"]
     words += ["--request-rate", "50", "--requests", "4", "--concurrency", "2"]
+    words += ["--model", str(one_layer)]
     assert main([*words, "--output-tokens", "4", "--rounds", "1"]) == 0
     written = json.loads((tmp_path / "serve.json").read_text())
     assert written["ratios"].keys() == {"http_vs_engine"}
@@ -172,7 +185,7 @@ def test_a_peer_whose_model_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_engine_alone(tmp_path: Path) -> None:
-    with Peer(PEER_FILE, EMBEDDED_MODEL, 1, tmp_path / "log") as peer:
+    with Peer(PEER_FILE, EMBEDDED_MODEL, 1, tmp_path / "log", pool_blocks=400) as peer:
         with pytest.raises(PeerFailed, match="did not answer in 0 s"):
             peer.wait_ready(0.0)
         peer.wait_ready(60.0)

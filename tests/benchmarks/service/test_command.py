@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from stratakv.benchmarks.service.command import (
     CASES,
     GATES,
     LOOK_UP_KEYS,
+    QUICK,
     SIZES,
     look_up_name,
     row_name,
@@ -30,10 +32,14 @@ from stratakv.engine.cli.main import main
 LOOK_UPS = [look_up_name(keys) for keys in LOOK_UP_KEYS]
 
 
+LITTLE = replace(QUICK, copied_bytes=8 * MIB, sent_bytes=8 * MIB, look_ups=5)
+
+
 @pytest.fixture(autouse=True)
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as caches go; the figures are not looked at."""
-    monkeypatch.setattr(command, "footprint_bytes", lambda _least: 16 * MIB)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are not looked at."""
+    monkeypatch.setattr(command, "footprint_bytes", lambda _least: 8 * MIB)
+    monkeypatch.setattr(command, "QUICK", LITTLE)
 
 
 def check_report(folder: Path, names: list[str]) -> None:
@@ -49,10 +55,13 @@ def check_report(folder: Path, names: list[str]) -> None:
     assert (folder / "service.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SIZES", {"2MiB": SIZES["2MiB"]})
     options = ["--quick", "--out", str(tmp_path), "--clients", "2"]
     assert main(["bench", "service", *options, "--cases", "data_load,shm_batch"]) == 0
-    names = [row_name(case, size, 2) for size in SIZES for case in ("shm_batch", "data_load")]
+    names = [row_name(case, "2MiB", 2) for case in ("shm_batch", "data_load")]
     check_report(tmp_path, names)
     assert "data_load_2MiB_2" in capsys.readouterr().out
 

@@ -87,11 +87,17 @@ def test_a_processor_that_raises_fails_its_answer_by_name(
     assert token_ids(create(client, vllm_xargs={"only": 77})) == [77] * 5
 
 
-def test_a_server_without_processors_says_so(model_path: Path) -> None:
+def test_without_processors_vllms_name_is_ignored_and_ours_is_refused(model_path: Path) -> None:
     live = LiveServer(model_path)
-    body = {"model": "tiny", "prompt": IDS, "vllm_xargs": {"only": 77}}
+    body = {"model": "tiny", "prompt": IDS, "max_tokens": 4, "temperature": 0.0}
     with httpx.Client(base_url=live.url, timeout=30, verify=False) as http:
-        answer = http.post("/v1/completions", json=body)
+        plain, ignored, answer = (
+            http.post("/v1/completions", json={**body, **fields})
+            for fields in ({}, {"vllm_xargs": {"only": 77}}, {"extra_args": {"only": 77}})
+        )
     live.stop()
+    assert ignored.status_code == 200
+    assert ignored.json()["choices"] == plain.json()["choices"]
     assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "extra_args"
     assert "none is loaded here; start the engine with --logits-processors" in answer.text

@@ -11,7 +11,7 @@ import torch
 
 from stratakv.engine.batch.batch_update import AddedRow, BatchUpdate, MovedRow
 from stratakv.engine.sampling import row_parts, truncation
-from stratakv.engine.sampling.sampler import Sampled, Sampler, uniform_of
+from stratakv.engine.sampling.sampler import Sampled, Sampler, highest, uniform_of
 from stratakv.engine.sampling.truncation import FIRST_CANDIDATES
 from stratakv.engine.sampling_params import SamplingParams
 
@@ -43,6 +43,25 @@ def count_draws(params: dict[str, Any], logits: torch.Tensor, draws: int = 4000)
 
 
 LOGITS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, 1.5, -0.5, 0.8, -2.0, 0.1, 1.2, 0.6])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_highest_is_found_by_blocks_as_by_torch(dtype, rng):
+    vocab_size = 128 * 128 + 77
+    logits = torch.randn(12, vocab_size, dtype=dtype).clamp_(max=3.0)
+    places = [[5], [0, 9], [200, 130], [16_383], [16_384], [16_460, 7], [50, 16_400]]
+    for row, highest_ones in enumerate(places):
+        logits[row, highest_ones] = 9.0
+    logits[7] = -torch.inf
+    logits[8, 16_390] = logits[9, 300] = torch.nan
+    logits[10, rng.randrange(vocab_size)] = torch.inf
+    values, indices = highest(logits)
+    expected = logits.max(dim=-1).values
+    assert torch.equal(values.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
+    for row in (*range(8), 10, 11):
+        assert int(indices[row]) == int((logits[row] == values[row]).nonzero()[0])
+    assert int(indices[8]) == 16_390 and int(indices[9]) == 300
+    assert highest(logits[:, :100])[1].tolist() == logits[:, :100].argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])

@@ -265,7 +265,7 @@ class PageScan:
 def _page_size(data: mmap.mmap | bytes) -> int:
     if len(data) < 512:
         raise Damage(f"the file has {len(data)} bytes")
-    size = Tree(*_TREE.unpack_from(data, _PAGE.size + _META.size)).page_size
+    size = int(Tree(*_TREE.unpack_from(data, _PAGE.size + _META.size)).page_size)
     if not 512 <= size <= 65536 or size & (size - 1) or 2 * size > len(data):
         raise Damage(f"a page size of {size}")
     return size
@@ -303,7 +303,7 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
         _low, _high, flags, key_size = _NODE.unpack_from(page, offset)
         start = offset + _NODE.size
         if flags & _SUBTREE and page[start : start + key_size] == _ROWS:
-            return Tree(*_TREE.unpack_from(page, start + key_size)).entries
+            return int(Tree(*_TREE.unpack_from(page, start + key_size)).entries)
     return 0
 
 
