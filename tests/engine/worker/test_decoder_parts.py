@@ -123,7 +123,7 @@ def test_forward_is_embed_and_run(checkpoint, driver, prompt_of):
 class TwoHalves:
     """As experts are: each has a part of the matrices, and the results are added."""
 
-    def __init__(self, weights, elementwise):
+    def __init__(self, weights, activation, elementwise):
         half = len(weights.gate) // 2
         self._parts = [
             [Linear(weights.gate[part]), Linear(weights.up[part]), Linear(weights.down[:, part])]
