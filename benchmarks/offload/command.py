@@ -295,7 +295,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
         bar.update(steps, description="starting a cache server")
         with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as cache:
-            words = plan.remote_arguments(f"grpc://127.0.0.1:{cache.port}")
+            words = plan.arguments(f"cpu,grpc://127.0.0.1:{cache.port}")
             with ServedModel(words, server_log) as server:
                 bar.advance(steps)
                 ask = asker(server)

@@ -54,13 +54,9 @@ class Plan:
     def serve_arguments(self, ssd_path: Path) -> list[str]:
         """The command line of the server under test."""
         ssd = ["--kv-offload-ssd-path", str(ssd_path), "--kv-offload-ssd-bytes"]
-        return self._arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
+        return self.arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
 
-    def remote_arguments(self, address: str) -> list[str]:
-        """That of an engine with a cache server at this address instead of a disk."""
-        return self._arguments(f"cpu,{address}")
-
-    def _arguments(self, tiers: str, *others: str) -> list[str]:
+    def arguments(self, tiers: str, *others: str) -> list[str]:
         return [
             str(self.model), "--kv-offload", tiers, *others,
             "--num-blocks", str(self.pool_blocks),

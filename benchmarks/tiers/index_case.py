@@ -42,7 +42,9 @@ class IndexCase:
     def __init__(self, folder: Path, entries: int) -> None:
         self._folder = folder
         self.entries = entries
-        self._capacity = _capacity_for(entries)
+        sizes = range(2**21 + 1, 2**50)  # of which the smallest that has so many slots is taken
+        place = bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)
+        self._capacity = sizes[place]
         with _sparse_slots():
             opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
         with contextlib.closing(opened):
@@ -119,12 +121,6 @@ class IndexCase:
         if store.stats().blocks != self.entries:
             raise WrongWork(f"the store opened with {store.stats().blocks} blocks")
         return store
-
-
-def _capacity_for(entries: int) -> int:
-    """The smallest capacity that has so many slots."""
-    sizes = range(2**21 + 1, 2**50)
-    return sizes[bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)]
 
 
 @contextlib.contextmanager

@@ -86,7 +86,9 @@ def fill_report(report: Report, traces: Mapping[str, Trace], answers: Sequence[A
                     "microseconds_per_block": 1e6 * answer.seconds / trace.num_accesses,
                 }
             case PairCell() as cell, TwoTierOutcome() as outcome:
-                rows = two[trace.name].setdefault(pair_name(cell), {})
+                # In percent of the distinct blocks.
+                pair = f"{cell.upper_percent}_over_{cell.lower_percent}"
+                rows = two[trace.name].setdefault(pair, {})
                 rows[row_name(cell)] = asdict(outcome) | {"hit_percent": outcome.hit_percent}
     report.figures["one_tier"] = {name: _in_order(rows) for name, rows in one.items()}
     report.figures["two_tiers"] = two
@@ -96,11 +98,6 @@ def fill_report(report: Report, traces: Mapping[str, Trace], answers: Sequence[A
         }
     _add_policy_ratios(report)
     _add_admission_ratios(report)
-
-
-def pair_name(cell: PairCell) -> str:
-    """`1_over_5`, in percent of the distinct blocks."""
-    return f"{cell.upper_percent}_over_{cell.lower_percent}"
 
 
 def row_name(cell: PairCell) -> str:

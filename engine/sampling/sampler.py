@@ -465,7 +465,7 @@ def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
         values, indices = logits.max(dim=-1)
         return values, indices
     whole = num_blocks * _HIGHEST_BLOCK
-    blocks = logits[:, :whole].unflatten(1, (num_blocks, _HIGHEST_BLOCK))
+    blocks = logits[:, :whole].reshape(num_rows, num_blocks, _HIGHEST_BLOCK)
     values, block = blocks.amax(dim=-1).max(dim=-1)
     index = blocks[torch.arange(num_rows), block].argmax(dim=-1) + block * _HIGHEST_BLOCK
     if whole < vocab_size:

@@ -268,7 +268,7 @@ class GrammarManager:
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
-        has_any = words.any(axis=1).tolist()
+        has_any: list[bool] = np.asarray(words.any(axis=1)).tolist()
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0

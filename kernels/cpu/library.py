@@ -85,8 +85,8 @@ def cpu_library() -> CpuLibrary | Missing:
 
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
-    """The library at `path`, whichever variant is `wanted`: `auto`, one of VARIANTS or `none`. Never
-    raises: what is wrong with the file, the processor or the wish is in the answer."""
+    """The library at `path`, whichever variant is `wanted`: `auto`, one of VARIANTS or `none`.
+    Never raises: what is wrong with the file, the processor or the wish is in the answer."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
@@ -121,7 +121,7 @@ def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:
         16 if variant == "avx512" else 8,
         check=_function(library, "check"),
         workspace_bytes=functools.partial(workspace, number),
-        attend=lambda step, threads: attend(number, step, parallel, threads),  # type: ignore[no-any-return]
+        attend=lambda step, threads: attend(number, step, parallel, threads),
     )
 
 

@@ -397,11 +397,8 @@ def set_ratios(results: Results, name: str) -> None:
     in_decode = [row for row in rows if row["kind"] == decode.NAME]
     for kind, of_kind in ((prefill.NAME, in_prefill), (decode.NAME, in_decode)):
         if of_kind:
-            results.set_ratio(f"{kind}_over_{name}", _speedup(of_kind, name))
-
-
-def _speedup(rows: Iterable[Row], name: str) -> float:
-    return geometric_mean([row["peers"][name] / row["seconds"] for row in rows])
+            ratios = [row["peers"][name] / row["seconds"] for row in of_kind]
+            results.set_ratio(f"{kind}_over_{name}", geometric_mean(ratios))
 
 
 SECTION = Section(

@@ -155,7 +155,8 @@ def test_resetting_the_prefix_cache(make_core: MakeCore) -> None:
 )
 def test_calls_that_cannot_be(make_core: MakeCore, name: str, argument: str) -> None:
     with pytest.raises(
-        ValueError, match=r"answers stats, follow, tool_called, reset_prefix_cache|takes (pool|new) or all"
+        ValueError,
+        match=r"answers stats, follow, tool_called, reset_prefix_cache|takes (pool|new) or all",
     ):
         make_core().call(name, argument)
 

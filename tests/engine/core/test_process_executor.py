@@ -215,7 +215,7 @@ def test_a_step_that_fails_in_the_worker_ends_its_requests_only(make_core: MakeC
     step.new_requests[0].block_ids = ([10**6] * 3,)
     handle = core.executor.dispatch(step)
     core.executor.sample(handle)
-    with pytest.raises(RuntimeError, match="Error|slots from -1 to the last one"):
+    with pytest.raises(RuntimeError, match=r"Error|slots from -1 to the last one"):
         core.executor.result(handle)
     core.scheduler.fail_step(step, "it failed")
     core.add(request("b", prompt_of(20)))
