@@ -99,8 +99,10 @@ class Rig:
         # As the pool is made: what is different is what the device does.
         plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
         self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
+        noise = np.frombuffer(os.urandom(MIB), np.uint8)
         for region in (self.pool, self.slab, *self.plain):
-            _fill(region)
+            for block in region:
+                block[:] = np.resize(noise, block.shape)
         self.device = CpuCopyDevice()
         self.device.register_slab(self._slab)
         self.signal = CopySignal()
@@ -227,12 +229,6 @@ def copy_plainly(source: Bytes, target: Bytes, moves: Pairs, length: int = 1) ->
     """memcpy of `length` blocks at a time, at these places."""
     for at, to in moves:
         np.copyto(target[to : to + length], source[at : at + length])
-
-
-def _fill(region: Bytes) -> None:
-    noise = np.frombuffer(os.urandom(MIB), np.uint8)
-    for block in region:
-        block[:] = np.resize(noise, block.shape)
 
 
 @dataclass(slots=True)
