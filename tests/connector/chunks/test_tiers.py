@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.chunks import build
+from stratakv.connector.chunks import build, mover
 from stratakv.connector.chunks.settings import chunk_host
 from stratakv.connector.chunks.tiers import ChunkTiers
 
@@ -85,6 +86,28 @@ def test_every_job_ends_when_the_thread_fails(
     assert not any(put(tiers, range(4)))
     assert not any(tiers.lookup(keys(0)).result(WAIT_SECONDS))
     monkeypatch.undo()
+
+
+def test_a_load_that_threads_share_is_compared_whole(
+    tiers: ChunkTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "SHARE_BYTES", LAYOUT.page_bytes)
+    bring, names = ChunkTiers._bring_some, set()
+
+    def noted(self: ChunkTiers, arrived: Any) -> list[bytes]:
+        names.add(threading.current_thread().name)
+        return bring(self, arrived)
+
+    monkeypatch.setattr(ChunkTiers, "_bring_some", noted)
+    assert all(put(tiers, range(9)))
+    with tiers.lock:
+        slab = tiers._slab
+        for slot in slab.pin(keys(2, 5), touch=False):
+            slab.buffer(slot)[7] ^= 1
+        slab.unpin(keys(2, 5))
+    assert get(tiers, range(9)) == [number not in (2, 5) for number in range(9)]
+    assert len(names) == mover.COPY_THREADS
+    assert tiers.damaged == 2
 
 
 def _fails(*_: Any) -> Any:
