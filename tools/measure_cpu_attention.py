@@ -183,7 +183,9 @@ class Steps:
     ) -> None:
         total = sum(counts.values())
         self._runner.execute(
-            SchedulerOutput(new, cached or CachedRequestData(), counts, total, self._finished, set())
+            SchedulerOutput(
+                new, cached or CachedRequestData(), counts, total, self._finished, set()
+            )
         )
         self._finished = set()
 

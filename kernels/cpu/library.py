@@ -85,8 +85,8 @@ def cpu_library() -> CpuLibrary | Missing:
 
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
-    """The library at `path`, whichever variant is `wanted`: `auto`, one of VARIANTS or `none`. Never
-    raises: what is wrong with the file, the processor or the wish is in the answer."""
+    """The library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Never raises:
+    what is wrong with the file, the processor or the wish is in the answer."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")

@@ -130,9 +130,7 @@ class GatherForward:
         return launch_of(self._model, self._attention, plan, step)
 
 
-def launch_of(
-    model: Decoder, attention: Attention[Plan], plan: Plan, step: StepInputs
-) -> Launch:
+def launch_of(model: Decoder, attention: Attention[Plan], plan: Plan, step: StepInputs) -> Launch:
     """A step on the CPU; its tensors share the memory of the step's arrays."""
     token_ids = torch.from_numpy(step.token_ids)
     if step.late is not None:
