@@ -76,17 +76,21 @@ class Missing:
 @functools.cache
 def cpu_library() -> CpuLibrary | Missing:
     """Looked for once in a process; the answer is logged."""
-    found = open_library(Path(__file__).with_name(FILE_NAME), os.environ.get(VARIABLE, AUTO))
+    wanted = os.environ.get(VARIABLE, AUTO)
+    found = open_library(Path(__file__).with_name(FILE_NAME), wanted)
     if isinstance(found, Missing):
-        logger.info("attention on the CPU by torch, without kernels of our own: %s", found.reason)
+        level = logging.INFO if wanted in (AUTO, NONE) else logging.WARNING
+        logger.log(
+            level, "attention on the CPU by torch, without compiled kernels: %s", found.reason
+        )
     else:
         logger.info("attention on the CPU by kernels for %s", found.variant)
     return found
 
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
-    """The library at `path`, whichever variant is `wanted`: `auto`, one of VARIANTS or `none`.
-    Never raises: what is wrong with the file, the processor or the wish is in the answer."""
+    """The library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`. Raises
+    nothing: what is wrong with the file, the processor or the wish is in the answer."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")

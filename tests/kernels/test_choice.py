@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from stratakv.kernels import choice
-from stratakv.kernels.choice import AUTO, PLAIN, TRITON, Hardware, KernelRefused, choose_kernel
+from stratakv.kernels.choice import (
+    AUTO,
+    NATIVE,
+    PLAIN,
+    TRITON,
+    Hardware,
+    KernelRefused,
+    choose_kernel,
+)
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 H200 = Hardware("NVIDIA H200", (9, 0), True)
@@ -106,6 +114,21 @@ def test_the_interpreter_runs_only_what_names_triton(machine: pytest.MonkeyPatch
         choose_kernel(TRITON, CPU)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_compiled_one_on_the_cpu_where_it_can(
+    machine: pytest.MonkeyPatch, strict: bool
+) -> None:
+    give(machine, H200)
+    for wanted in (AUTO, NATIVE):
+        assert choose_kernel(wanted, CPU, native_unsupported=None, strict=strict) == NATIVE
+    assert choose_kernel(AUTO, CPU, native_unsupported="not built", strict=strict) == PLAIN
+    assert choose_kernel(AUTO, CUDA, native_unsupported=None, strict=strict) == TRITON
+    with pytest.raises(KernelRefused, match="cannot run: not built; use the plain one"):
+        choose_kernel(NATIVE, CPU, native_unsupported="not built")
+    with pytest.raises(KernelRefused, match="cannot run: its tensors are on cuda"):
+        choose_kernel(NATIVE, CUDA, native_unsupported=None)
+
+
 def test_other_devices(machine: pytest.MonkeyPatch) -> None:
     give(machine, H200)
     assert choose_kernel(AUTO, META, strict=True) == PLAIN
@@ -115,7 +138,7 @@ def test_other_devices(machine: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wanted", ["", "Triton", "cuda"])
 def test_an_unknown_kernel(wanted: str) -> None:
-    with pytest.raises(KernelRefused, match=f"one of auto, triton, plain, not '{wanted}'"):
+    with pytest.raises(KernelRefused, match=f"one of auto, triton, native, plain, not '{wanted}'"):
         choose_kernel(wanted, CPU)
 
 

@@ -17,7 +17,7 @@ from stratakv.connector.base import (
 from stratakv.engine.models import attention
 from stratakv.engine.scheduler.output import CachedRequestData, SchedulerOutput
 from stratakv.engine.worker.forward import attention_metadata
-from stratakv.engine.worker.runtime import runtimes
+from stratakv.engine.worker.runtime.device_config import GATHER, Placement
 from stratakv.tiers.settings.values import ConfigError
 
 LLAMA3 = {
@@ -122,12 +122,11 @@ def test_long_prompts_use_tiles_and_still_equal_transformers(
 
 
 def test_a_gather_cut_into_pieces_changes_nothing(checkpoint, driver, prompt_of, monkeypatch):
-    monkeypatch.setattr(runtimes, "reason_against_in_place", lambda *_: "blocks are gathered here")
     path = checkpoint()
     lengths = (5, 300, 12, 180, 160, 33, 31, 2, 290)
 
     def run() -> tuple[list[list[int]], int]:
-        drive = driver(path, num_blocks=300)
+        drive = driver(path, num_blocks=300, placement=Placement(attention_backend=GATHER))
         for i, length in enumerate(lengths):
             drive.add(f"r{i}", prompt_of(length, i))
         for _ in range(7):

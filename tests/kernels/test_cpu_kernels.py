@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels of the CPU against float64 loops, in every variant that runs here, and the
+library when it is missing, broken, or asked for in a form that this processor does not run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratakv.kernels.attention import attention_checks
+from stratakv.kernels.attention.paged_decode import paged_decode
+from stratakv.kernels.choice import AUTO, NATIVE, KernelRefused
+from stratakv.kernels.cpu import library, paged_attention
+from stratakv.kernels.cpu.library import VARIABLE, VARIANTS, CpuLibrary, Missing, open_library
+from stratakv.kernels.cpu.paged_attention import CpuAttentionStep, Workspace
+
+from .decode_batches import assert_right, make_case
+from .prefill_batches import Case, make_batch
+
+CPU = torch.device("cpu")
+PATH = Path(library.__file__).with_name(library.FILE_NAME)
+NATIVE_ONLY = pytest.mark.skipif(
+    isinstance(open_library(PATH), Missing), reason=f"needs the library: {open_library(PATH)}"
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Query heads of a kv head, kv heads, head size, block size.
+SHAPES = ((1, 1, 16, 1), (2, 2, 64, 16), (4, 1, 128, 32), (7, 2, 80, 5), (17, 1, 48, 4))
+OPTIONS = ({}, {"window": 7}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20})
+# Each dtype meets each shape, and each shape most options.
+CASES = [
+    (dtype, shape, OPTIONS[number % len(OPTIONS)])
+    for number, (dtype, shape) in enumerate(itertools.product(DTYPES, SHAPES))
+]
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One variant of the library, as the variable would choose it."""
+    found = open_library(PATH, request.param)
+    if isinstance(found, Missing):
+        pytest.skip(found.reason)
+    monkeypatch.setattr(paged_attention, "cpu_library", lambda: found)
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize(("dtype", "shape", "options"), CASES)
+def test_decode_is_right(variant: str, dtype: torch.dtype, shape: tuple, options: dict) -> None:
+    group, kv_heads, head_dim, block_size = shape
+    lengths = [2 * block_size + 3, block_size + 1, 0, 1, block_size, 257]
+    case = make_case(
+        CPU, lengths, group=group, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, **options,
+    )  # fmt: skip
+    assert_right(case, case.run(NATIVE))
+
+
+@pytest.mark.parametrize(("dtype", "shape", "options"), CASES)
+def test_chunks_are_right(variant: str, dtype: torch.dtype, shape: tuple, options: dict) -> None:
+    """Many rows and few, fresh and behind a context, shorter than their rows, and none at all."""
+    group, kv_heads, head_dim, block_size = shape
+    chunks = ((70, 0), (1, 65), (3, 260), (3, -1), (40, -20), (0, 5))
+    case = Case(
+        chunks, heads=group * kv_heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_size=block_size, dtype=dtype, **options,
+    )  # fmt: skip
+    make_batch(case, CPU).check(NATIVE)
+
+
+def bits_of(case: object, threads: int) -> torch.Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return case.run(NATIVE)  # type: ignore[attr-defined, no-any-return]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_requests_bits_depend_neither_on_threads_nor_on_other_requests(variant: str) -> None:
+    """Enough work that several threads are used where there are several."""
+    case = make_case(CPU, [3000, 700, 2100, 5], group=2, kv_heads=2)
+    alone, together = bits_of(case, 1), bits_of(case, 3)
+    assert torch.equal(alone, together)
+    single = paged_decode(
+        case.q[1:2], case.kv, case.block_tables[1:2], case.seq_lens[1:2], kernel=NATIVE,
+        **case.options,
+    )  # fmt: skip
+    assert torch.equal(single[0], alone[1])
+    long = make_batch(Case(((300, 400), (1, 2000), (20, 0)), heads=4, kv_heads=2), CPU)
+    # Rows of no request stay NaN, which equals nothing.
+    assert torch.equal(bits_of(long, 1).nan_to_num(9.0), bits_of(long, 3).nan_to_num(9.0))
+
+
+def step_of(**changes: torch.Tensor) -> CpuAttentionStep:
+    arguments = {
+        "block_tables": torch.tensor([[1, 2]], dtype=torch.int32),
+        "seq_lens": torch.tensor([20], dtype=torch.int32),
+        "query_starts": torch.tensor([0, 2], dtype=torch.int32),
+        "slots": torch.tensor([18, 19]),
+    }
+    return CpuAttentionStep(
+        torch.zeros(4, 2, 16, 2, 16), num_tokens=2, num_heads=4, scale=1.0, workspace=Workspace(),
+        **{**arguments, **changes},
+    )  # fmt: skip
+
+
+def test_a_step_writes_and_then_attends(variant: str) -> None:
+    pool = torch.zeros(4, 2, 16, 2, 16)
+    k, v = torch.randn(2, 2, 2, 16)
+    out = torch.empty(2, 4, 16)
+    step_of(slots=torch.tensor([18, -1])).run(torch.randn(2, 4, 16), pool, out, (k, v))
+    assert torch.equal(pool[1, 0, 2], k[0]) and torch.equal(pool[1, 1, 2], v[0])
+    assert int(pool.count_nonzero()) == 2 * k[0].numel()
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"slots": torch.tensor([18, 64])}, "slots from -1 to the last one"),
+        ({"slots": torch.tensor([18, -2])}, "slots from -1 to the last one"),
+        ({"block_tables": torch.tensor([[1, 4]], dtype=torch.int32)}, "block ids of the pool"),
+        ({"block_tables": torch.tensor([[-1, 2]], dtype=torch.int32)}, "block ids of the pool"),
+        ({"seq_lens": torch.tensor([33], dtype=torch.int32)}, "lengths that the block tables hold"),
+        ({"query_starts": torch.tensor([0, 3], dtype=torch.int32)}, "query_starts that ascend"),
+        ({"query_starts": torch.tensor([2, 0], dtype=torch.int32)}, "query_starts that ascend"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(
+    variant: str, changes: dict[str, torch.Tensor], expected: str
+) -> None:
+    with pytest.raises(KernelRefused, match=expected):
+        step_of(**changes)
+
+
+@NATIVE_ONLY
+def test_auto_takes_the_library_on_the_cpu_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, odd = make_case(CPU, [20]), make_case(CPU, [20], head_dim=20)
+    called = []
+    run = CpuAttentionStep.run
+    monkeypatch.setattr(
+        CpuAttentionStep, "run", lambda self, *given: called.append(1) or run(self, *given)
+    )
+    assert_right(case, case.run(AUTO))
+    assert called
+    assert_right(odd, odd.run(AUTO))
+    assert len(called) == 1
+    with pytest.raises(KernelRefused, match="up to 512, and these are 20"):
+        odd.run(NATIVE)
+
+
+def test_without_the_library_the_plain_twin_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(CPU, [20, 0, 7])
+    monkeypatch.setattr(paged_attention, "cpu_library", lambda: Missing("it was eaten"))
+    assert attention_checks.reason_against_native(case.q, case.kv, 1.0) == "it was eaten"
+    assert_right(case, case.run(AUTO))
+    with pytest.raises(KernelRefused, match="cannot run: it was eaten; use the plain one"):
+        case.run(NATIVE)
+
+
+def test_a_missing_a_broken_and_another_library_are_told_apart(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF" + bytes(100))
+    other = Path(torch.__file__).parent / "lib" / "libc10.so"
+    for path, reason in (
+        (tmp_path / "none.so", "they were not built; install again where there is a C"),
+        (broken, "broken.so cannot be used"),
+        (other, "libc10.so cannot be used"),
+    ):
+        found = open_library(path)
+        assert isinstance(found, Missing) and reason in found.reason
+
+
+@NATIVE_ONLY
+def test_half_a_library_and_one_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "half.so"
+    half.write_bytes(PATH.read_bytes()[: PATH.stat().st_size // 2])
+    found = open_library(half)
+    assert isinstance(found, Missing) and "half.so cannot be used" in found.reason
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    found = open_library(PATH)
+    assert isinstance(found, Missing) and "is of another version" in found.reason
+
+
+@NATIVE_ONLY
+def test_the_variable_names_a_variant() -> None:
+    assert isinstance(open_library(PATH), CpuLibrary)
+    assert open_library(PATH, "none") == Missing(f"{VARIABLE} says none")
+    found = open_library(PATH, "sse")
+    assert (
+        isinstance(found, Missing) and "takes auto, avx2, avx512, none, not 'sse'" in found.reason
+    )
+    narrow = open_library(PATH, "avx2")
+    assert isinstance(narrow, CpuLibrary) and (narrow.variant, narrow.lanes) == ("avx2", 8)
+
+
+def test_the_choice_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, "none")
+    library.cpu_library.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert isinstance(library.cpu_library(), Missing)
+        assert [message for message in caplog.messages if VARIABLE in message] == caplog.messages
+        assert len(caplog.messages) == 1
+    finally:
+        library.cpu_library.cache_clear()
