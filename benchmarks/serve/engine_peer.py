@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..harness.peer import PeerRun, Work, serve
 from ..harness.workloads import CONTEXT_TOKENS
@@ -16,7 +17,11 @@ from ..offload.workbench import MeasuredEngine, greedy
 
 def make_work(model_path: Path, threads: int, pool_blocks: int) -> Work:
     """Load the model; the function that runs prompts on it."""
-    options = {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "num_threads": threads,
+        "max_model_len": CONTEXT_TOKENS,
+        "dtype": "float32",
+    }
     if pool_blocks:
         options["num_blocks"] = pool_blocks
     engine = MeasuredEngine(model_path, options)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOOLS = ROOT / "tools"
 TABLE = ROOT / "kernels" / "resources.json"
-START_SECONDS = 60  # to import torch and triton on a busy machine
+START_SECONDS = 100  # to import torch and triton on a busy machine
 CONFIGURATION_SECONDS = 30  # to compile one for every target
 
 # A line of JSON has the options of a run, and a line answers what the command line would give.

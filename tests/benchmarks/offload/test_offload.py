@@ -29,11 +29,8 @@ PLAN = Plan(Path("model"), 2, 100, 32, 4, 16, 2**20, 2**24)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it starts servers, one after the other
-def test_every_phase_of_a_small_plan(
-    tmp_path: Path, one_layer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_phase_of_a_small_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "offload", "--quick", "--out", str(tmp_path), "--documents", "3"]
-    words += ["--model", str(one_layer)]
     assert main([*words, "--prefix-tokens", "400", "--output-tokens", "4"]) == 0
     written = json.loads((tmp_path / "offload.json").read_text())
     assert {"environment", "limits", "figures", "ratios"} <= written.keys()
