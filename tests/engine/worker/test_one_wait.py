@@ -81,8 +81,9 @@ def move_model(model: Decoder) -> None:
     def linear(old: Linear) -> Linear:
         return Linear(there(old._weight), None if old._bias is None else there(old._bias))
 
-    for name in ("_embedding", "_last_norm", "_cos", "_sin"):
+    for name in ("_embedding", "_last_norm"):
         setattr(model, name, there(getattr(model, name)))
+    model._tables = [(there(cos), there(sin)) for cos, sin in model._tables]
     model._head = linear(model._head)
     for part in (part for layer in model._layers for part in (layer, layer._mlp)):
         for name in part.__slots__:
