@@ -5,7 +5,7 @@ worker side, which may live in another process."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ..tiers.assemble import close_stores, make_admission, make_slab, open_store
 from ..tiers.base import StoreTier
 from ..tiers.block import BlockLayout
 from ..tiers.cpu import CpuSlab
+from ..tiers.errors import TierConfigError
 from ..tiers.hierarchy.hierarchy import READ_SECONDS, WATERMARK, Hierarchy
 from ..tiers.peers.serving import SlabServing
 from ..tiers.tag import Tagger
@@ -24,6 +25,7 @@ from .fp8_codec import Fp8Codec
 from .offload_scheduler import OffloadScheduler
 from .offload_worker import OffloadWorker
 from .rates import PrefillRate
+from .reach import Reach
 from .transfer import CopySignal
 
 
@@ -99,6 +101,7 @@ def build_scheduler_side(
     progress: Callable[[int, int], None] | None = None,
     wrap_store: Callable[[StoreTier], StoreTier] | None = None,
     num_groups: int = 1,
+    reaches: Sequence[Reach] = (),
     prefill: PrefillRate | None = None,
     block_tokens: int | None = None,
 ) -> BuiltSide:
@@ -107,13 +110,20 @@ def build_scheduler_side(
     `namespace` binds the stores to whoever may read them, usually the root of the block identity.
     `progress` is called with bytes done and bytes in all while memory is faulted in. `wrap_store`
     may put something around each store below the slab, such as
-    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of this
-    layout. `prefill` is what computing costs, where somebody else measures it. `block_tokens`: of a
-    block whose layout does not say so, since its bytes are another engine's.
+    `tiers/fault_injection/store.py` for a drill. `num_groups` cache groups have blocks of
+    this layout, of which a request needs what `reaches` says (without it: all). `prefill` is what
+    computing costs, where somebody else measures it. `block_tokens`: of a block whose layout does
+    not say so, since its bytes are another engine's.
     Raises TierConfigError for sizes, paths and names that cannot work; nothing stays open then. A
     store that is down is waited for behind the scenes, unless the settings require it: then
     TierDown says which.
     """
+    if settings.load is Choice.OVERLAP and not all(reach.is_full for reach in reaches):
+        raise TierConfigError(
+            "a load of this model cannot be overlapped with its computing, because some of its "
+            "layers see only the tokens of a window and their blocks come for one length; take "
+            "--kv-offload-load auto or always"
+        )
     # The stores first: faulting a slab in takes seconds, and a bad path should not wait for that.
     stores = open_stores(layout, settings, namespace=namespace, codecs={"fp8": Fp8Codec})
     try:
@@ -125,7 +135,9 @@ def build_scheduler_side(
         try:
             serving = serve_slab(slab, settings, namespace=namespace)
             block_size = slab.layout.block_size if block_tokens is None else block_tokens
-            side = _connect(slab, stores, settings, block_size, num_groups, prefill, serving)
+            side = _connect(
+                slab, stores, settings, block_size, num_groups, reaches, prefill, serving
+            )
         except BaseException:
             if serving is not None:
                 serving.close(0.0)
@@ -169,6 +181,7 @@ def _connect(
     settings: OffloadSettings,
     block_size: int,
     num_groups: int,
+    reaches: Sequence[Reach],
     prefill: PrefillRate | None,
     serving: SlabServing | None,
 ) -> OffloadScheduler:
@@ -189,6 +202,7 @@ def _connect(
         block_size,
         signal,
         num_groups=num_groups,
+        reaches=reaches,
         choice=settings.load,
         prefill=prefill,
         serving=serving,

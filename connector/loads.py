@@ -44,6 +44,7 @@ from .base import (
 from .counters import OffloadCounters
 from .economics import OVERLAP_PARTS, PIECES_AT_ONCE
 from .rates import ReadTimes
+from .reach import Needs
 from .transfer import JobIds, whole_positions
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
@@ -83,6 +84,7 @@ class Load:
     fault: str | None = None  # see `LoadReport.failure`
     context: RequestContext = NO_CONTEXT
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
+    needs: Needs | None = None  # where not every group needs every position: all comes, or nothing
     # Of an overlapped load:
     is_overlapped: bool = False
     piece_blocks: int = 0
@@ -155,16 +157,19 @@ class Loads:
         max_wait_seconds: Callable[[int], float | None],
         context: RequestContext = NO_CONTEXT,
         num_short_tokens: int = 0,
+        needs: Needs | None = None,
     ) -> float | None:
         """Begin a load whose request waits for it. `origins`: where blocks came from that were read
         ahead for it and now are in the slab. `max_wait_seconds`: how many seconds to wait at most,
         given the first position that is not there yet. `num_short_tokens`: that are not wanted of
-        the last position. When the load is given up, if ever."""
-        num_blocks = len(keys) // self._num_parts
+        the last position. `needs`: what the keys are of, where some groups have windows. When the
+        load is given up, if ever."""
+        num_blocks = len(keys) // self._num_parts if needs is None else needs.num_positions
         load = Load(
             request_id, 0, list(keys), block_ids, num_blocks, time.monotonic(), num_blocks, 0,
             num_short_tokens=num_short_tokens,
             context=context,
+            needs=None if needs is None or needs.is_whole else needs,
         )  # fmt: skip
         ticket = self._read(load, 0, num_blocks)
         if origins:
@@ -174,7 +179,10 @@ class Loads:
         for key in keys:
             coming[key] = coming.get(key, 0) + 1
         if not ticket.done():
-            seconds = max_wait_seconds(ticket.slots.index(None) // self._num_parts)
+            is_part = load.needs is None
+            seconds = max_wait_seconds(
+                ticket.slots.index(None) // self._num_parts if is_part else 0
+            )
             load.give_up_at = None if seconds is None else load.started + seconds
         return load.give_up_at
 
@@ -297,9 +305,10 @@ class Loads:
         return reports
 
     def _read(self, load: Load, start: int, end: int) -> LoadTicket:
-        ticket = self._hierarchy.begin_load(
-            load.keys[start * self._num_parts : end * self._num_parts], load.context
-        )
+        keys = load.keys
+        if load.needs is None:
+            keys = keys[start * self._num_parts : end * self._num_parts]
+        ticket = self._hierarchy.begin_load(keys, load.context)
         self._read_times.watch(ticket)
         load.reading.append(Piece(start, end, ticket))
         return ticket
@@ -319,13 +328,17 @@ class Loads:
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
         piece.end = missing // self._num_parts
+        if load.needs is not None:
+            piece.end = load.num_blocks if missing == len(slots) else 0
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
         elif not piece.end:
             reason = "unavailable" if piece.ticket.done() else "slow"
             self._end_blocking(load, piece, reason)
         else:
-            self._copy(load, piece, cast("list[int]", slots[: piece.end * self._num_parts]), meta)
+            if load.needs is None:
+                slots = slots[: piece.end * self._num_parts]
+            self._copy(load, piece, cast("list[int]", slots), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
         """Copy what has come of a piece and still is in front of the compute frontier, from its end
@@ -349,13 +362,16 @@ class Loads:
     def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
         """One job for each part of a piece."""
         load.copying.append(piece)
+        needs = load.needs
         for index, part in enumerate(self._parts):
-            job = CopyJob(
-                self._job_ids.next(),
-                list(load.block_ids[index][piece.start : piece.end]),
-                slots[index :: self._num_parts],
-                part,
-            )
+            ids = load.block_ids[index]
+            if needs is None:
+                own, ids = slots[index :: self._num_parts], ids[piece.start : piece.end]
+            else:
+                own, ids = needs.of_group(slots, index), ids[needs.lows[index] :]
+                if not own:
+                    continue
+            job = CopyJob(self._job_ids.next(), list(ids), own, part)
             piece.jobs.add(job.job_id)
             self._piece_of[job.job_id] = load, piece
             meta.loads.append(job)
@@ -378,14 +394,20 @@ class Loads:
                 del coming[key]
         num_blocks = 0 if failure else piece.end
         if num_blocks:
-            self._counters.count_load_copy(num_blocks * self._position_bytes)
+            num_bytes = num_blocks * self._position_bytes
+            if load.needs is not None:
+                num_bytes = len(load.keys) * self._hierarchy.block_bytes
+            self._counters.count_load_copy(num_bytes)
         if num_blocks < load.num_blocks:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
         # Given up while it was late, it has not failed.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
-        tiers = self._tiers_of(ticket)[:num_blocks]
+        if load.needs is None:
+            tiers = self._tiers_of(ticket)[:num_blocks]
+        else:
+            tiers = load.needs.by_position(ticket.tiers, self._hierarchy.tiers)[:num_blocks]
         load.blocks_by_tier.update(tiers)
         report = self._report_of(load)
         if load.num_short_tokens and num_blocks == load.num_blocks:

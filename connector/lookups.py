@@ -17,9 +17,11 @@ from ..tiers.hierarchy.hierarchy import Hierarchy, Prefix
 from ..tiers.hierarchy.promotions import LoadTicket
 from .base import RequestView
 from .counters import OffloadCounters
-from .economics import NONE_READ, Economics, Plan
+from .economics import NONE_READ, NOTHING, Economics, Plan
 from .rates import ReadTimes
+from .reach import EVERYTHING, Needs, Reach
 from .transfer import Remembered, whole_positions
+from .window_lookups import WindowSearch
 
 # One look-up of a long context holds the keys of thousands of blocks, and a step asks for few
 # requests again: the first that waits, and those that were told to.
@@ -34,7 +36,9 @@ AHEAD_SHARE = 0.25
 class Lookup:
     """The answer of `find` for the positions `first` to `end` of a request. A position has a key
     for each cache group, side by side in `keys`, and is found if all of them are; `prefix.tiers`
-    has an entry for each position."""
+    has an entry for each position.
+
+    Where some groups have windows, `keys` are those that `needs` says, of the longest hit."""
 
     first: int
     keys: list[bytes]
@@ -44,6 +48,10 @@ class Lookup:
     plan: Plan | None = None  # what is done about it
     is_decided: bool = False  # such a plan was made before, perhaps on an older answer
     num_queued_tokens: int = 0  # to be computed before this request, when the plan was made
+    # With windows:
+    needs: Needs | None = None
+    digests: Sequence[bytes] = ()  # of all positions that were looked for
+    most_tokens: int = 0  # that are not computed
 
 
 class Lookups:
@@ -59,8 +67,13 @@ class Lookups:
         economics: Economics,
         read_times: ReadTimes,
         num_sharing: Callable[[str], int],
+        reaches: Sequence[Reach] = (EVERYTHING,),
     ) -> None:
-        """`num_sharing`: see `Economics.plan`, of a request that would load."""
+        """`num_sharing`: see `Economics.plan`, of a request that would load. `reaches`: of each
+        group."""
+        self._windows: WindowSearch | None = None
+        if not all(reach.is_full for reach in reaches):
+            self._windows = WindowSearch(hierarchy, block_size, suffixes, reaches)
         self._num_sharing = num_sharing
         self._hierarchy = hierarchy
         self._block_size = block_size
@@ -95,6 +108,11 @@ class Lookups:
             self._observed.put(request_id, None)
             self._hierarchy.observe(self.keys_of(request.block_hashes))
         if not self._hierarchy.has_stores or request_id in self._read_ahead:
+            return
+        if self._windows is not None:
+            # Which blocks will be needed depends on what there is, so nothing is read ahead.
+            digests = self._digests_of(request)[: self.end_of(request)]
+            self._hierarchy.prefetch_lookup(self.keys_of(digests), context)
             return
         lookup = self.of(request, 0, self.end_of(request))
         if lookup is None:
@@ -190,6 +208,8 @@ class Lookups:
         version = self._hierarchy.version
         digests = self._digests_of(request)
         known = self._lookups.get(request.request_id)
+        if self._windows is not None:
+            return self._of_windows(self._windows, request, digests[first:end], first, known)
         # The last digest stands for the whole chain, also where an id is used again.
         if (
             known is None
@@ -214,6 +234,35 @@ class Lookups:
         self._lookups.put(request.request_id, lookup)
         return lookup
 
+    def _of_windows(
+        self,
+        windows: WindowSearch,
+        request: RequestView,
+        digests: Sequence[bytes],
+        first: int,
+        known: Lookup | None,
+    ) -> Lookup:
+        most_tokens = request.num_tokens - 1
+        is_same = known is not None and (known.first, known.most_tokens) == (first, most_tokens)
+        is_same = is_same and known is not None and known.digests[-1] == digests[-1]
+        version = self._hierarchy.version
+        if known is not None and is_same and known.version == version:
+            return known
+        needs, keys, prefix = windows.find(digests, first, most_tokens)
+        is_counted = known is not None and is_same and known.is_counted
+        lookup = Lookup(first, keys, prefix, version, is_counted, needs=needs, digests=digests)
+        lookup.most_tokens = most_tokens
+        lookup.is_decided = known is not None and is_same and known.is_decided
+        self._lookups.put(request.request_id, lookup)
+        return lookup
+
+    def _shorten(self, windows: WindowSearch, lookup: Lookup, num_blocks: int) -> None:
+        """Make the plan one of at most so many blocks: a hit of windows cannot be cut anywhere."""
+        digests = lookup.digests[:num_blocks]
+        found = windows.find(digests, lookup.first, lookup.most_tokens)
+        lookup.needs, lookup.keys, lookup.prefix = found
+        lookup.plan = Plan(lookup.needs.num_positions) if lookup.keys else NOTHING
+
     def plan_of(self, request_id: str, lookup: Lookup, num_queued_tokens: int) -> Plan:
         """The plan for what a look-up found; the same until something changes."""
         if lookup.plan is None:
@@ -229,6 +278,8 @@ class Lookups:
             )
             lookup.num_queued_tokens = num_queued_tokens
             lookup.is_decided = True
+            if self._windows is not None and lookup.plan.num_blocks < len(lookup.prefix.tiers):
+                self._shorten(self._windows, lookup, lookup.plan.num_blocks)
         return lookup.plan
 
     def _num_read_ahead(self, request_id: str) -> Mapping[str, int]:
@@ -244,7 +295,7 @@ class Lookups:
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
-            num_blocks = len(lookup.keys) // self._width
+            num_blocks = len(lookup.digests) or len(lookup.keys) // self._width
             self._counters.count_lookup(self._hierarchy.tiers, found, num_blocks)
 
     def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:

@@ -50,6 +50,7 @@ from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
 from .prefill_waits import PrefillWaits
 from .rates import PrefillRate, ReadTimes
+from .reach import EVERYTHING, Needs, Reach
 from .transfer import CopySignal, JobIds, Remembered
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ _RETRY = Match(0, MatchKind.RETRY)
 class OffloadScheduler(KVConnectorScheduler):
     """Decides what moves between the pool and `hierarchy`. Takes over the hierarchy.
 
-    `num_groups` cache groups have a block at each position. `prefill` is what computing costs, told
+    `num_groups` cache groups have a block at each position; `reaches` says of each which a request
+    needs, without which it is all. `prefill` is what computing costs, told
     by whoever runs steps. `serving` ends with it.
     """
 
@@ -77,6 +79,7 @@ class OffloadScheduler(KVConnectorScheduler):
         shard_rank: int = 0,
         shard_count: int = 1,
         num_groups: int = 1,
+        reaches: Sequence[Reach] = (),
         choice: Choice = Choice.AUTO,
         prefill: PrefillRate | None = None,
         serving: SlabServing | None = None,
@@ -84,6 +87,10 @@ class OffloadScheduler(KVConnectorScheduler):
         suffixes = [key_suffix(group, shard_rank, shard_count) for group in range(num_groups)]
         parts = [Part(group, shard_rank) for group in range(num_groups)]
         job_ids = JobIds()
+        reaches = tuple(reaches) or (EVERYTHING,) * num_groups
+        self._has_windows = not all(reach.is_full for reach in reaches)
+        # What a long load costs, position by position: of windows it brings the end.
+        num_whole = max(1, sum(reach.is_full for reach in reaches))
         self._hierarchy = hierarchy
         self._serving = serving
         self._block_size = block_size
@@ -91,7 +98,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._counters = OffloadCounters()
         tiers, block_bytes = hierarchy.tiers, hierarchy.block_bytes
         self._economics = Economics(
-            tiers, block_size, block_bytes, choice, num_groups=num_groups, prefill=prefill
+            tiers, block_size, block_bytes, choice, num_groups=num_whole, prefill=prefill
         )
         self._links = self._economics.links
         self._read_times = ReadTimes(
@@ -112,6 +119,7 @@ class OffloadScheduler(KVConnectorScheduler):
             self._economics,
             self._read_times,
             self._num_sharing,
+            reaches,
         )
         # The pool's keys carry the group already.
         self._shard = suffixes[0][_GROUP_BYTES:]
@@ -175,9 +183,9 @@ class OffloadScheduler(KVConnectorScheduler):
             self._retry_version = self._version
             return _RETRY
         waits = self._prefill_waits
-        if waits.expects_any and waits.begin(request, lookup):
+        if waits.expects_any and not self._has_windows and waits.begin(request, lookup):
             return _RETRY
-        tiers = lookup.prefix.tiers
+        tiers = lookup.prefix.tiers if lookup.keys else []
         plan = NOTHING
         if tiers:
             plan = self._lookups.plan_of(request_id, lookup, num_queued_tokens)
@@ -216,7 +224,11 @@ class OffloadScheduler(KVConnectorScheduler):
         request_id = request.request_id
         lookup = self._lookups.taken(request_id)
         num_blocks = -(-num_tokens // self._block_size)
-        keys = lookup.keys[: num_blocks * len(block_ids)]
+        keys = lookup.keys
+        if lookup.needs is None:
+            keys = keys[: num_blocks * len(block_ids)]
+        else:
+            _check_blocks(lookup.needs, num_blocks, block_ids)
         first_token = lookup.first * self._block_size
         context = self._lookups.context_of(request_id)
 
@@ -242,6 +254,7 @@ class OffloadScheduler(KVConnectorScheduler):
                 max_wait_seconds,
                 context,
                 num_blocks * self._block_size - num_tokens,
+                lookup.needs,
             )
             if give_up_at is not None:
                 self._alarm.at(give_up_at)
@@ -379,6 +392,8 @@ class OffloadScheduler(KVConnectorScheduler):
         """How many requests would compute if this one's load was overlapped, it included; 0 where
         another one that has no load under way computes, or will."""
         others = len(self._alive) - (request_id in self._alive)
+        if self._has_windows:
+            return 0  # what comes from the back would be of no use before the front has come by
         if not others:
             return 1
         loads = [load for load in self._loads if load.request_id in self._alive]
@@ -431,3 +446,14 @@ class OffloadScheduler(KVConnectorScheduler):
             self._links[self._hierarchy.tiers[0]].note(
                 num_bytes, output.load_copy_seconds, max(waited, output.load_copy_seconds)
             )
+
+
+def _check_blocks(needs: Needs, num_blocks: int, block_ids: GroupBlockIds) -> None:
+    """The pool and this side reckon what a window needs, each for itself."""
+    ids_of = zip(block_ids, needs.lows, strict=True)
+    if num_blocks == needs.num_positions and all(all(ids[low:]) for ids, low in ids_of):
+        return
+    raise RuntimeError(
+        f"a load of {num_blocks} blocks needs those from {needs.lows} on of {needs.num_positions}, "
+        "and the request has no places for some of them"
+    )

@@ -19,6 +19,7 @@ from .sampling_params import SamplingParams
 _LATER = {
     "max_tokens": 1, "stop": (), "include_stop_str_in_output": False, "skip_special_tokens": True,
     "bad_words": (), "logprobs": None, "prompt_logprobs": None, "repetition_detection": None,
+    "skip_reading_prefix_cache": False,
 }  # fmt: skip
 _DIGEST_CHARACTERS = 32
 

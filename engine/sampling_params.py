@@ -106,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt; others may find it
 
     def __post_init__(self) -> None:
         self._take_lists()
@@ -184,8 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"structured_outputs: {error}") from None
             msgspec.structs.force_setattr(self, "structured_outputs", asked)
         good = asked is None or isinstance(asked, StructuredOutputsParams)
-        _check(good, "structured_outputs", "a StructuredOutputsParams", asked)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in _FLAGS:
             value = getattr(self, name)
             _check(isinstance(value, bool), name, "True or False", value)
 
@@ -292,6 +292,9 @@ def with_changes(params: SamplingParams, **changes: int | None) -> SamplingParam
     return changed
 
 
+_FLAGS = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache",
+)  # fmt: skip
 _WHOLE = ("n", "max_tokens", "min_tokens", "top_k")
 _WHOLE_OR_NONE = ("seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
 _MARKS = ("reasoning_start_token_ids", "reasoning_end_token_ids")

@@ -13,6 +13,7 @@ have one size. The layers of a group attend alike, because a group forgets a blo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -71,6 +72,15 @@ class CacheGroups:
     def forgets(self) -> bool:
         """Whether some group does not keep all blocks of a sequence."""
         return not all(group.attention.is_full for group in self.groups)
+
+    def bound(self, fingerprint: str) -> str:
+        """The fingerprint of a model whose blocks lie as here, 64 hexadecimal digits. Where some
+        layers forget, which layers share a block is for this version to choose: one that chooses
+        otherwise must not find these blocks."""
+        if not self.forgets:
+            return fingerprint
+        plan = [[str(group.attention), *group.layers] for group in self.groups]
+        return hashlib.sha256(f"{fingerprint} {plan}".encode()).hexdigest()
 
     def num_pages(self, num_blocks: int) -> int:
         """The pages that take the memory of `num_blocks` over all layers. Raises ConfigError for
@@ -166,6 +176,14 @@ def _common_size(counts: Sequence[int]) -> int:
     kind with few layers has no place free in its pages; or the most, where that is nearly equal."""
     least, most = min(counts), max(counts)
     return most if most <= least * _NEARLY_EQUAL else least
+
+
+def describe_attention(groups: CacheGroups) -> str:
+    """How which layers attend, for a person."""
+    kinds: dict[LayerAttention, list[int]] = {}
+    for group in groups.groups:
+        kinds.setdefault(group.attention, []).extend(group.layers)
+    return _describe(kinds)
 
 
 def _describe(kinds: dict[LayerAttention, list[int]]) -> str:

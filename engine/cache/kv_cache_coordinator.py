@@ -47,6 +47,7 @@ class KVCacheCoordinator:
         self.block_size = block_size
         self._pool = pool
         self._hashes_per_block = hashes_per_block
+        self._is_plain = hashes_per_block == 1
         self._drops_last_hit = drops_last_hit
         self._group_ids = tuple(range(len(attention)))
         self._groups: tuple[GroupManager, ...] = tuple(
@@ -129,9 +130,14 @@ class KVCacheCoordinator:
             self._pool.drop_names(group.table(request_id))
             self._pool.drop_keys(digests, group.group_id)
 
-    def keys(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The names of the blocks of every group, head first in each, as the pool keeps them."""
-        return [d + group_suffix(i) for i in self._group_ids for d in digests]
+    def keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
+        """The names of the blocks of every group, head first in each, as the pool keeps them:
+        those that the token behind the first `num_tokens`, or any later one, reads."""
+        return [
+            digest + group_suffix(group.group_id)
+            for group in self._groups
+            for digest in digests[group.first_needed(num_tokens) :]
+        ]
 
     def revoke(self, request_id: str, num_tokens: int, counts: Sequence[int]) -> None:
         """Take names and the last `counts[i]` blocks of group i back; see
@@ -153,7 +159,7 @@ class KVCacheCoordinator:
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
         """Of digests that come more often than blocks, those that name one: the last of each."""
         each = self._hashes_per_block
-        return digests if each == 1 else digests[each - 1 :: each]
+        return digests if self._is_plain else digests[each - 1 :: each]
 
 
 class UnitaryCoordinator(KVCacheCoordinator):
@@ -163,13 +169,13 @@ class UnitaryCoordinator(KVCacheCoordinator):
         self, digests: Sequence[bytes], max_tokens: int
     ) -> tuple[GroupBlocks, int]:
         most = max_tokens // self.block_size
-        wanted = self.of_blocks(digests)[:most]
-        group = self._groups[0]
-        if group.attention.is_full:
-            [found] = self._pool.get_cached_prefix(wanted, self._group_ids)
+        wanted = digests[:most] if self._is_plain else self.of_blocks(digests)[:most]
+        if self._full_ids:
+            [found] = self._pool.get_cached_prefix(wanted, self._full_ids)
             if self._drops_last_hit and found:
                 del found[-1]
             return (found,), len(found) * self.block_size
+        group = self._groups[0]
         find = partial(_longest_local, self._pool, (group,), wanted)
         length = _dropping(find, len(wanted), self._drops_last_hit)
         blocks = _blocks_of(self._pool, group, wanted, length, self.block_size)

@@ -155,9 +155,10 @@ class KVCacheManager:
             self._coordinator.name_tail(request.request_id, request.num_prompt_tokens, tail)
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """The names of the blocks of a prompt, as the pool keeps them."""
+        """The names of the blocks of a prompt, as the pool keeps them, that whoever goes on behind
+        it reads."""
         digests = self.prompt_digests(request, with_tail=with_tail)
-        return self._coordinator.keys(digests)
+        return self._coordinator.keys(digests, request.num_prompt_tokens)
 
     def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
         """The digests of the blocks of a prompt; its end has one of its own where it fills none."""

@@ -54,7 +54,7 @@ from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
-from .offload import OpenTiers, describe_identity, open_tiers
+from .offload import OpenTiers, check_role, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder, decode_request
@@ -124,11 +124,14 @@ class EngineCore:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
             check_pool_size(demand, num_blocks, self.max_model_len, device)
+        check_role(config, self._groups)
         identity = Identity(
-            fingerprint(
-                config.model.path,
-                self.spec,
-                random_for=device.type if self._placement.random_weights else None,
+            self._groups.bound(
+                fingerprint(
+                    config.model.path,
+                    self.spec,
+                    random_for=device.type if self._placement.random_weights else None,
+                )
             ),
             config.model.revision + self._page_order(),
             kv_dtype,
@@ -154,7 +157,7 @@ class EngineCore:
                     device=config.model.device,
                     prefill=self._prefill,
                     with_worker=config.executor != "mp",
-                    num_groups=len(self._groups),
+                    attention=self._groups.attention,
                 )
                 self._connector = self._tiers.side
                 if config.role == "decode":

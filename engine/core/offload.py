@@ -5,7 +5,7 @@ others who are to find its blocks."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...connector.base import KVConnectorScheduler, KVConnectorWorker
@@ -21,8 +21,9 @@ from ...tiers.block import LAYOUT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
 from ...tiers.settings.values import ConfigError, show_size
-from ..cache.group_spec import CacheGroups
+from ..cache.group_spec import CacheGroups, describe_attention
 from ..config import EngineConfig
+from ..models.layer_attention import LayerAttention, full
 from ..offload_config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
+_ONE_GROUP = (full(),)
 NONE = "none"
 # Of a secret: two that differ are told apart in 255 of 256 cases, and no guess can be confirmed.
 _CHECK_BYTES = 1
@@ -54,12 +56,12 @@ def open_tiers(
     device: str = "cpu",
     prefill: PrefillRate | None = None,
     with_worker: bool = True,
-    num_groups: int = 1,
+    attention: Sequence[LayerAttention] = _ONE_GROUP,
 ) -> OpenTiers:
     """The connector over the tiers that the settings name, for a pool on `device`; without its
     worker side where that lives in another process. Raises ConfigError, and nothing stays open
-    then. `progress` hears what this is busy with; `prefill` is what computing costs; `num_groups`
-    cache groups have pages of this layout."""
+    then. `progress` hears what this is busy with; `prefill` is what computing costs; `attention`
+    says how each cache group attends, whose pages have this layout."""
     progress(f"preparing the tiers: {describe_tiers(offload)}")
     drill = offload.drill
     if drill is not None:
@@ -73,7 +75,8 @@ def open_tiers(
         "progress": _steps_of(progress, "memory of the cpu tier"),
         "wrap_store": None if drill is None else drill.wrap,
         "prefill": prefill,
-        "num_groups": num_groups,
+        "num_groups": len(attention),
+        "reaches": attention,
     }
     settings = offload_settings(offload, device)
     try:
@@ -114,6 +117,17 @@ def describe_tiers(offload: OffloadConfig) -> str:
         parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")
     servers = (*offload.peer_addresses, *offload.cache_servers)
     return "; ".join([*parts, *offload.other_tiers, *map(str, servers)])
+
+
+def check_role(config: EngineConfig, groups: CacheGroups) -> None:
+    """Raise ConfigError where blocks of this model cannot be handed over as the role says."""
+    if config.role == "both" or not groups.forgets:
+        return
+    raise ConfigError(
+        f"--role {config.role} hands prompts over by their blocks, which this version does only "
+        f"for models whose layers all see everything; here there is "
+        f"{describe_attention(groups)}; leave --role at both"
+    )
 
 
 def describe_identity(

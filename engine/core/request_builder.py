@@ -84,6 +84,7 @@ class RequestBuilder:
         self._check_pooling(extras)
         # Cached tokens are not computed, so they have no logits and no hidden states to report.
         needs_all_rows = params.prompt_logprobs is not None or extras.pooling == MEAN
+        skips = request.skip_reading_prefix_cache or params.skip_reading_prefix_cache
         return Request(
             request.request_id,
             tokens,
@@ -91,7 +92,7 @@ class RequestBuilder:
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
             block_hasher=self._hasher,
             prompt_embeds=embeds,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache or needs_all_rows,
+            skip_reading_prefix_cache=skips or needs_all_rows,
             hands_over=not extras.pooling and (self._role == "prefill" or extras.hand_over),
             goes_on=not extras.pooling and (self._role == "decode" or extras.ticket is not None),
             pooling=extras.pooling,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from stratakv.connector.economics import Choice
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.models.layer_attention import LayerAttention, full
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
@@ -45,8 +46,15 @@ class Engine:
     """A scheduler and both sides of a connector, for models of several groups."""
 
     def __init__(
-        self, num_groups: int, num_blocks: int, slots: int, choice: Choice, ssd: Path | None
+        self,
+        num_groups: int,
+        num_blocks: int,
+        slots: int,
+        choice: Choice,
+        ssd: Path | None,
+        attention: Sequence[LayerAttention] = (),
     ) -> None:
+        self.attention = tuple(attention) or (full(),) * num_groups
         self.side, self.worker = build_offload(
             LAYOUT,
             OffloadSettings(
@@ -56,9 +64,12 @@ class Engine:
             ),
             namespace=b"test",
             num_groups=num_groups,
+            reaches=self.attention,
         )
         self.num_groups = num_groups
-        self.manager = KVCacheManager(num_blocks, SIZE, 200, num_groups=num_groups, watermark=0.0)
+        self.manager = KVCacheManager(
+            num_blocks, SIZE, 200, attention=self.attention, watermark=0.0, most_step_tokens=24
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=3),
             self.manager,
@@ -126,7 +137,8 @@ class Engine:
             for position in range(stop - count, stop):
                 slot = self.pool[table[position // SIZE], 0, :, position % SIZE]
                 slot.fill_(wanted[position] + group / 4)
-            for position, state in enumerate(wanted):
+            for position in range(self.attention[group].first_seen(stop - count), stop):
+                state = wanted[position]
                 slot = self.pool[table[position // SIZE], 0, :, position % SIZE]
                 assert torch.all(slot == state + group / 4), (name, group, position)
                 self.num_checked += 1

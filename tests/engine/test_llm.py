@@ -68,6 +68,10 @@ def test_a_second_time_comes_from_the_pool(llm: LLM) -> None:
     [salted] = llm.generate([prompt_of(3, 50)], GREEDY, cache_salt="other")
     assert salted.num_cached_tokens == 0
     assert salted.token_ids == counts[0].token_ids
+    skips = msgspec.structs.replace(GREEDY, skip_reading_prefix_cache=True)
+    [skipping] = llm.generate([prompt_of(3, 50)], skips)
+    assert skipping.num_cached_tokens == 0
+    assert skipping.token_ids == counts[0].token_ids
 
 
 def test_a_pause_keeps_calls_waiting(llm: LLM) -> None:

@@ -59,6 +59,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
     priority: int | None = None
     request_id: str | None = None
     # Of routers: see handover.py. The `bootstrap_` fields have lists where there are several

@@ -85,6 +85,7 @@ def sampling_params(
             thinking_token_budget=request.thinking_token_budget,
             extra_args=_extra_args(request),
             structured_outputs=structured_outputs,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         )
         params = with_spelt_bad_words(params, front.tokenizer)
         params = with_reasoning_marks(params, front.marks, are_split=splits_thoughts)

@@ -125,11 +125,13 @@ def test_a_repeated_prompt_comes_from_the_pool(http: httpx.Client) -> None:
     first = post(http, prompt=prompt, max_tokens=4, return_token_ids=True, **salt)
     again = post(http, prompt=prompt, max_tokens=4, return_token_ids=True, **salt)
     other = post(http, prompt=prompt, max_tokens=4, cache_salt="another")
+    skipping = post(http, prompt=prompt, max_tokens=4, skip_reading_prefix_cache=True, **salt)
     assert again["choices"] == first["choices"]
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     details = again["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == details["cached_tokens_by_tier"]["pool"] == 192
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert skipping["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_a_prompt_of_numbers(http: httpx.Client, model_path: Path) -> None:

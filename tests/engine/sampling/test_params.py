@@ -45,6 +45,7 @@ class Choice(IntEnum):
         ("stop_token_ids", 5, "a list, got 5"),
         ("stop_token_ids", ["a"], "a list of token ids, got 'a' in it"),
         ("ignore_eos", "yes", "True or False, got 'yes'"),
+        ("skip_reading_prefix_cache", 1, "True or False, got 1"),
         ("min_p", 1.5, "between 0 and 1, got 1.5"),
         ("min_p", None, "a number, got None"),
         ("repetition_penalty", 0.0, "above 0 and at most 100, got 0.0"),

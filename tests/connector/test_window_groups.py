@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache groups with windows over real tiers: what a hit of a length needs is found, loaded whole or
+not at all, and no layer reads what is not there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from stratakv.connector.base import Part
+from stratakv.connector.build import OffloadSettings, build_offload
+from stratakv.connector.economics import Choice
+from stratakv.connector.reach import needs_of
+from stratakv.connector.window_lookups import WindowSearch
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
+from stratakv.engine.request import Request
+from stratakv.engine.sampling_params import SamplingParams
+from stratakv.tiers.block import key_suffix, pack_key
+from stratakv.tiers.errors import TierConfigError
+
+from .test_groups import HASHER, LAYOUT, PROMPT, SIZE, Engine
+
+PLANS: list[tuple[LayerAttention, ...]] = [
+    (full(), window(6)),
+    (window(9), full(), chunk(8)),
+    (full(), full(), window(7), window(7)),
+    (window(10), window(5)),
+]
+
+
+def make_engine(
+    attention: tuple[LayerAttention, ...], *, ssd: Path | None = None, slots: int = 200
+) -> Engine:
+    most = sum(kind.most_blocks(60, SIZE, 24) for kind in attention)
+    return Engine(len(attention), 1 + most, slots, Choice.LOAD, ssd, attention)
+
+
+def evict(engine: Engine, name: str) -> None:
+    """Everything that can be found in the pool is overwritten."""
+    engine.run(name, list(range(100, 157)))
+
+
+@pytest.mark.parametrize("attention", PLANS, ids=str)
+def test_only_the_end_of_a_window_is_loaded(attention: tuple[LayerAttention, ...]) -> None:
+    engine = make_engine(attention)
+    engine.run("first", PROMPT)
+    for number in range(3):
+        evict(engine, f"other-{number}")
+    engine.manager.pool.reset_prefix_cache()
+    again = engine.run("again", PROMPT)
+    stats = engine.side.stats()
+    engine.close()
+    loaded = again.cached_tokens_by_tier["cpu"]
+    assert loaded == len(PROMPT) - 1
+    num_blocks = sum(loaded // SIZE - kind.first_seen(loaded) // SIZE for kind in attention)
+    assert stats["load_bytes"] == num_blocks * LAYOUT.page_bytes
+    assert stats["failures"] == {}
+    assert engine.manager.pool.is_idle
+    assert engine.parts == {Part(group) for group in range(len(attention))}
+
+
+def test_a_window_that_lost_a_block_is_a_shorter_hit() -> None:
+    engine = make_engine((full(), window(6)))
+    first = engine.run("first", PROMPT)
+    for number in range(3):
+        evict(engine, f"other-{number}")
+    engine.manager.pool.reset_prefix_cache()
+    asks = Request("asks", PROMPT, SamplingParams(), block_hasher=HASHER)
+
+    def match() -> int:
+        return engine.side.get_matched_tokens(asks, 0).tokens // SIZE
+
+    hierarchy, digests = engine.side._hierarchy, first.block_hashes
+    assert match() == 8
+    hierarchy.drop([pack_key(digests[index], 1) for index in range(4)])
+    assert match() == 8  # the windows before are of no use to this one
+    hierarchy.drop([pack_key(digests[6], 1)])
+    assert match() == 6
+    hierarchy.drop([pack_key(digests[5], 0)])
+    assert match() == 0  # a hit of 5 needs blocks 3 and 4 of the window
+    engine.run("again", PROMPT)
+    engine.close()
+
+
+def test_a_load_of_which_a_block_is_gone_is_computed(tmp_path: Path) -> None:
+    """A record is damaged on the disk between the look-up and the read: nothing of it is used."""
+    engine = make_engine((full(), window(6)), ssd=tmp_path, slots=40)
+    first = engine.run("first", PROMPT)
+    for number in range(3):
+        evict(engine, f"other-{number}")
+        engine.let_the_disk_keep_up()
+    engine.manager.pool.reset_prefix_cache()
+    hierarchy = engine.side._hierarchy
+    lost = pack_key(first.block_hashes[7], 1)
+    begin = hierarchy.begin_load
+
+    def begin_load(*args: object) -> object:
+        hierarchy.drop([lost])
+        return begin(*args)  # type: ignore[arg-type]
+
+    hierarchy.begin_load = begin_load  # type: ignore[method-assign, assignment]
+    again = engine.run("again", PROMPT)
+    engine.close()
+    assert again.num_cached_tokens == 0
+    assert again.external_load_failed
+    assert engine.manager.pool.is_idle
+
+
+def test_windows_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
+    attention = (full(), window(9), chunk(8))
+    prompts = [[number + 1, *range(2, 42)] for number in range(4)]
+    loaded = []
+    for life in range(2):
+        engine = make_engine(attention, ssd=tmp_path, slots=60)
+        for number, prompt in enumerate(prompts):
+            request = engine.run(f"{life}-{number}", prompt, max_tokens=3)
+            evict(engine, f"other-{life}-{number}")
+            engine.let_the_disk_keep_up()
+            if life:
+                loaded.append(request.cached_tokens_by_tier.get("ssd", 0))
+        engine.close()
+        assert engine.manager.pool.is_idle
+    assert max(loaded) >= 32  # how far the disk got in the first life is its own affair
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_random_prompts_and_losses(trial: int) -> None:
+    """Lack of slots and of blocks, evictions, preemptions, lost blocks: never a wrong byte."""
+    rng = random.Random(trial)
+    engine = make_engine(rng.choice(PLANS), slots=rng.choice([12, 60, 200]))
+    heads = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
+    for number in range(20):
+        prompt = rng.choice(heads)[: rng.randrange(1, 31)] + [number] * rng.randrange(1, 12)
+        params = SamplingParams(max_tokens=rng.randrange(1, 9))
+        engine.scheduler.add_request(Request(f"r{number}", prompt, params, block_hasher=HASHER))
+        if rng.random() < 0.6:
+            engine.run_all()
+            slab = engine.side._hierarchy._slab
+            engine.side._hierarchy.drop(rng.sample(sorted(slab.keys()), len(slab.keys()) // 8))
+    engine.run_all()
+    engine.close()
+    assert engine.manager.pool.is_idle
+    assert engine.num_checked
+
+
+def test_found_lengths_are_those_of_a_search_through_all(rng: random.Random) -> None:
+    lengths = []
+    engine = make_engine((full(), window(6)))
+    hierarchy = engine.side._hierarchy
+    for case in range(150):
+        kinds = [full(), window(rng.randint(1, 20)), chunk(rng.randint(1, 20))]
+        attention = [rng.choice(kinds) for _ in range(rng.randint(1, 3))] + [window(5)]
+        suffixes = [key_suffix(group) for group in range(len(attention))]
+        num_blocks, first = rng.randint(1, 12), rng.randint(0, 3)
+        digests = [bytes([case, index]) * 16 for index in range(num_blocks)]
+        keys = [d + s for d in digests for s in suffixes if rng.random() < 0.85]
+        hierarchy.clear()
+        hierarchy.end_store(hierarchy.begin_store(keys), True)
+        most_tokens = (first + num_blocks) * SIZE - rng.randint(0, SIZE - 1)
+
+        def is_hit(length: int) -> bool:
+            end = min((first + length) * SIZE, most_tokens)  # noqa: B023 - called below only
+            return all(
+                digests[position // SIZE - first] + suffix in keys  # noqa: B023
+                for kind, suffix in zip(attention, suffixes, strict=True)  # noqa: B023
+                for position in range(max(first * SIZE, kind.first_seen(end)), end)  # noqa: B023
+            )
+
+        search = WindowSearch(hierarchy, SIZE, suffixes, attention)
+        needs, wanted, prefix = search.find(digests, first, most_tokens)
+        expected = next(n for n in range(num_blocks, -1, -1) if is_hit(n))
+        assert needs.num_positions == len(prefix.tiers) == expected
+        assert set(wanted) <= set(keys)
+        assert len(wanted) == len(set(wanted))
+        for group, low in enumerate(needs.lows):
+            mine = needs.of_group(range(len(wanted)), group)
+            assert [wanted[i] for i in mine] == [d + suffixes[group] for d in digests[low:expected]]
+        lengths.append(expected)
+    engine.close()
+    assert 0 < lengths.count(0) < 100
+
+
+def test_needs_are_told_by_position() -> None:
+    needs = needs_of((full(), window(6)), 2, 4, 24, SIZE)
+    assert needs.lows == (0, 2)
+    digests = [bytes([i]) for i in range(4)]
+    assert needs.keys(digests, [b"F", b"W"]) == [
+        b"\0F", b"\1F", b"\2F", b"\2W", b"\3F", b"\3W",
+    ]  # fmt: skip
+    tiers = ["cpu", "cpu", "cpu", "ssd", "cpu", "cpu"]
+    assert needs.by_position(tiers, ["cpu", "ssd"]) == ["cpu", "cpu", "ssd", "cpu"]
+    assert needs.of_group([1, 2, 3, 4, 5, 6], 1) == [4, 6]
+
+
+def test_windows_and_overlapped_loads_are_refused() -> None:
+    with pytest.raises(TierConfigError, match=r"see only .* take --kv-offload-load auto or always"):
+        build_offload(
+            LAYOUT,
+            OffloadSettings(load=Choice.OVERLAP),
+            namespace=b"test",
+            num_groups=2,
+            reaches=(full(), window(6)),
+        )

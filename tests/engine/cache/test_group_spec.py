@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of cache groups: which layers share a page, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratakv.engine.cache.group_spec import CacheGroups, plan_groups
+from stratakv.engine.config import EngineConfig, ModelConfig
+from stratakv.engine.core.offload import check_role
+from stratakv.engine.models.layer_attention import (
+    AttentionKind,
+    LayerAttention,
+    chunk,
+    full,
+    window,
+)
+from stratakv.tiers.block import BlockLayout
+from stratakv.tiers.settings.values import ConfigError
+
+from ...offload_config import offload_config
+
+FINGERPRINT = "ab" * 32
+
+
+def plan(attention: list[LayerAttention], num_groups: int = 1) -> CacheGroups:
+    layout = BlockLayout(len(attention), 16, 2, 8, "float32")
+    return plan_groups(layout, num_groups, attention)
+
+
+def one_in(period: int, num_layers: int, other: LayerAttention) -> list[LayerAttention]:
+    """Full attention in the last of every `period` layers."""
+    return [full() if i % period == period - 1 else other for i in range(num_layers)]
+
+
+def test_layers_of_one_kind_are_cut_into_groups_as_large_as_the_rarest_kind() -> None:
+    """Four layers of 26 see everything; 22 have windows and fill five groups and half of one."""
+    groups = plan(one_in(6, 26, window(512)))
+    assert [len(group.layers) for group in groups.groups] == [4, 4, 4, 4, 4, 4, 2]
+    assert groups.groups[0].layers == (5, 11, 17, 23)
+    assert groups.groups[1].layers == (0, 1, 2, 3)
+    assert [group.window for group in groups.groups] == [None] + [512] * 6
+    assert groups.layout.num_layers == 4
+    assert groups.num_layers == 26
+    assert groups.forgets
+    places = groups.places()
+    assert len(set(places)) == 26
+    assert all(place.in_page < 4 for place in places)
+    # The memory of 100 blocks over 26 layers, in pages of 4.
+    assert groups.num_pages(100) == 650
+
+
+def test_nearly_equal_kinds_share_pages_with_a_place_free() -> None:
+    groups = plan([full()] * 4 + [chunk(64)] * 5)
+    assert [len(group.layers) for group in groups.groups] == [4, 5]
+    assert groups.layout.num_layers == 5
+    groups = plan([full()] * 4 + [chunk(64)] * 6)
+    assert [len(group.layers) for group in groups.groups] == [4, 4, 2]
+
+
+def test_several_windows_are_several_kinds() -> None:
+    groups = plan([window(8), window(16), full(), window(8)])
+    assert [(str(group.attention), group.layers) for group in groups.groups] == [
+        ("full attention", (2,)),
+        ("sliding window of 8", (0,)),
+        ("sliding window of 8", (3,)),
+        ("sliding window of 16", (1,)),
+    ]
+
+
+def test_the_most_pages_of_a_request_are_bounded_by_its_windows() -> None:
+    groups = plan(one_in(2, 4, window(32)))
+    # A step of 16 tokens sees 31 before its first: 47 tokens touch four blocks at most.
+    assert groups.most_pages(10_000, 16) == 625 + 4
+    assert groups.most_pages(20, 16) == 2 + 2
+
+
+def test_layers_without_a_window_are_planned_as_ever() -> None:
+    layout = BlockLayout(6, 16, 2, 8, "float32")
+    assert plan_groups(layout, 3) == plan_groups(layout, 3, [full()] * 6)
+    assert not plan_groups(layout).forgets
+    assert plan_groups(layout).bound(FINGERPRINT) == FINGERPRINT
+
+
+def test_another_plan_has_other_names() -> None:
+    """Pages of one size that hold other layers must not pass for each other."""
+    one, other = plan([full(), window(8)] * 2), plan([full(), full(), window(8), window(8)])
+    wider = plan([full(), window(9)] * 2)
+    assert one.layout == other.layout == wider.layout
+    names = {groups.bound(FINGERPRINT) for groups in (one, other, wider)}
+    assert len(names | {FINGERPRINT}) == 4
+    assert one.bound(FINGERPRINT) == plan([full(), window(8)] * 2).bound(FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    ("attention", "num_groups", "words"),
+    [
+        (
+            [full()] * 4,
+            3,
+            r"3 cache groups .* \(full attention in layers 0-3\); take a divisor",
+        ),
+        (
+            [full(), window(8), window(8), full()],
+            2,
+            r"2 cache groups .* full attention in layers 0, 3, sliding window of 8 in layers 1-2",
+        ),
+        (
+            [full(), LayerAttention(AttentionKind.STATE)] * 2,
+            1,
+            r"layers 1, 3 carry a state, .* cannot be as large",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(attention: list[LayerAttention], num_groups: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(attention, num_groups)
+
+
+def test_a_kind_for_each_layer() -> None:
+    with pytest.raises(ConfigError, match="4 layers needs as many kinds of attention, and 3"):
+        plan_groups(BlockLayout(4, 16, 2, 8, "float32"), 1, [full()] * 3)
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_windows_without_tokens(size: int) -> None:
+    for make in (window, chunk):
+        with pytest.raises(ValueError, match=f"takes at least 1 token, not {size}"):
+            make(size)
+
+
+def test_models_that_forget_hand_nothing_over(tmp_path: Path) -> None:
+    config = EngineConfig(
+        ModelConfig(Path("none"), "tiny"),
+        role="prefill",
+        offload=offload_config(tiers=("cpu", "grpc://127.0.0.1:9600")),
+    )
+    check_role(config, plan([full()] * 4))
+    with pytest.raises(ConfigError, match=r"--role prefill .* window of 8 in layers 0, 2; leave"):
+        check_role(config, plan(one_in(2, 4, window(8))))

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state machine: users of a scheduler with several cache groups, tiers, faults and pauses,
+against a slow model of what each request says, what it holds and what it finds.
+
+The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
+each answer alone, searches all lengths for a hit, and counts. The long form is
+`pytest tests/engine/scheduler/test_model_machine.py --scale long`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from stratakv.engine.cache.block_pool import group_suffix
+from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
+from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
+from stratakv.engine.request import Request
+from stratakv.engine.scheduler.scheduler import Pause
+
+from .conftest import Engine, build_engine, digest_of, fingerprint, reference, salted
+from .dict_tiers import SIZE, DictTiers, Load
+
+RUNS = {"ci": (100, 60), "long": (20_000, 60)}  # examples, and steps of each
+MAX_MODEL_LEN = 40
+DOCUMENTS = [[(7 * i + 11 * d) % 49 + 1 for i in range(MAX_MODEL_LEN)] for d in range(3)]
+PLANS: list[tuple[LayerAttention, ...]] = [
+    (full(),),
+    (full(), full()),
+    (full(), window(6)),
+    (window(9), full(), chunk(8)),
+    (window(5), window(5)),
+    (full(), window(3), window(13), chunk(12)),
+]
+
+
+class Model(RuleBasedStateMachine):
+    """The users, and the model that they compare with."""
+
+    engine: Engine
+    tiers: DictTiers
+
+    @initialize(
+        attention=st.sampled_from(PLANS),
+        spare=st.sampled_from([0, 1, 3, 12]),
+        budget=st.integers(3, 30),
+        pressure=st.sampled_from([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)]),
+        known=st.floats(0.3, 1.0),
+        luck=st.integers(0, 2**16),
+    )
+    def begin(
+        self,
+        attention: tuple[LayerAttention, ...],
+        spare: int,
+        budget: int,
+        pressure: tuple[float, float],
+        known: float,
+        luck: int,
+    ) -> None:
+        most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
+        self.attention = attention
+        self.most_step_tokens = budget
+        self.tiers = DictTiers(attention=attention)
+        self.engine = build_engine(
+            1 + most + spare,
+            tiers=self.tiers,
+            attention=attention,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=budget,
+            max_num_seqs=3,
+            admit_below=pressure[0],
+            preempt_above=pressure[1],
+        )
+        self.scheduler = self.engine.scheduler
+        self.wishes: dict[str, tuple[list[int], int]] = {}
+        self.cut_short: set[str] = set()
+        # Of those that run, by name and the times that they were sent back.
+        self.tables: dict[tuple[str, int], Sequence[Sequence[int]]] = {}
+        self.num_steps = self.num_tokens = self.num_aborted = 0
+        rng = random.Random(luck)
+        for document in DOCUMENTS:
+            held = fingerprint(document)
+            for index in range(MAX_MODEL_LEN // SIZE):
+                name = digest_of(document, index)
+                self.engine.names[name] = held[SIZE * index : SIZE * (index + 1)]
+                for group in range(len(attention)):
+                    if rng.random() < known:
+                        self.keep(name, group)
+        self.find = self.engine.manager.get_computed_blocks
+        self.engine.manager.get_computed_blocks = self.checked_hit  # type: ignore[method-assign]
+
+    def keep(self, name: bytes, group: int) -> None:
+        held = self.engine.names[name]
+        self.tiers.kept[name + group_suffix(group)] = [salted(state, group) for state in held]
+
+    # What users do.
+
+    @rule(
+        document=st.sampled_from(DOCUMENTS),
+        length=st.integers(1, MAX_MODEL_LEN - 2),
+        own=st.integers(0, 3),
+        max_tokens=st.integers(1, 10),
+        skips=st.sampled_from([False] * 5 + [True]),
+    )
+    def add(self, document: list[int], length: int, own: int, max_tokens: int, skips: bool) -> None:
+        name = f"r{len(self.wishes)}"
+        prompt = [*document[:length], *[40 + len(self.wishes) % 9] * own][: MAX_MODEL_LEN - 1]
+        self.wishes[name] = prompt, max_tokens
+        request = self.engine.add(name, prompt, max_tokens=max_tokens)
+        request.skip_reading_prefix_cache = skips
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.tiers.tick()
+            self.scheduler._retry_at = 0.0 if self.scheduler._retry_at is not None else None
+            if not self.scheduler.has_runnable_work():
+                return
+            before = len(self.told())
+            self.engine.step()
+            self.num_steps += 1
+            self.num_tokens += len(self.told()) - before
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+        self.cut_short.add(name)
+        self.num_aborted += 1
+        self.engine.take(self.scheduler.finish_requests([name]))
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule()
+    def fail(self) -> None:
+        """The worker raises: whoever was in the step ends, and nothing it wrote is found."""
+        output = self.scheduler.schedule()
+        self.num_steps += 1
+        self.engine.has_failed = True
+        self.engine.follow(output)
+        self.engine._store()
+        self.cut_short.update(output.num_scheduled_tokens)
+        if output.num_scheduled_tokens:
+            self.engine.take(self.scheduler.fail_step(output, "boom"))
+
+    @rule(which=st.sampled_from([*Pause, None]))
+    def pause(self, which: Pause | None) -> None:
+        if which is None:
+            self.scheduler.resume()
+        else:
+            self.scheduler.pause(which)
+
+    @rule(tiers_too=st.booleans())
+    def reset(self, tiers_too: bool) -> None:
+        holds = any(block for tables in self.now().values() for t in tables for block in t)
+        assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
+
+    @rule(most=st.integers(0, 8))
+    def lose(self, most: int) -> None:
+        """From now on so many positions of a load come at most."""
+
+        def outcome(load: Load) -> int:
+            return min(most, len(load.keys))
+
+        self.tiers.outcome = outcome if most < 8 else lambda load: len(load.keys)
+
+    @precondition(lambda self: self.tiers.kept and not self.tiers.is_busy)
+    @rule(data=st.data())
+    def forget(self, data: Any) -> None:
+        """A tier has lost a block of one group."""
+        del self.tiers.kept[data.draw(st.sampled_from(sorted(self.tiers.kept)))]
+
+    # What must be true at any time.
+
+    def checked_hit(self, request: Request) -> tuple[GroupBlocks, int]:
+        hits, num_tokens = self.find(request)
+        names = self.engine.manager.pool._named
+        expected = 0
+        for num_blocks in range((request.num_tokens - 1) // SIZE, 0, -1):
+            if request.skip_reading_prefix_cache:
+                break
+            if all(
+                request.block_hashes[position // SIZE] + group_suffix(group) in names
+                for group, kind in enumerate(self.attention)
+                for position in range(kind.first_seen(num_blocks * SIZE), num_blocks * SIZE)
+            ):
+                expected = num_blocks * SIZE
+                break
+        assert num_tokens == expected
+        return hits, num_tokens
+
+    def now(self) -> dict[str, Sequence[Sequence[int]]]:
+        """The tables of all who may hold blocks."""
+        places = self.scheduler._places
+        names = {*places.requests, *places.loading._waiting}
+        return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
+
+    def told(self) -> list[int]:
+        return [token for name in self.engine.outputs for token in self.engine.said(name)]
+
+    @invariant()
+    def blocks_are_owned_as_tables_say(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        pool, tables = self.engine.manager.pool, self.now()
+        references = [0] * pool.num_blocks
+        for table in (table for each in tables.values() for table in each):
+            for block in table:
+                references[block] += block > 0
+        assert [block.ref_cnt for block in pool.blocks] == references
+        free = sorted(block.block_id for block in pool.free_queue)
+        assert free == [i for i, count in enumerate(references) if i and not count]
+        assert pool.null_block.block_hash is None
+        for key, found in pool._named.items():
+            blocks = found.values() if isinstance(found, dict) else [found]
+            assert all(block.block_hash == key for block in blocks)
+
+    @invariant()
+    def tables_only_grow_and_forget(self) -> None:
+        """While a request runs, a place of its table keeps its block or loses it. What the next
+        token reads is held, and of a window no more than it and a step."""
+        if not hasattr(self, "engine"):
+            return
+        before, self.tables = self.tables, {}
+        for request in self.scheduler._places.running:
+            tables = self.engine.manager.get_block_ids(request.request_id)
+            run = request.request_id, request.num_preemptions
+            self.tables[run] = tables
+            assert self.engine.manager.can_go_on(request, request.num_computed_tokens)
+            for kind, table, old in zip(
+                self.attention, tables, before.get(run, [()] * len(tables)), strict=True
+            ):
+                assert len(table) >= len(old)
+                assert all(new in (was, 0) for was, new in zip(old, table, strict=False))
+                most = kind.most_blocks(MAX_MODEL_LEN, SIZE, self.most_step_tokens)
+                assert len([block for block in table if block]) <= most
+
+    @invariant()
+    def answers_and_counts_are_those_of_the_model(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for name, (prompt, max_tokens) in self.wishes.items():
+            said = self.engine.said(name)
+            if said and name not in self.cut_short:
+                expected = reference(prompt, max_tokens, MAX_MODEL_LEN)
+                assert said == expected[: len(said)]
+        counts = self.scheduler.counts
+        assert counts["steps"] == self.num_steps
+        assert counts["generated_tokens"] == self.num_tokens
+        assert counts["ended_abort"] == self.num_aborted
+
+    def teardown(self) -> None:
+        """Everybody ends, with the whole answer, and nothing is left."""
+        if not hasattr(self, "engine"):
+            return
+        self.scheduler.resume()
+        self.engine.run_all()
+        for name, (prompt, max_tokens) in self.wishes.items():
+            expected = reference(prompt, max_tokens, MAX_MODEL_LEN)
+            said = self.engine.said(name)
+            whole = expected[: len(said)] if name in self.cut_short else expected
+            assert said == whole
+        assert self.engine.manager.pool.is_idle
+        assert self.now() == {}
+        self.engine.follow(self.scheduler.schedule())
+        assert self.engine.states == {}
+
+
+def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
+    examples, steps = RUNS[scale]
+    run_state_machine_as_test(
+        seeded(seed)(Model),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
