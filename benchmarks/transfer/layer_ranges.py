@@ -106,13 +106,8 @@ class _Place:
         noise = np.random.default_rng(1).standard_normal(layout.page_bytes // 4, np.float32)
         self.slab[:] = noise.view(np.uint8)
         self.planner = AttentionPlanner(layout, torch.float32, num_tokens)
-        self.attention = PagedAttention(
-            pool.tensor,
-            layout,
-            self.spec.num_heads,
-            self.planner.max_group_blocks,
-            self.spec.attention_scale,
-        )
+        room, scale = self.planner.max_group_blocks, self.spec.attention_scale
+        self.attention = PagedAttention(pool.tensor, layout, self.spec.num_heads, room, scale)
 
 
 class _Prompt:

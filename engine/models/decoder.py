@@ -147,17 +147,12 @@ class Decoder:
         # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
         scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self._embedding_scale = None if spec.embedding_scale == 1.0 else scale
-        # Computed on the host, so that every device has the same numbers.
-        device = weights.embedding.device
-        self._tables = [
-            tuple(
-                table[:, None].to(device)
-                for table in rope_tables(
-                    rope, spec.head_dim, max_model_len, spec.max_positions, dtype
-                )
-            )
-            for rope in spec.ropes
-        ]
+        self._tables: list[tuple[Tensor, Tensor]] = []
+        for rope in spec.ropes:
+            # Computed on the host, so that every device has the same numbers.
+            cos, sin = rope_tables(rope, spec.head_dim, max_model_len, spec.max_positions, dtype)
+            device = weights.embedding.device
+            self._tables.append((cos[:, None].to(device), sin[:, None].to(device)))
         self._table_of = spec.rope_of_layers
 
     @classmethod

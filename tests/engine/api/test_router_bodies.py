@@ -170,7 +170,8 @@ def said(choice: dict[str, Any]) -> Any:
 
 
 def test_in_a_stream_a_prefill_node_ends_after_one_token(nodes: dict[str, httpx.Client]) -> None:
-    body = {"model": "tiny", "prompt": text_of(30), "max_tokens": 6, "stream": True, **room()}
+    body = {"model": "tiny", "prompt": text_of(30), "max_tokens": 6, "stream": True,
+            "ignore_eos": True, **room()}  # fmt: skip
     text = nodes["prefill"].post(COMPLETIONS, json=body).text
     *events, last = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert last == "[DONE]"

@@ -8,11 +8,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratakv.engine.models.attention import TILE_ROWS, AttentionPlan
+from stratakv.engine.models.attention import TILE_ROWS, AttentionPlan, Tile
 from stratakv.engine.worker.block_table import BlockTable
+from stratakv.engine.worker.forward import attention_metadata
 from stratakv.engine.worker.forward.attention_metadata import (
     SMALL_BUCKET_BLOCKS,
     AttentionPlanner,
@@ -114,3 +115,77 @@ def test_slots_of_other_ranks_are_not_written():
     assert made.written is not None and made.written.tolist() == [0, 2, 5]
     assert made.blocks.tolist() == [3, 3, 4]
     assert made.offsets.tolist() == [0, 1, 2]
+
+
+def seen_places(made: AttentionPlan, num_rows: int) -> list[set[int]]:
+    """For each row of a step the slots that it sees, and rows of the step as -1, -2, ..."""
+    seen: list[set[int]] = [set() for _ in range(num_rows)]
+
+    def add(row: int, places: list[int], mask: torch.Tensor | None) -> None:
+        assert not seen[row], "each row is computed once"
+        kept = torch.ones(len(places)) if mask is None else mask.exp()
+        seen[row] = {place for place, is_kept in zip(places, kept.tolist(), strict=True) if is_kept}
+
+    def add_tiles(tiles: list[Tile], places: list[int]) -> None:
+        for tile in tiles:
+            keys = places[tile.first : tile.first + tile.keys]
+            for i in range(tile.end - tile.start):
+                add(tile.start + i, keys, None if tile.mask is None else tile.mask[i])
+
+    for fresh in made.fresh:
+        own = [-1 - row for row in range(fresh.start, fresh.end)]
+        if fresh.tiles is None:
+            for i in range(len(own)):
+                add(fresh.start + i, own[: i + 1], None)
+        else:
+            add_tiles(fresh.tiles, own)
+    for group in made.groups:
+        blocks = group.block_rows[: len(group.block_rows) // 2] // (2 * LAYOUT.num_layers)
+        slots = (blocks[:, None] * 4 + torch.arange(4)).reshape(-1)
+        if group.stale is not None:
+            slots[group.stale] = -(10**6)  # zeroed: nobody may see them
+        for chunk in group.chunks:
+            add_tiles(chunk.tiles, slots[chunk.offset :].tolist())
+        for batch in group.decodes:
+            for i, row in enumerate(batch.rows.tolist()):
+                begin = batch.offset + i * batch.keys
+                add(row, slots[begin : begin + batch.keys].tolist(), batch.mask[i, 0, 0])
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 2, 9, 30])), max_size=6),
+    st.one_of(st.none(), st.integers(2, 40)),
+    st.sampled_from([1, 8, 1000]),
+)
+def test_rows_see_their_window_and_nothing_else(
+    work: list[tuple[int, int]], window: int | None, room: int
+) -> None:
+    work = [(3, 2), *work]
+    table, places = BlockTable(len(work), 30, 4), []
+    block = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_metadata, "TILE_ROWS", 8)
+        planner = AttentionPlanner(LAYOUT, torch.float64, MAX_LEN, window)
+        planner.max_group_blocks = max(planner.max_group_blocks * (room > 8), room, 30)
+        for row, (before, count) in enumerate(work):
+            needed = -(-(before + count) // 4)
+            gone = 0 if window is None else max(0, before - window + 1) // 4
+            table.add_row([0] * gone + list(range(block + gone, block + needed)), row)
+            places.append(range(4 * block, 4 * (block + needed)))
+            block += needed
+        computed, counts = (np.array(column) for column in zip(*work, strict=True))
+        rows = np.arange(len(work))
+        slots = table.slot_mapping(np.repeat(rows, counts), ranges(computed, counts))
+        made = planner.plan(table, rows, computed, counts, slots)
+    seen = iter(seen_places(made, int(counts.sum())))
+    start = 0
+    for row, (before, count) in enumerate(work):
+        for position in range(before, before + count):
+            first = 0 if window is None else max(0, position - window + 1)
+            wanted = set(places[row][first : position + 1])
+            if before == 0 and count > 1:  # its own rows
+                wanted = {-1 - start - i for i in range(first, position + 1)}
+            assert next(seen) == wanted
+        start += count

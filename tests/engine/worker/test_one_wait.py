@@ -83,7 +83,7 @@ def move_model(model: Decoder) -> None:
 
     for name in ("_embedding", "_last_norm"):
         setattr(model, name, there(getattr(model, name)))
-    model._tables = [tuple(map(there, table)) for table in model._tables]
+    model._tables = [(there(cos), there(sin)) for cos, sin in model._tables]
     model._head = linear(model._head)
     for part in (part for layer in model._layers for part in (layer, layer._mlp)):
         for name in part.__slots__:
