@@ -65,9 +65,9 @@ _MADV_HUGEPAGE = 14
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Before its memory is touched. Blocks lie anywhere in the pool, so that with small pages nearly
+    """Before its memory is touched. Blocks lie anywhere in the pool, so with small pages nearly
     every one costs walks of the page tables: attention in place read a pool 1.4 times as fast with
-    huge ones. A kernel that has none to give goes on with small ones."""
+    huge ones. A system that has none to give goes on with small ones."""
     start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     size = (tensor.data_ptr() + tensor.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
