@@ -39,7 +39,7 @@ from stratakv.engine.worker.runtime.device_config import Placement  # noqa: E402
 from stratakv.kernels.attention.paged_decode import paged_decode  # noqa: E402
 from stratakv.kernels.attention.paged_prefill import paged_prefill  # noqa: E402
 from stratakv.kernels.choice import NATIVE  # noqa: E402
-from stratakv.kernels.cpu.library import cpu_library  # noqa: E402
+from stratakv.kernels.cpu.library import Missing, cpu_library  # noqa: E402
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
 BLOCK_SIZE = 16
@@ -205,7 +205,7 @@ def measure_steps(pairs: int) -> None:
         for steps in (gathered, in_place):
             for number in range(requests):
                 steps.begin(f"r{number}", 1000)
-        say(f"{requests} decodes", in_turns(gathered.decode, in_place.decode, max(pairs, 25)))
+        say(f"{requests} decodes", in_turns(gathered.decode, in_place.decode, 2 * pairs + 1))
         for steps in (gathered, in_place):
             for number in range(requests):
                 steps.end(f"r{number}")
@@ -217,7 +217,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="alternating pairs of each")
     parser.add_argument("--only", choices=("kernels", "steps"))
     args = parser.parse_args()
-    print(f"{cpu_library()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
+    library = cpu_library()
+    if isinstance(library, Missing):
+        raise SystemExit(f"there is nothing to measure: {library.reason}")
+    print(f"{library.variant}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
     with torch.inference_mode():
         if args.only != "steps":
             measure_decode(args.pairs)
