@@ -6,8 +6,9 @@ On the CPU. A greedy batch against `argmax` alone; a random batch with every wis
 have one request's parameters each and so run row by row. Then the embedded model, whose decodes
 follow a JSON schema or none (`grammar_step.py`), or run beside hostile grammars (`hostile.py`).
 Both sides of a figure are taken in turn and must agree; a ratio is the median of the ratios within
-a round, of processor seconds of all threads, which other work on the machine disturbs least; the
-same by the clock stands beside it. What others wait beside hostile grammars is by the clock alone.
+a round. All but the last are of processor seconds, which other work on the machine disturbs least,
+with one thread that computes, since several wait for each other by spinning; the same by the clock
+stands beside it. What others wait beside hostile grammars is by the clock alone.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Requests:
         return own | wishes
 
 
-class Contest(NamedTuple):
+class TimedComparison(NamedTuple):
     """A comparison, and what took the time of both sides."""
 
     comparison: Comparison
@@ -118,7 +119,7 @@ class Contest(NamedTuple):
         report.figures["by_clock"][self.comparison.name] = clock
 
 
-def greedy(requests: Requests) -> Contest:
+def greedy(requests: Requests) -> TimedComparison:
     """A greedy batch: the sampler also looks whether the logits are finite."""
     sampler = _sampler(requests, temperature=0.0)
     expected = requests.logits.argmax(dim=-1).tolist()
@@ -135,10 +136,10 @@ def greedy(requests: Requests) -> Contest:
 
     limit = partial(limit_timer.rate_of, lambda: requests.logits.argmax(dim=-1).tolist())
     comparison = Comparison(GREEDY, "processor seconds", "argmax", ours, limit)
-    return Contest(comparison, ours_timer, limit_timer)
+    return TimedComparison(comparison, ours_timer, limit_timer)
 
 
-def all_features(requests: Requests) -> Contest:
+def all_features(requests: Requests) -> TimedComparison:
     """Bans, biases, penalties, min-p, top-k, top-p, temperature and seeds of every row."""
     sampler = _sampler(
         requests, temperature=0.8, top_k=50, top_p=0.95, presence_penalty=0.3,
@@ -160,10 +161,10 @@ def all_features(requests: Requests) -> Contest:
         return limit_timer.rate_of(lambda: (logits.softmax(dim=-1), logits.argmax(dim=-1).tolist()))
 
     comparison = Comparison(FEATURES, "processor seconds", "softmax and argmax", ours, limit)
-    return Contest(comparison, ours_timer, limit_timer)
+    return TimedComparison(comparison, ours_timer, limit_timer)
 
 
-def processors(requests: Requests) -> Contest:
+def processors(requests: Requests) -> TimedComparison:
     """The same five changes of the logits of each row, by two sets of processors. Theirs take as
     long for each row, so a round of theirs is of some rows only."""
     scale = requests.scale
@@ -197,7 +198,7 @@ def processors(requests: Requests) -> Contest:
         partial(rate, ours_timer, apply, scale.rows),
         partial(rate, their_timer, row_by_row, len(lists)),
     )  # fmt: skip
-    return Contest(comparison, ours_timer, their_timer)
+    return TimedComparison(comparison, ours_timer, their_timer)
 
 
 def _sampler(requests: Requests, **wishes: Any) -> Sampler:
@@ -271,8 +272,16 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(report: Report, scale: Scale) -> None:
     """Fill the report. Raises WrongWork where a side made something else than the other."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _measure(report, scale)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(report: Report, scale: Scale) -> None:
     report.figures |= {
-        "plan": {"rows": scale.rows, "vocab_size": scale.vocab_size, "threads": threads},
+        "plan": {"rows": scale.rows, "vocab_size": scale.vocab_size, "threads": 1},
         "contests": {},
         "spreads": {},
         "by_clock": {},
