@@ -26,7 +26,7 @@ MOST_BENCHMARK_LINES = 12_000
 # What came later: whole steps beside a device, and the core of another engine beside ours.
 LATER_BENCHMARKS = ("core/device.py", "core/vllm_cases.py", "core/vllm_peer.py")
 MOST_LATER_LINES = 500
-MOST_SAMPLING_LINES = 250  # from logits to tokens
+MOST_SAMPLING_LINES = 680  # the sampler; steps with a grammar; what others wait beside hostile ones
 MOST_CLUSTER_LINES = 840  # of prompts computed here and answered there, which came later too
 MOST_AGENTS_LINES = 570  # of agents' jobs in virtual time
 MOST_VLLM_LINES = 760  # of a real vLLM with our tiers below it, which came last

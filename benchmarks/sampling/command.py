@@ -6,8 +6,9 @@ On the CPU. A greedy batch against `argmax` alone; a random batch with every wis
 have one request's parameters each and so run row by row. Then the embedded model, whose decodes
 follow a JSON schema or none (`grammar_step.py`), or run beside hostile grammars (`hostile.py`).
 Both sides of a figure are taken in turn and must agree; a ratio is the median of the ratios within
-a round, of processor seconds of all threads, which other work on the machine disturbs least; the
-same by the clock stands beside it. What others wait beside hostile grammars is by the clock alone.
+a round. All but the last are of processor seconds, which other work on the machine disturbs least,
+with one thread that computes, since several wait for each other by spinning; the same by the clock
+stands beside it. What others wait beside hostile grammars is by the clock alone.
 """
 
 from __future__ import annotations
@@ -271,8 +272,16 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(report: Report, scale: Scale) -> None:
     """Fill the report. Raises WrongWork where a side made something else than the other."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        _measure(report, scale)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(report: Report, scale: Scale) -> None:
     report.figures |= {
-        "plan": {"rows": scale.rows, "vocab_size": scale.vocab_size, "threads": threads},
+        "plan": {"rows": scale.rows, "vocab_size": scale.vocab_size, "threads": 1},
         "contests": {},
         "spreads": {},
         "by_clock": {},

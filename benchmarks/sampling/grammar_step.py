@@ -77,6 +77,8 @@ class Decodes:
                 raise WrongWork(f"{self.num_rows} requests did not begin to decode")
             if self.core.has_work():
                 self._take(self.core.step())
+            else:  # a grammar is being compiled
+                time.sleep(0.002)
 
     def run(self, steps: int) -> float:
         """So many steps; processor seconds of all threads."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..structured_params import GrammarSpec
 from .base import Backend, Grammar
-from .limited_thread import BEHIND_OTHERS, LeftBehind, Limit, LimitedThread
+from .limited_thread import LeftBehind, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,7 @@ class GrammarCompiler:
 
     def _start_thread(self) -> None:
         at: list[Compilation] = []
-        self._threads.append(
-            (LimitedThread("stratakv-grammar", self._jobs, niceness=BEHIND_OTHERS), at)
-        )
+        self._threads.append((LimitedThread("stratakv-grammar", self._jobs), at))
 
     def _compile(self, thread: LimitedThread, compilation: Compilation) -> None:
         """On one of the threads."""

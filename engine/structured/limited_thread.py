@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-BEHIND_OTHERS, LAST_OF_ALL = 10, 19  # niceness
+LAST_OF_ALL = 19  # niceness
 Job = Callable[["LimitedThread"], None]
 # Of threads left behind that still run: each takes a processor. Then nothing more is begun.
 MOST_LEFT_BEHIND = 4
@@ -39,12 +39,8 @@ class LimitedThread:
     """Does jobs from a queue, which it may share. A job calls `next_piece` between its pieces, each
     of which has the whole limit."""
 
-    def __init__(
-        self, name: str, jobs: queue.SimpleQueue[Job | None], *, niceness: int = 0
-    ) -> None:
-        """`niceness` is added to the process's own, where the system has one for each thread."""
+    def __init__(self, name: str, jobs: queue.SimpleQueue[Job | None]) -> None:
         self._jobs = jobs
-        self._niceness = niceness
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # of the clocks: its own, the wall's
@@ -85,7 +81,7 @@ class LimitedThread:
             if self._began is None:
                 return False
             self._is_left = True
-        _make_nice(self._thread.native_id, LAST_OF_ALL)
+        _put_last(self._thread.native_id)
         logger.error("a grammar hangs: a thread is left behind with it")
         return True
 
@@ -94,8 +90,6 @@ class LimitedThread:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        if self._niceness:
-            _make_nice(self._thread.native_id, self._niceness)
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         while not self._is_left and (job := self._jobs.get()) is not None:
             self.job = job
@@ -108,13 +102,12 @@ class LimitedThread:
                 self._began = None
 
 
-def _make_nice(thread_id: int | None, niceness: int) -> None:
-    """Linux has a niceness for each thread, which can always be raised."""
-    if thread_id is None or not sys.platform.startswith("linux"):
-        return
-    with suppress(OSError):  # it has ended meanwhile
-        niceness += os.getpriority(os.PRIO_PROCESS, os.getpid())
-        os.setpriority(os.PRIO_PROCESS, thread_id, min(niceness, LAST_OF_ALL))
+def _put_last(thread_id: int | None) -> None:
+    """Linux has a niceness for each thread, which can always be raised. Only for one that nobody
+    waits for: on a busy machine it would hold the interpreter's lock, and not be run."""
+    if thread_id is not None and sys.platform.startswith("linux"):
+        with suppress(OSError):  # it has ended meanwhile
+            os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
 
 
 class LeftBehind:
