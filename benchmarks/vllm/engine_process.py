@@ -25,6 +25,8 @@ from typing import Any
 # vLLM's own loop waits so long after a step in which nothing was computed, for those who copy.
 PAUSE_SECONDS = 0.001
 SETTLE_SECONDS = 120.0
+# What LMCache's server imports and `pip install --no-deps lmcache` leaves out.
+LMCACHE_NEEDS = ("aiofile", "aiofiles", "caio", "nvtx", "redis", "sortedcontainers")
 
 
 class WrongWork(RuntimeError):
@@ -164,7 +166,8 @@ def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise WrongWork(f"{sys.executable} cannot import our tiers ({brief(error)})") from error
     lmcache = metadata.version("lmcache") if importlib.util.find_spec("lmcache") else None
-    return {"version": vllm.__version__, "lmcache": lmcache}
+    lacks = [name for name in LMCACHE_NEEDS if importlib.util.find_spec(name) is None]
+    return {"version": vllm.__version__, "lmcache": lmcache, "lmcache_lacks": lacks}
 
 
 def brief(error: BaseException) -> str:

@@ -9,6 +9,8 @@ import json
 import os
 import stat
 import sys
+import types
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,11 @@ def test_a_real_vllm(tmp_path: Path) -> None:
     assert main(["bench", "vllm", *words]) == 0
     written = json.loads((tmp_path / "vllm.json").read_text())
     assert set(command.OURS) | set(command.GATES) == set(written["ratios"])
+
+
+def test_what_lmcache_lacks_is_said(tmp_path: Path) -> None:
+    """Its server ended with code 2 once, and the report said no more."""
+    versions = {"lmcache": "0.5.6", "lmcache_lacks": ["caio", "redis"]}
+    bench = types.SimpleNamespace(python="python", versions=versions)
+    with ExitStack() as stack, pytest.raises(PeerFailed, match=r"lacks caio, redis, .*install"):
+        cases.start_lmcache(bench, tmp_path, stack)  # type: ignore[arg-type] # two attributes are read
