@@ -233,9 +233,10 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
     if bench.versions["lmcache"] is None:
         raise PeerFailed(f"{bench.python} has no lmcache")
     if lacks := bench.versions["lmcache_lacks"]:
+        names = ", ".join(lacks)
         raise PeerFailed(
-            f"{bench.python} lacks {", ".join(lacks)}, which LMCache's server imports; install "
-            "what docs/vllm.md says under 'How it compares'"
+            f"{bench.python} lacks {names}, which LMCache's server imports; install what "
+            "docs/vllm.md says under 'How it compares'"
         )
     port, http_port = free_ports(2)
     flags = {
