@@ -56,10 +56,11 @@ def paged_prefill(
 
     A position sees itself and what is before it; one below 0 (a length shorter than its rows) sees
     nothing and gives zeros. Rows of q that no request has are not written. What blocks hold beyond
-    a request's length, or before the window of its first row, never reaches a result. The same call
-    gives the same bits; with the same `max_query_len` a request's bits do not depend on the other
-    requests. Lengths, starts and block ids are on the device and not checked: a length must fit its
-    table, and the ids of its blocks the pool.
+    a request's length, or before the window of its first row, never reaches a result (but with
+    scales of tokens, NaN before a window does). The same call gives the same bits; with the same
+    `max_query_len` a request's bits do not depend on the other requests. Lengths, starts and block
+    ids are on the device and not checked: a length must fit its table, and the ids of its blocks
+    the pool.
     """
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)

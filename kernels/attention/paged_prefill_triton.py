@@ -82,7 +82,9 @@ def _attend(  # type: ignore[no-untyped-def]
         if MASKED or PADDED_DIM != HEAD_DIM:
             loaded = (keys < key_end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
-            if MASKED and HAS_WINDOW:  # of K the scores are masked, whatever they are
+            # Of K the scores are masked, whatever they are. With scales of tokens, which no engine
+            # has, this would spill registers.
+            if MASKED and HAS_WINDOW and not TOKEN_SCALES:
                 loaded = loaded & (keys >= key_begin)[:, None]
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
         else:
@@ -93,11 +95,8 @@ def _attend(  # type: ignore[no-untyped-def]
         if TOKEN_SCALES:
             places = blocks.to(tl.int64) * scales_block_stride + slots * scales_slot_stride
             if MASKED:
-                scaled = keys < key_end
-                k_scales = tl.load(k_scales_ptr + places, mask=scaled, other=0.0)
-                if HAS_WINDOW:
-                    scaled = scaled & (keys >= key_begin)
-                v_scales = tl.load(v_scales_ptr + places, mask=scaled, other=0.0)
+                k_scales = tl.load(k_scales_ptr + places, mask=keys < key_end, other=0.0)
+                v_scales = tl.load(v_scales_ptr + places, mask=keys < key_end, other=0.0)
             else:
                 k_scales = tl.load(k_scales_ptr + places)
                 v_scales = tl.load(v_scales_ptr + places)

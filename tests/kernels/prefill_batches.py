@@ -99,7 +99,8 @@ def make_batch(case: Case, device: torch.device) -> Batch:
             fresh = (fresh * 100).clamp(-448, 448)  # a scale of about 0.01 brings it back
         slots = fresh.transpose(1, 2).flatten(0, 1)
         slots[length:] = NAN
-        if case.window is not None and not shared:  # what the first row does not see any more
+        may_be_nan = not shared and case.scales_dim != 4
+        if case.window is not None and may_be_nan:  # what the first row does not see any more
             slots[: max(0, case.chunks[request][1] - case.window + 1)] = NAN
         fresh = slots.unflatten(0, (-1, case.block_size)).transpose(1, 2)
         pool[ids, 1] = fresh

@@ -233,7 +233,6 @@ FAULTS = {
     "sums not rescaled": ("acc = acc * kept[:, None]", "acc = acc * 1.0"),
     "total not rescaled": ("total = total * kept +", "total = total +"),
     "one unused slot loaded": ("keys < key_end", "keys < key_end + 1"),
-    "one slot before the window loaded": ("keys >= key_begin", "keys >= key_begin - 1"),
     "no soft cap": ("1.0 - 2.0 / (tl.exp2(scores * score_factor) + 1.0)", "scores * 1.0"),
     "scales of K on V": ("weights * (v_scales * SCALE_GAIN)", "weights * (k_scales * SCALE_GAIN)"),
     "the first KV head for all": ("kv_head.to(tl.int64) * kv_head_stride", "kv_head_stride * 0"),
@@ -271,6 +270,13 @@ def test_a_planted_fault_is_caught(fault: str, plant: Any, device: torch.device)
     batch = make_batch(MANY, device)
     plant(*FAULTS[fault])
     assert batch.difference("triton") > 10 * TOLERANCE[MANY.dtype]
+
+
+def test_a_slot_loaded_before_the_window_is_caught(plant: Any, device: torch.device) -> None:
+    batch = make_batch(Case(((70, 130), (1, 21)), window=100), device)
+    batch.check("triton")
+    plant("keys >= key_begin", "keys >= key_begin - 1")
+    assert batch.difference("triton") > 10 * TOLERANCE[torch.float16]
 
 
 def test_a_planted_32_bit_offset_is_caught(plant: Any, device: torch.device) -> None:
