@@ -69,20 +69,11 @@ class Scale:
     chat_tokens: tuple[int, int] = (96, 64)  # of prompt and answer
     long_answer_tokens: int = 8
     step_tokens: int = 512  # most in a step, where inter-token times are measured
-    # Where prompts are handed over: of the cache server, and of each engine's slab.
-    cache_bytes: int = 512 * MIB
-    slab: str = "256MiB"
+    slab_mib: int = 256  # of each engine that hands over; the cache server has twice as much
 
 
 FULL = Scale(pairs=9)
-QUICK = Scale(
-    pairs=1,
-    prompt_tokens=1200,
-    wide_tokens=640,
-    arrival_seconds=2.0,
-    cache_bytes=128 * MIB,
-    slab="64MiB",
-)
+QUICK = Scale(pairs=1, prompt_tokens=1200, wide_tokens=640, arrival_seconds=2.0, slab_mib=64)
 
 
 @dataclass(slots=True)
@@ -208,8 +199,8 @@ def second_token(answer: StreamedAnswer) -> float:
 
 def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
     """A prompt through router, prefill node, server and decode node; computed by the latter."""
-    cache = stack.enter_context(open_cache(scale.cache_bytes))
-    flags = (*cache.flags(HOST, scale.slab), "--num-blocks", "600", "--role")
+    cache = stack.enter_context(open_cache(2 * scale.slab_mib * MIB))
+    flags = (*cache.flags(HOST, f"{scale.slab_mib}MiB"), "--num-blocks", "600", "--role")
     roles = (Wish((*flags, "prefill")), Wish((*flags, "decode")))
     prefill, decode = start(stack, scratch, *roles)
     router = stack.enter_context(open_router([prefill], [decode], scratch))

@@ -111,15 +111,11 @@ class PeerRun:
 
 
 class Peer(Child):
-    """The same work done in another way: a child that runs `MODULE MODEL THREADS POOL_BLOCKS`. No
-    blocks are as many as an engine takes by itself."""
+    """The same work done in another way: a child that runs `MODULE MODEL THREADS`."""
 
-    def __init__(
-        self, module: str, model: Path, threads: int, log: Path, pool_blocks: int = 0
-    ) -> None:
+    def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
         name = module.rpartition(".")[2]
-        words = ["-P", "-m", module, str(model), str(threads), str(pool_blocks)]
-        super().__init__(words, log, name)
+        super().__init__(["-P", "-m", module, str(model), str(threads)], log, name)
 
     def wait_ready(self, timeout_seconds: float = 120.0) -> None:
         """Once, until the model is loaded. Raises PeerFailed."""
@@ -152,11 +148,11 @@ def answerer() -> Callable[[dict[str, Any]], None]:
 Work = Callable[[str, list[list[int]], int], PeerRun]
 
 
-def serve(make_work: Callable[[Path, int, int], Work]) -> int:
+def serve(make_work: Callable[[Path, int], Work]) -> int:
     """A peer's side: load, say so, then answer line by line until the input ends."""
     tell = answerer()
     try:
-        work = make_work(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        work = make_work(Path(sys.argv[1]), int(sys.argv[2]))
     except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
         tell({"error": f"{type(error).__name__}: {error}"})
         return 1

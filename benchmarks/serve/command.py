@@ -62,11 +62,6 @@ class Plan:
     threads: int
     seed: int
 
-    @property
-    def pool_blocks(self) -> int:
-        """Of the comparison: the longest request of every user fits, and no more is zeroed."""
-        return self.concurrency * -(-CONTEXT_TOKENS // BLOCK_TOKENS) + 1
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark; `--quick` and `--out` are the dispatcher's."""
@@ -226,8 +221,7 @@ def measure_comparison(
         console.print("starting the server and the peers of the comparison")
         peers = start_peers(plan, scratch, stack, console)
         log = scratch / "comparison.log"
-        pool = ["--block-size", str(BLOCK_TOKENS), "--num-blocks", str(plan.pool_blocks)]
-        server = stack.enter_context(ServedModel([*common_arguments(plan), *pool], log))
+        server = stack.enter_context(ServedModel(common_arguments(plan), log))
         server.warm_up()
         for peer in set(peers.values()):
             peer.wait_ready()
@@ -260,8 +254,7 @@ def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -
 
     def start(module: str) -> Peer:
         log = scratch / f"{module}.log"
-        words = plan.model, plan.threads, log, plan.pool_blocks
-        return stack.enter_context(Peer(f"{__package__}.{module}", *words))
+        return stack.enter_context(Peer(f"{__package__}.{module}", plan.model, plan.threads, log))
 
     peers = {"engine": start("engine_peer")}
     if importlib.util.find_spec("transformers") is None:

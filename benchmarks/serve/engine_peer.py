@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..harness.peer import PeerRun, Work, serve
 from ..harness.workloads import CONTEXT_TOKENS
 from ..offload.workbench import MeasuredEngine, greedy
 
 
-def make_work(model_path: Path, threads: int, pool_blocks: int) -> Work:
+def make_work(model_path: Path, threads: int) -> Work:
     """Load the model; the function that runs prompts on it."""
-    options: dict[str, Any] = {
-        "num_threads": threads,
-        "max_model_len": CONTEXT_TOKENS,
-        "dtype": "float32",
-    }
-    if pool_blocks:
-        options["num_blocks"] = pool_blocks
-    engine = MeasuredEngine(model_path, options)
+    engine = MeasuredEngine(
+        model_path, {"num_threads": threads, "max_model_len": CONTEXT_TOKENS, "dtype": "float32"}
+    )
 
     def work(mode: str, prompts: list[list[int]], max_tokens: int) -> PeerRun:
         # What was kept of the round before would make this one cheaper.

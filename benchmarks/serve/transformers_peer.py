@@ -23,7 +23,7 @@ from ..harness.peer import PeerRun, Work, serve
 _PAD = 0  # masked, so any id will do
 
 
-def make_work(model_path: Path, threads: int, _pool_blocks: int) -> Work:
+def make_work(model_path: Path, threads: int) -> Work:
     """Load the model; the function that runs prompts on it."""
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
 from itertools import pairwise
@@ -34,10 +33,7 @@ from stratakv.benchmarks.harness.served import HOST, free_ports
 from stratakv.engine.cli.main import main
 
 
-def test_a_prompt_is_handed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "QUICK", dataclasses.replace(QUICK, prompt_tokens=320))
+def test_a_prompt_is_handed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cluster", "--quick", "--cases", "handover", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "cluster.json").read_text())
     names = ["handover_over_recompute", "whole_over_recompute", "computed_once"]

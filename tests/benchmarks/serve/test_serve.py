@@ -185,7 +185,7 @@ def test_a_peer_whose_model_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_engine_alone(tmp_path: Path) -> None:
-    with Peer(PEER_FILE, EMBEDDED_MODEL, 1, tmp_path / "log", pool_blocks=400) as peer:
+    with Peer(PEER_FILE, EMBEDDED_MODEL, 1, tmp_path / "log") as peer:
         with pytest.raises(PeerFailed, match="did not answer in 0 s"):
             peer.wait_ready(0.0)
         peer.wait_ready(60.0)
