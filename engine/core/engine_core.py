@@ -10,10 +10,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from ...connector.base import (
@@ -47,12 +46,12 @@ from ..wire import (
     AddRequest,
     Ready,
     TokenOutput,
-    ToolCalled,
 )
 from ..worker.kv_pool import PoolDemand, check_pool_size
 from ..worker.runtime.device_runtime import is_device_lost
 from ..worker.runtime.pool_sizing import context_that_fits
 from .calibration import CalibrationBudget, calibrate
+from .calls import CoreCalls
 from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
@@ -60,7 +59,7 @@ from .handover import HeldAnswers
 from .offload import OpenTiers, check_role, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
-from .request_builder import RequestBuilder, decode_request
+from .request_builder import RequestBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +190,14 @@ class EngineCore:
                 self._connector,
                 max_steps_in_flight=max_steps_in_flight,
             )
+            self._calls = CoreCalls(
+                self.scheduler,
+                self._connector,
+                self._request_builder,
+                self._grammars,
+                self._held,
+                self._stats,
+            )
             self._identity = describe_identity(config, identity, self._groups)
             self._try_offload()
         except BaseException:
@@ -237,33 +244,8 @@ class EngineCore:
         self.scheduler.finish_requests(request_ids, status)
 
     def call(self, name: str, argument: str) -> Any:
-        """Answer a `wire.Call` with plain values; raises ValueError, with the reason, for one that
-        is unknown or cannot be followed now."""
-        if name == "stats":
-            return {
-                "scheduler": self.scheduler.stats(),
-                "connector": self._connector.stats() or None,
-                "pool": self.scheduler.manager.pool.residency.stats(),
-                "core": self._stats.stats(),
-                "grammar": self._grammars.stats(),
-                "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
-            }
-        if name == "tool_called":
-            return self._tool_called(argument)
-        if name == "follow":
-            return self._follow(argument)
-        if name == "reset_prefix_cache":
-            return self._reset_prefix_cache(argument or "pool")
-        if name == "pause":
-            return self._pause(argument or Pause.NEW.value)
-        if name == "resume":
-            self.scheduler.resume()
-        if name in ("resume", "paused"):
-            return self._paused()
-        raise ValueError(
-            "the core answers stats, follow, tool_called, reset_prefix_cache, pause, resume and "
-            f"paused, not {name!r}"
-        )
+        """See `CoreCalls.answer`."""
+        return self._calls.answer(name, argument)
 
     def has_work(self) -> bool:
         """Whether a step could do anything now."""
@@ -447,44 +429,6 @@ class EngineCore:
         if not cache.enable_prefix_caching:
             return None
         return make_block_hasher(root, cache.block_size, cache.block_hash)
-
-    def _follow(self, argument: str) -> bool:
-        """Another engine computes the prompt of this AddRequest, in JSON. Whether it is followed;
-        raises ValueError for what is no such request."""
-        request = self._request_builder.make_request(decode_request(argument))
-        if request.skip_reading_prefix_cache:
-            return False
-        return self._connector.follow(self.scheduler.manager.prompt_digests(request))
-
-    def _tool_called(self, argument: str) -> bool:
-        try:
-            called = msgspec.json.decode(argument, type=ToolCalled)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"this names no tool: {error}") from None
-        self.scheduler.tool_called(self._request_builder.job_of(called), called.tool)
-        return True
-
-    def _pause(self, which: str) -> dict[str, Any]:
-        if which not in [pause.value for pause in Pause]:
-            raise ValueError(f"pause takes new or all, not {which!r}")
-        self.scheduler.pause(Pause(which))
-        return self._paused()
-
-    def _paused(self) -> dict[str, Any]:
-        """What stands still, None for nothing, and how many requests wait and run."""
-        scheduler = self.scheduler
-        return {
-            "paused": None if scheduler.paused is None else scheduler.paused.value,
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-        }
-
-    def _reset_prefix_cache(self, scope: str) -> dict[str, bool]:
-        if scope not in ("pool", "all"):
-            raise ValueError(f"reset_prefix_cache takes pool or all, not {scope!r}")
-        if not self.scheduler.reset_prefix_cache(scope == "all"):
-            raise ValueError("requests still hold blocks of the pool; wait until they have ended")
-        return {"done": True}
 
     def _dispatch(self) -> None:
         output = self.scheduler.schedule()

@@ -40,13 +40,19 @@ class InPlacePlanner:
     """Lays down steps over one pool."""
 
     def __init__(
-        self, pool: Tensor, num_heads: int, scale: float, window: int | None = None
+        self,
+        pool: Tensor,
+        num_heads: int,
+        scale: float,
+        window: int | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; `window` is
-        how many tokens a position sees, itself included."""
+        how many tokens a position sees, itself included. Several planners may have one workspace,
+        since layers are computed one after the other."""
         self._layer = pool[:, 0]
         self._num_heads, self._scale, self._window = num_heads, scale, window
-        self._workspace = Workspace()
+        self._workspace = Workspace() if workspace is None else workspace
 
     def plan(
         self,
@@ -102,9 +108,13 @@ class InPlaceForward:
         self._model = model
         spec = model.spec
         views = LayerViews(groups, spec.layer_attention)
+        workspace = Workspace()
         # With the group whose table each reads.
         self._planners = [
-            (view.group, InPlacePlanner(pool, spec.num_heads, spec.attention_scale, view.window))
+            (
+                view.group,
+                InPlacePlanner(pool, spec.num_heads, spec.attention_scale, view.window, workspace),
+            )
             for view in views.views
         ]
         self._attention = attention_over(InPlaceAttention(pool), views)

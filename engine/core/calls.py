@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients ask of a core beside requests: figures, pauses, the prefix cache, hints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from ...connector.base import KVConnectorScheduler
+from ..scheduler.scheduler import Pause, Scheduler
+from ..structured.manager import GrammarManager
+from ..wire import ToolCalled
+from .core_stats import CoreStats
+from .handover import HeldAnswers
+from .request_builder import RequestBuilder, decode_request
+
+
+class CoreCalls:
+    """Answers the calls of one core. Called by its thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        connector: KVConnectorScheduler,
+        builder: RequestBuilder,
+        grammars: GrammarManager,
+        held: HeldAnswers,
+        stats: CoreStats,
+    ) -> None:
+        self._scheduler = scheduler
+        self._connector = connector
+        self._builder = builder
+        self._grammars = grammars
+        self._held = held
+        self._core_stats = stats
+        self._answers: Mapping[str, Callable[[str], Any]] = {
+            "stats": self._stats,
+            "follow": self._follow,
+            "tool_called": self._tool_called,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "pause": self._pause,
+            "resume": self._resume,
+            "paused": self._paused,
+        }
+
+    def answer(self, name: str, argument: str) -> Any:
+        """Answer a `wire.Call` with plain values; raises ValueError, with the reason, for one that
+        is unknown or cannot be followed now."""
+        if name not in self._answers:
+            *names, last = self._answers
+            raise ValueError(f"the core answers {', '.join(names)} and {last}, not {name!r}")
+        return self._answers[name](argument)
+
+    def _stats(self, _argument: str) -> dict[str, Any]:
+        return {
+            "scheduler": self._scheduler.stats(),
+            "connector": self._connector.stats() or None,
+            "pool": self._scheduler.manager.pool.residency.stats(),
+            "core": self._core_stats.stats(),
+            "grammar": self._grammars.stats(),
+            "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
+        }
+
+    def _follow(self, argument: str) -> bool:
+        """Another engine computes the prompt of this AddRequest, in JSON. Whether it is followed;
+        raises ValueError for what is no such request."""
+        request = self._builder.make_request(decode_request(argument))
+        if request.skip_reading_prefix_cache:
+            return False
+        return self._connector.follow(self._scheduler.manager.prompt_digests(request))
+
+    def _tool_called(self, argument: str) -> bool:
+        """The turn of a job that ended last has called a tool: a ToolCalled in JSON."""
+        try:
+            called = msgspec.json.decode(argument, type=ToolCalled)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"this names no tool: {error}") from None
+        self._scheduler.tool_called(self._builder.job_of(called), called.tool)
+        return True
+
+    def _reset_prefix_cache(self, argument: str) -> dict[str, bool]:
+        scope = argument or "pool"
+        if scope not in ("pool", "all"):
+            raise ValueError(f"reset_prefix_cache takes pool or all, not {scope!r}")
+        if not self._scheduler.reset_prefix_cache(scope == "all"):
+            raise ValueError("requests still hold blocks of the pool; wait until they have ended")
+        return {"done": True}
+
+    def _pause(self, argument: str) -> dict[str, Any]:
+        which = argument or Pause.NEW.value
+        if which not in [pause.value for pause in Pause]:
+            raise ValueError(f"pause takes new or all, not {which!r}")
+        self._scheduler.pause(Pause(which))
+        return self._paused("")
+
+    def _resume(self, _argument: str) -> dict[str, Any]:
+        self._scheduler.resume()
+        return self._paused("")
+
+    def _paused(self, _argument: str) -> dict[str, Any]:
+        """What stands still, None for nothing, and how many requests wait and run."""
+        scheduler = self._scheduler
+        return {
+            "paused": None if scheduler.paused is None else scheduler.paused.value,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+        }
