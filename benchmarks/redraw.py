@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from .agents.command import plot_agents
 from .cluster.command import plot_cluster
 from .core.command import plot_core
 from .gpu.command import SECTIONS
@@ -26,7 +27,7 @@ from .vllm.command import plot_vllm
 _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
-    "vllm": plot_vllm,
+    "vllm": plot_vllm, "agents": plot_agents,
 }  # fmt: skip
 
 

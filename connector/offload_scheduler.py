@@ -323,6 +323,9 @@ class OffloadScheduler(KVConnectorScheduler):
                 self._failed.put(report.request_id, None)
         return reports
 
+    def cpu_blocks(self) -> tuple[int, int]:
+        return self._hierarchy.num_free_slots, self._hierarchy.num_slots
+
     def has_pending_work(self) -> bool:
         self._collect()
         return (

@@ -64,7 +64,7 @@ def _check(
     """One entry for each token, with its own and the `count` best values of its row."""
     assert len(entries) == len(expected) == len(token_ids)
     best = expected.topk(count).indices.tolist()
-    own = expected[torch.arange(len(expected)), torch.tensor(token_ids)]
+    own = expected[torch.arange(len(expected)), torch.tensor(token_ids, dtype=torch.long)]
     ranks = (1 + (expected > own[:, None]).sum(dim=1)).tolist()
     rows = zip(entries, expected, token_ids, best, ranks, strict=True)
     for entry, row, token, others, rank in rows:

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import logging
 import os
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "libstratakv_cpu.so"
 ABI = 1  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
+# Where the table of sections begins, which linkers write last; size and number of its entries.
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 AUTO, NONE = "auto", "none"
 VARIANTS = ("avx2", "avx512")  # by their numbers in the library
 ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -99,6 +102,8 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
     if not path.exists():
         return Missing(f"they were not built; {_REBUILD}")
     try:
+        if _is_cut(path):
+            return Missing(f"{path} cannot be used (its end is missing); {_REBUILD}")
         library = ctypes.CDLL(str(path))
         functions = {name: _function(library, name) for name in ("abi", "step_bytes", "runs")}
         abi, step_bytes = functions["abi"](), functions["step_bytes"]()
@@ -112,6 +117,17 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
     if wanted not in (AUTO, *runs):
         return Missing(f"{VARIABLE} says {wanted}, and this processor runs {', '.join(runs)}")
     return _variant(library, runs[-1] if wanted == AUTO else wanted)
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether an ELF file of 64 bits lacks its end, which the loader does not look for: the process
+    would be killed where it is read."""
+    with path.open("rb") as file:
+        head = file.read(_ELF_HEADER.size)
+    if len(head) < _ELF_HEADER.size:
+        return True
+    table, size, count = _ELF_HEADER.unpack(head)
+    return path.stat().st_size < int(table) + int(size) * int(count)
 
 
 def _variant(library: ctypes.CDLL, variant: str) -> CpuLibrary:

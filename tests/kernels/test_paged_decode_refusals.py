@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from stratakv.kernels.attention.attention_checks import FP8
-from stratakv.kernels.choice import AUTO, PLAIN, TRITON, KernelRefused
+from stratakv.kernels.choice import AUTO, NATIVE, PLAIN, TRITON, KernelRefused
+from stratakv.kernels.cpu.library import CpuLibrary, cpu_library
 
 from .decode_batches import Case, assert_right, make_case
 
@@ -78,6 +79,8 @@ def test_what_only_triton_refuses_the_plain_twin_runs(device):
             case.run(TRITON)
 
 
-def test_the_cpu_is_left_to_the_plain_twin_unless_triton_is_named():
+def test_a_cpu_takes_the_compiled_kernel_or_the_plain_twin_unless_triton_is_named():
     case = make_case(torch.device("cpu"), [20, 3])
-    assert torch.equal(case.run(AUTO), case.run(PLAIN))
+    own = NATIVE if isinstance(cpu_library(), CpuLibrary) else PLAIN
+    assert torch.equal(case.run(AUTO), case.run(own))
+    torch.testing.assert_close(case.run(AUTO), case.run(PLAIN))

@@ -38,7 +38,7 @@ def _refused(batch: Batch, match: str, **options: Any) -> None:
             "expected out as q, torch.float16 of .*got torch.float32",
         ),
         ({"out": torch.zeros(1, 4, 64).half()}, r"got torch.float16 of \[1, 4, 64\]"),
-        ({"kernel": "cutlass"}, "one of auto, triton, plain, not 'cutlass'"),
+        ({"kernel": "cutlass"}, "one of auto, triton, native, plain, not 'cutlass'"),
     ],
 )
 def test_refused_options(options: dict[str, Any], match: str, device: torch.device) -> None:

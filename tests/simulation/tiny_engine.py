@@ -195,7 +195,7 @@ class TinyEngine(Engine):
         for name, row in batch.row_of.items():
             state = self.states[name]
             assert batch.token_ids[row, : len(state.tokens)].tolist() == state.tokens, name
-            assert batch.tables[0].row(row).tolist() == state.table, name
+            assert batch.tables[0].row(row).tolist() == state.tables[0], name
             if name in self._computed:
                 assert batch.num_computed[row] == self._computed[name]
             held = self._rows.held[row]
@@ -203,7 +203,7 @@ class TinyEngine(Engine):
 
     def _write(self, request_id: str, start: int, end: int) -> None:
         state = self.states[request_id]
-        table = state.table
+        table = state.tables[0]
         written = {table[position // SIZE] for position in range(start, end)}
         assert written.isdisjoint(self._targets()), "written while a load is writing to it"
         assert 0 not in written
@@ -223,7 +223,7 @@ class TinyEngine(Engine):
         for index in range(end // SIZE):
             name = digest_of(state.tokens, index)
             self.names[name] = expected[index * SIZE : (index + 1) * SIZE]
-        held = self._held(state.table, end)
+        held = self._held(state.tables[0], end)
         right = [number in (NAN, wish) for number, wish in zip(held, expected, strict=True)]
         assert all(right), f"{request_id} would read what is not its own"
         return NAN if NAN in held else expected[-1]
