@@ -16,6 +16,7 @@ from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.rates import PrefillRate
 from stratakv.connector.transfer import CopySignal
 from stratakv.engine.config import SchedulerConfig
+from stratakv.engine.core.calls import CoreCalls
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import StepHandle
 from stratakv.engine.core.handover import HeldAnswers
@@ -149,4 +150,12 @@ class SimCore(EngineCore):
             self._held,
             side,
             max_steps_in_flight=1,
+        )
+        self._calls = CoreCalls(
+            self.scheduler,
+            side,
+            self._request_builder,
+            self._grammars,
+            self._held,
+            self._stats,
         )
