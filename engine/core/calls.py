@@ -33,7 +33,7 @@ class CoreCalls:
         self._scheduler = scheduler
         self._connector = connector
         self._builder = builder
-        self._grammars = grammars
+        self.grammars = grammars
         self._held = held
         self._core_stats = stats
         self._answers: Mapping[str, Callable[[str], Any]] = {
@@ -60,7 +60,7 @@ class CoreCalls:
             "connector": self._connector.stats() or None,
             "pool": self._scheduler.manager.pool.residency.stats(),
             "core": self._core_stats.stats(),
-            "grammar": self._grammars.stats(),
+            "grammar": self.grammars.stats(),
             "handover": {"num_held": len(self._held), **asdict(self._held.counts)},
         }
 

@@ -235,7 +235,7 @@ class _AnyMatcher(Matcher):
 
 def with_backend(core: EngineCore, model: Path, backend: Backend) -> None:
     core._grammars.close()
-    core._grammars = core._adder.grammars = GrammarManager(
+    core._grammars = core._adder.grammars = core._calls.grammars = GrammarManager(
         model, VOCAB, [END], most_waiting=9, opener=lambda: backend
     )
 
