@@ -17,6 +17,7 @@ from .gpu.command import SECTIONS
 from .gpu.section import Results
 from .harness.report import Report
 from .offload.report import plot_costs, plot_phases
+from .sampling.command import plot_sampling
 from .serve.report import plot_serve
 from .service.command import plot_service
 from .tiers.command import plot_tiers
@@ -27,7 +28,7 @@ from .vllm.command import plot_vllm
 _DRAW = {
     "transfer": plot_transfer, "service": plot_service, "offload": plot_costs, "trace": plot_traces,
     "core": plot_core, "serve": plot_serve, "tiers": plot_tiers, "cluster": plot_cluster,
-    "vllm": plot_vllm, "agents": plot_agents,
+    "vllm": plot_vllm, "agents": plot_agents, "sampling": plot_sampling,
 }  # fmt: skip
 
 

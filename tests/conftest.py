@@ -96,7 +96,6 @@ ALONE_PLACES = (
     "engine/core/test_concurrent_prefill.py",
     "engine/core/test_handover.py",
     "engine/router/test_asked_at_once.py",
-    "tiers/cache_server/test_hostile.py::test_others_are_served_as_before_while_hostile_clients_try",
     "tiers/cache_server/test_service.py::test_a_whole_prompt_in_one_look_up",
     "tiers/cache_server/test_timing.py",
     "tiers/remote/test_faults.py::test_restarts_faster_than_anybody_looks",

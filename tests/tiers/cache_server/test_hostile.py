@@ -201,18 +201,19 @@ def connect(server: Any, stub: Stub) -> DataConnection:
 
 # What is left to others
 
-# In CI, and in a long run. Enough calls in a round for a 99th percentile of its own: what else the
-# machine does comes and goes, so rounds are compared with their neighbours, and there are more of
-# them where it makes them differ too much: up to 21 in CI.
-ROUNDS, CALLS, TRIES = (3, 60), (1000, 2000), (7, 4)
+# In CI, and in a long run. Only the long run compares times: there, rounds of enough calls for a 99th
+# percentile of their own are compared with their neighbours, because what else the machine does
+# comes and goes, and there are more of them where it makes them differ too much.
+ROUNDS, CALLS, TRIES = (2, 60), (300, 2000), (1, 4)
 MOST_SLOWER, MOST_DEAF_SECONDS = 2.0, 10.0
 MANY_IN_A_ROW = 200
 MOST_MORE_BYTES = 64 * 1024**2
 
 
 def test_others_are_served_as_before_while_hostile_clients_try(scale: str, tmp_path: Path) -> None:
-    """Rounds of quiet and of attack in turn; the attackers have the CPU time that nobody wants, as
-    if they were on other hosts."""
+    """Every call of rounds of quiet and of attack in turn is answered, with the right bytes and
+    within its deadline. The attackers have the CPU time that nobody wants, as if they were on other
+    hosts."""
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(
         "".join(
@@ -252,7 +253,7 @@ def test_others_are_served_as_before_while_hostile_clients_try(scale: str, tmp_p
             f"{more / 1024**2:.1f} MiB more"
         )
         assert more <= MOST_MORE_BYTES
-        assert slower < MOST_SLOWER
+        assert slower < MOST_SLOWER or not is_long
         connection.close()
         stats = ann.stats(messages.StatsRequest(), timeout=WAIT_SECONDS)
         assert (stats.leases, stats.corrupt_blocks) == (0, 0)
