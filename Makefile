@@ -35,10 +35,10 @@ help: ## list these targets
 demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 	$(BIN)/stratakv bench offload --quick --out build/demo
 
-# Three processes for two processors: a third of the time of the tests is waiting. What each of them
+# Four processes for two processors: a third of the time of the tests is waiting. What each of them
 # gets is up to tests/alone_at_the_end.py, which keeps the tests that measure time for the end.
 test: $(STAMP) ## the whole test suite; PYTEST_ARGS adds options
-	$(BIN)/pytest -n 3 $(PYTEST_ARGS)
+	$(BIN)/pytest -n 4 $(PYTEST_ARGS)
 
 # docs/vllm.md says how to make the environment whose Python this takes. One engine at a time.
 test-vllm: $(STAMP) ## our tiers below a real vLLM; STRATAKV_VLLM_PYTHON=its Python

@@ -8,9 +8,11 @@ fixtures of their own in their own conftest.py.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .nursery_site.nursery_client import VARIABLE, Nursery, OwnNursery
 from .threads import check_threads
 
 # A long run repeats what CI does once, often a thousand times.
@@ -27,6 +30,7 @@ LONG_TIMEOUT_SECONDS = 7200
 DEFAULT_SEED = 20260
 
 TESTS = Path(__file__).resolve().parent
+NURSERY_SITE = TESTS / "nursery_site"
 # Whole folders and modules that `make check` leaves out: rehearsals of benchmarks, those that try
 # everything at every place, and the one that starts every command.
 SLOW_PLACES = (
@@ -141,6 +145,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = LONG_TIMEOUT_SECONDS
     # The order of collection below is the one to keep, and not that of how many tests a file has.
     config.option.loadscopereorder = False
+    _open_nursery(config)
+
+
+def _open_nursery(config: pytest.Config) -> None:
+    """One for this process and all that it starts."""
+    if VARIABLE not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="stratakv-nursery-", dir="/tmp")
+        nursery = OwnNursery(Path(folder.name))
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(nursery.close)
+        os.environ[VARIABLE] = nursery.path
+        places = [str(NURSERY_SITE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        importlib.import_module("tests.nursery_site.sitecustomize")
 
 
 @pytest.hookimpl(optionalhook=True)  # there may be no xdist
@@ -218,25 +236,15 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def worker_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Starts the processes of engines where a test is not about how they start."""
-    from .worker_nursery import Nursery  # torch, as above
-
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+def worker_nursery() -> Nursery:
+    """Starts processes of engines; the engines of tests start theirs through it anyhow."""
+    return Nursery(os.environ[VARIABLE])
 
 
-@pytest.fixture(scope="module")
-def forked_engines(worker_nursery: Any) -> Iterator[None]:
-    """Cores and workers that are processes of their own come from the nursery."""
-    from stratakv.engine.client import launcher
-    from stratakv.engine.core import process_executor
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (launcher, process_executor):
-            monkeypatch.setattr(module, "subprocess", worker_nursery.module())
-        yield
+@pytest.fixture
+def no_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start as they do elsewhere."""
+    monkeypatch.delenv(VARIABLE)
 
 
 @pytest.fixture(scope="session")

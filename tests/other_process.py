@@ -19,9 +19,9 @@ from stratakv.engine.offload_config import OffloadConfig
 
 from .faulty_worker import Plan, read_look
 from .leftovers import RunnerLook
+from .nursery_site.nursery_client import Nursery
 from .open_files import open_paths
 from .threads import WAIT_SECONDS
-from .worker_nursery import Nursery
 
 # Far more than a step takes here, on a machine that does other things beside.
 STEP_SECONDS = 60.0

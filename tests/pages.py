@@ -95,7 +95,7 @@ class Reader:
         self._environment = os.environ | {
             "HOME": str(home),
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(self._site),
+            "PYTHONPATH": os.pathsep.join([str(self._site), os.environ.get("PYTHONPATH", "")]),
             "PYTHONUNBUFFERED": "1",
         }
         for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):

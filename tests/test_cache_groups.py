@@ -29,8 +29,6 @@ from .stepping import step_outputs
 from .test_exactness import ask, documents, prompt, rejected_records, running_core, tiers
 from .tiny_models import greedy_reference, make_llama
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 LAYERS = 4
 BLOCK = 8  # tokens, that of `running_core`
 TOKENS = 20

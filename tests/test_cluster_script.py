@@ -37,6 +37,7 @@ def test_the_demonstration() -> None:
     assert done.stdout.endswith("All 3 answers through the cluster are those of one node.\n")
 
 
+@pytest.mark.usefixtures("no_nursery")  # all are to end, also those that it would start
 def test_a_signal_while_the_nodes_start_ends_all_of_them() -> None:
     with started(COMMAND) as process:
         deadline = time.monotonic() + 60

@@ -18,6 +18,7 @@ from stratakv.engine.llm import LLM
 from stratakv.engine.sampling_params import SamplingParams
 
 from .free_ports import free_ports
+from .nursery_site.nursery_client import Nursery
 from .tiny_models import make_llama
 from .two_engines import (
     BLOCK_BYTES,
@@ -34,9 +35,6 @@ from .two_engines import (
     tier,
     wait_for,
 )
-from .worker_nursery import Nursery
-
-pytestmark = pytest.mark.usefixtures("forked_engines")
 
 Plain = Callable[[Sequence[int], SamplingParams], list[int]]
 PROMPT_TOKENS = 150
@@ -50,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(forked_engines: None, model: Path) -> Iterator[Plain]:
+def plain(model: Path) -> Iterator[Plain]:
     """What an engine without offloading and without a prefix cache answers."""
     with engines(model, {"enable_prefix_caching": False}) as (llm,):
         yield lambda text, params: ask(llm, text, params).token_ids

@@ -26,13 +26,13 @@ from stratakv.tiers.fault_injection.store import FaultyStore
 from stratakv.tiers.ssd.store import SsdStore
 
 from .faulty_parts import Mischief, patch_tiers
+from .nursery_site.nursery_client import Nursery
 from .offload_config import offload_config
 from .other_process import OtherProcess
 from .prompt_tree import Answers, Asker, Tree, grow, make_core
 from .random_life import SSD_BASE_BYTES
 from .stepping import noted
 from .threads import check_threads
-from .worker_nursery import Nursery
 
 TREES = {"ci": 60, "long": 10_000}
 TREES_OF_OTHER_PROCESSES = {"ci": 3, "long": 1_000}

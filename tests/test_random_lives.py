@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from .nursery_site.nursery_client import Nursery
 from .other_process import OtherProcess
 from .random_life import ENDS, MAX_MODEL_LEN, Life
 from .random_wishes import OUTPUT_TOKENS, World, penalised_reference
 from .stepping import noted
 from .tiny_models import VOCAB, greedy_reference
-from .worker_nursery import Nursery
 
 LIVES = 25
 # Of steps that overlap, in tests of so many.

@@ -42,8 +42,6 @@ from .two_engines import (
     wait_shared,
 )
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 Plain = Callable[[Sequence[int], SamplingParams], list[int]]
 ROOM = ("--cpu-bytes", "16MiB")
 TENANTS = ("ann", "bob", "ann")
@@ -61,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(forked_engines: None, model: Path) -> Iterator[Plain]:
+def plain(model: Path) -> Iterator[Plain]:
     """What an engine without offloading and without a prefix cache answers."""
     with engines(model, {"enable_prefix_caching": False}) as (llm,):
         yield lambda text, params: ask(llm, text, params).token_ids

@@ -25,8 +25,6 @@ from .tiers.cache_server.rig import LAYOUT, ServerProcess, server_process
 from .tiny_models import make_llama
 from .two_engines import GREEDY, SEEDED, ask, engines, from_remote, prompt, remote, tier
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 DOCUMENTS, DOCUMENT_TOKENS = 24, 150
 SMALL = {"kv_offload_cpu_bytes": "1MiB", "num_blocks": 40}  # of 240 blocks, and tails
 ROOM = ("--cpu-bytes", "16MiB")
@@ -100,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(forked_engines: None, model: Path) -> Iterator[LLM]:
+def plain(model: Path) -> Iterator[LLM]:
     with engines(model, {}) as (llm,):
         yield llm
 

@@ -36,6 +36,7 @@ def test_the_demonstration() -> None:
     assert second[3] == f'{{"remote": {second[2]}}}'
 
 
+@pytest.mark.usefixtures("no_nursery")  # all are to end, also those that it would start
 def test_a_signal_ends_all_of_them() -> None:
     with started(COMMAND) as process:
         assert process.stdout is not None
@@ -51,6 +52,7 @@ def test_a_signal_ends_all_of_them() -> None:
         end(process, signal.SIGINT)
 
 
+@pytest.mark.usefixtures("no_nursery")  # all are to end, also those that it would start
 def test_a_signal_while_they_start_ends_all_of_them() -> None:
     with started(COMMAND) as process:
         deadline = time.monotonic() + 60

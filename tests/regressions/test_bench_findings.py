@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from stratakv.benchmarks.harness.comparison import Comparison, take_rounds
+from stratakv.benchmarks.harness.plots import DPI, WIDTH_INCHES
 from stratakv.benchmarks.harness.report import Report, environment, median
 from stratakv.benchmarks.offload import command as offload
 from stratakv.benchmarks.redraw import draw
@@ -52,6 +54,7 @@ from .. import test_fault_sweep
 pytestmark = pytest.mark.regression
 
 ROOT = Path(__file__).parents[2]
+MOST_BYTES = 120_000  # of a picture
 RESULTS = ROOT / "benchmarks" / "results"
 OFFLOAD = RESULTS / "2026-11-21-offload-cpu-2-cores.json"
 LAYOUT = BlockLayout(16, 2, 2, 8, "float32")
@@ -110,7 +113,10 @@ def test_u02_every_picture_names_machine_date_and_version(
     assert len(foot) == 1
     for part in (machine["cpu"], f"{machine['cores']} cores", machine["date"]):
         assert part in foot[0]
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    for picture in (tmp_path / "picture.png", RESULTS / f"{name}.png"):
+        png = picture.read_bytes()
+        assert png.startswith(b"\x89PNG") and 10_000 < len(png) < MOST_BYTES
+        assert struct.unpack(">I", png[16:20])[0] == DPI * WIDTH_INCHES
 
 
 def test_u02_a_report_knows_its_version() -> None:

@@ -103,6 +103,7 @@ def test_a_life(tiny_model: Path, small_tiers: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_nursery")
 def test_the_end_of_the_core_is_the_end_of_the_server(tiny_model: Path) -> None:
     with serving(tiny_model) as process:
         wait_ready(process)
@@ -113,6 +114,7 @@ def test_the_end_of_the_core_is_the_end_of_the_server(tiny_model: Path) -> None:
         assert "the engine core was ended by SIGKILL" in process.stderr.read()
 
 
+@pytest.mark.usefixtures("no_nursery")
 def test_a_signal_ends_a_start(tiny_model: Path) -> None:
     with serving(tiny_model) as process:
         deadline = time.monotonic() + 20

@@ -28,8 +28,6 @@ from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.wire import AddRequest, TokenOutput
 from stratakv.tiers.settings.values import ConfigError
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 VOCAB = 257
 LONG = 4000  # tokens: seconds, so that a request surely runs when it is looked at
 Reference = Callable[[Sequence[int], int], list[int]]
@@ -49,9 +47,7 @@ def loop() -> Iterator[EventLoopThread]:
 
 
 @pytest.fixture(scope="module")
-def client(
-    forked_engines: None, loop: EventLoopThread, long_model: Path
-) -> Iterator[ProcessClient]:
+def client(loop: EventLoopThread, long_model: Path) -> Iterator[ProcessClient]:
     """A core that several tests share."""
     started = loop.run(ProcessClient.start(config_of(long_model), timeout_seconds=60))
     yield started

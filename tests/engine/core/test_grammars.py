@@ -23,8 +23,6 @@ from stratakv.engine.wire import INVALID_GRAMMAR, AddRequest, TokenOutput
 
 from .conftest import VOCAB, MakeCore, Reference, config_of, finish, prompt_of, request, run
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 END = VOCAB - 1
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -23,8 +23,6 @@ from ...tiers.cache_server.rig import WAIT_SECONDS, ServerProcess, server_proces
 from ...two_engines import secured
 from .conftest import MakeCore, Reference, prompt_of, request, run
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
-
 BLOCK = 8
 MakeNode = Callable[..., EngineCore]
 

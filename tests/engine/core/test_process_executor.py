@@ -22,10 +22,8 @@ from stratakv.engine.core.process_executor import ProcessExecutor
 from stratakv.tiers.settings.values import ConfigError
 
 from ...faulty_worker import Plan
-from ...worker_nursery import Nursery
+from ...nursery_site.nursery_client import Nursery
 from .conftest import MakeCore, Reference, config_of, finish, prompt_of, request
-
-pytestmark = pytest.mark.usefixtures("forked_engines")
 
 MakeLiar = Callable[..., ProcessExecutor]
 LATE_SECONDS = 0.9  # where 0.3 are waited for
@@ -369,6 +367,7 @@ def test_what_a_worker_answered_before_it_was_killed_is_delivered(tiny_model: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_nursery")
 def test_a_worker_that_hangs_ends_with_its_launcher(tiny_model: Path) -> None:
     code = (
         "import sys, time\n"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from ...nursery_site.nursery_client import Nursery
 from ...tiers.cache_server.rig import server_process
-from ...worker_nursery import Nursery
 from .test_real_nodes import NODE_FLAGS, complete, figure, prompt_of, started, wait_for
 
 pytestmark = pytest.mark.timeout(300)

@@ -28,9 +28,9 @@ import pytest
 from stratakv.engine import LLM, SamplingParams
 
 from ...free_ports import free_ports
+from ...nursery_site.nursery_client import Nursery
 from ...stepping import noted
 from ...tiers.cache_server.rig import ServerProcess, server_process
-from ...worker_nursery import Nursery
 from .test_real_nodes import NODE_FLAGS, ask, figure, prompt_of, started, wait_for
 from .wire import Wire
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ...nursery_site.nursery_client import Nursery
 from ...tiny_models import VOCAB, make_llama
-from ...worker_nursery import Nursery
 from .test_real_nodes import ask, complete, figure, prompt_of, started, wait_for
 
 pytestmark = pytest.mark.timeout(300)

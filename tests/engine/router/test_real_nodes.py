@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
+from ...nursery_site.nursery_client import Child, Nursery
 from ...tiers.cache_server.rig import server_process
-from ...worker_nursery import Child, Nursery
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -201,9 +201,9 @@ def connect(server: Any, stub: Stub) -> DataConnection:
 
 # What is left to others
 
-# In CI, and in a long run. Only the long run compares times: there, rounds of enough calls for a 99th
-# percentile of their own are compared with their neighbours, because what else the machine does
-# comes and goes, and there are more of them where it makes them differ too much.
+# In CI, and in a long run. Only the long run compares times: its rounds have enough calls for a
+# 99th percentile of their own and are compared with their neighbours, because what else the machine
+# does comes and goes, and there are more of them where it makes them differ too much.
 ROUNDS, CALLS, TRIES = (2, 60), (300, 2000), (1, 4)
 MOST_SLOWER, MOST_DEAF_SECONDS = 2.0, 10.0
 MANY_IN_A_ROW = 200
