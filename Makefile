@@ -26,13 +26,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PACKAGES := benchmarks connector engine kernels proto tiers
 
-.PHONY: help environment demo test test-vllm check lint format names proto bench clean
+.PHONY: help env demo test test-vllm check lint format names proto bench clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
 
-environment: $(STAMP) ## .venv, with everything that tests need
+env: $(STAMP) ## .venv, with everything that tests need
 
 demo: $(STAMP) ## the main job at work: one prompt, cold and out of every tier
 	$(BIN)/stratakv bench offload --quick --out build/demo
