@@ -7,6 +7,7 @@ Needs what test_real_vllm.py needs: `make test-vllm` and docs/vllm.md.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_cold_and_from_the_slab(
         stats = engine.do({"stats": True})
         assert stats["failures"] == {} and not stats["broken"]
         assert stats["metrics"]["stratakv:tier_capacity_bytes:cpu"] == 8 * 1024**2
+        # Figures are told once in a while, at the next step.
+        deadline = time.monotonic() + 60
+        while "stratakv:loaded_tokens_total:cpu" not in stats["metrics"]:
+            assert time.monotonic() < deadline, "nobody tells how many tokens were loaded"
+            engine.generate(prompts[:1])
+            stats = engine.do({"stats": True})
         assert stats["metrics"]["stratakv:loaded_tokens_total:cpu"] > 0
         # All at once, in less than half of the blocks that they need.
         assert engine.do({"forget": True})["forgotten"]
