@@ -264,7 +264,10 @@ class OffloadScheduler(KVConnectorScheduler):
         return report
 
     def follow(self, block_hashes: Sequence[bytes]) -> bool:
-        return self._follows.begin(self._lookups.keys_of(block_hashes)) is not None
+        # The last block may be the prompt's end, which fills a part of it.
+        least_tokens = (len(block_hashes) - 1) * self._block_size + 1
+        keys = self._parts.hit_keys(block_hashes, least_tokens)
+        return self._follows.begin(keys) is not None
 
     def expect_prompts(self) -> None:
         self._follows.watch()
