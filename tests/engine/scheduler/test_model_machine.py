@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -290,6 +291,7 @@ class Life:
         assert self.engine.states == {}
 
 
+@pytest.mark.timeout(600)
 def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
     lives, seeds = RUNS[scale]
 
