@@ -183,6 +183,9 @@ class LoadReport:
     failure: str | None = field(default=None, compare=False)
     # Ended by the engine itself: nothing is wrong with what it was to bring.
     is_cancelled: bool = field(default=False, compare=False)
+    # Nothing came, since a window lacks a block. Asked again, the connector looks for a hit of at
+    # most so many tokens of the request, which does without it. 0: it would find nothing more.
+    shorter_tokens: int = field(default=0, compare=False)
 
 
 class HandedOver(NamedTuple):

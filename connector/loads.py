@@ -80,6 +80,7 @@ class Load:
     is_spoilt: bool = False  # what it brings may be wrong
     failure: str | None = None
     fault: str | None = None  # see `LoadReport.failure`
+    shorter_tokens: int = 0  # see `LoadReport.shorter_tokens`
     context: RequestContext = NO_CONTEXT
     needed: Sequence[int] = ()  # the place of each among the keys of all parts
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
@@ -333,6 +334,9 @@ class Loads:
         if missing < len(slots):
             whole = load.needed[missing] // self._num_parts
             piece.end = 0 if self._parts.whole_only else whole
+            if self._parts.is_windowed and piece.ticket.done():
+                # Every hit that ends behind this position needs it, or one before it.
+                load.shorter_tokens = load.first_token + whole * self._block_size
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
         elif not piece.end:
@@ -449,6 +453,7 @@ class Loads:
             tokens,
             is_whole=load.failure is None,
             failure=load.fault,
+            shorter_tokens=0 if load.is_spoilt else load.shorter_tokens,
         )
 
     def _fail(self, load: Load, reason: str, fault: str | None) -> None:

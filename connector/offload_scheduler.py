@@ -140,6 +140,7 @@ class OffloadScheduler(KVConnectorScheduler):
         )
         self.wants_all = hierarchy.is_shared
         self._failed: Remembered[None] = Remembered(REMEMBERED_REQUESTS)
+        self._shorter: Remembered[int] = Remembered(REMEMBERED_REQUESTS)  # the longest hit, blocks
         self._jobs_reported = 0
         self._retry_version: int | None = None  # when RETRY was last answered
         self._retry_due = False
@@ -166,6 +167,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._alive.discard(request_id)
         self._prefill_waits.forget(request_id)
         self._lookups.finished(request_id)
+        self._shorter.pop(request_id, None)
 
     def get_matched_tokens(
         self, request: RequestView, num_computed_tokens: int, *, num_queued_tokens: int = 0
@@ -174,9 +176,13 @@ class OffloadScheduler(KVConnectorScheduler):
         if request_id in self._failed or request_id in self._loads:
             return NO_MATCH
         first = num_computed_tokens // self._block_size
-        lookup = self._lookups.of(request, first, self._lookups.end_of(request))
+        end = self._lookups.end_of(request)
+        most = self._shorter.get(request_id, end)
+        lookup = self._lookups.of(request, first, min(end, most))
         if lookup is None:
             return NO_MATCH
+        if most < end:  # it was counted, and decided upon, when the longer hit was found
+            lookup.is_counted = lookup.is_decided = True
         if lookup.prefix.asked:  # a store that is far away will soon say what it has
             self._retry_version = self._version
             return _RETRY
@@ -202,10 +208,10 @@ class OffloadScheduler(KVConnectorScheduler):
             return NO_MATCH
         num_tokens = plan.num_blocks * self._block_size
         # The last token is computed; the block that it lies in may be loaded all the same.
-        most = request.num_tokens - 1 - num_computed_tokens
+        num_wanted = request.num_tokens - 1 - num_computed_tokens
         if not plan.compute_blocks or self._parts.is_windowed:
-            return Match(min(num_tokens, most), MatchKind.LOAD)
-        if num_tokens > most:  # the frontiers meet where a block begins
+            return Match(min(num_tokens, num_wanted), MatchKind.LOAD)
+        if num_tokens > num_wanted:  # the frontiers meet where a block begins
             num_tokens -= self._block_size
         return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
 
@@ -264,7 +270,10 @@ class OffloadScheduler(KVConnectorScheduler):
         return report
 
     def follow(self, block_hashes: Sequence[bytes]) -> bool:
-        return self._follows.begin(self._lookups.keys_of(block_hashes)) is not None
+        # The last block may be the prompt's end, which fills a part of it.
+        least_tokens = (len(block_hashes) - 1) * self._block_size + 1
+        keys = self._parts.hit_keys(block_hashes, least_tokens)
+        return self._follows.begin(keys) is not None
 
     def expect_prompts(self) -> None:
         self._follows.watch()
@@ -319,7 +328,9 @@ class OffloadScheduler(KVConnectorScheduler):
             self._take(output)
         reports = self._loads.take_reports()
         for report in reports:
-            if not (report.is_whole or report.is_cancelled):
+            if report.shorter_tokens:
+                self._shorter.put(report.request_id, report.shorter_tokens // self._block_size)
+            elif not (report.is_whole or report.is_cancelled):
                 self._failed.put(report.request_id, None)
         return reports
 

@@ -82,6 +82,14 @@ class Parts:
             if position >= start
         ]
 
+    def hit_keys(self, digests: Sequence[bytes], num_tokens: int) -> list[bytes]:
+        """The keys of the blocks that a hit of the positions with these digests needs, head first,
+        where the next token is computed behind `num_tokens` or later."""
+        keys = self.keys_of(digests)
+        if not self.is_windowed:
+            return keys
+        return [keys[place] for place in self.needed(0, len(digests), num_tokens)]
+
     def num_needed(self, num_positions: int) -> int:
         """How many blocks a hit of the first `num_positions` needs."""
         if not self.is_windowed:

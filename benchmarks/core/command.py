@@ -12,175 +12,46 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...engine.cache.block_hash import make_block_hasher
-from ...engine.cache.kv_cache_manager import KVCacheManager
-from ...engine.config import SchedulerConfig
 from ...engine.observer import Observer
-from ...engine.request import BlockHasher, Request, TokenArray
-from ...engine.sampling_params import SamplingParams
-from ...engine.scheduler.output import ModelRunnerOutput
-from ...engine.scheduler.scheduler import Scheduler
-from ...tiers.block import DIGEST_BYTES, Identity
 from ...tiers.settings import readers
 from ..harness.peer import PeerFailed
 from ..harness.plots import caption, draw_bars, new_figure, save_figure
 from ..harness.report import Report, median, print_table, ratios, run_and_tell
+from .cases import (
+    BLOCK_SIZE,
+    FULL_AND_WINDOW,
+    HALF,
+    NUM_RUNNING,
+    NUM_WAITING,
+    POOL_REQUESTS,
+    PROMPT_BLOCKS,
+    PROMPT_TOKENS,
+    REQUESTS,
+    SEED,
+    TOKEN,
+    TWO_GROUPS,
+    VOCABULARY,
+    Case,
+    WrongWork,
+    cycle_case,
+    decode_lengths,
+    evicting_case,
+    hash_cases,
+    look_up_cases,
+    prompt,
+    step_case,
+)
 from .device import DEVICE_SECONDS, DeviceSteps, device_engines, step_trace
-from .hash_peers import pickle_sha256_chain
 from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_peers
-
-BLOCK_SIZE = 16
-PROMPT_TOKENS = 4096
-PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
-HALF = PROMPT_TOKENS // 2
-VOCABULARY = 128_000
-NUM_RUNNING = 256
-NUM_WAITING = 4096
-DECODE_PROMPT_TOKENS = 512
-# Requests of the cycles; enough that the pool has dropped what one left before it comes again.
-_REQUESTS = 24
-_POOL_REQUESTS = 8
-_SEED = 11
-_TOKEN = 7
-
-ROOT = Identity("benchmark", "", "bfloat16", BLOCK_SIZE).root()
-
-
-class WrongWork(RuntimeError):
-    """A piece of work did not do what its figure would claim."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One figure: `work` does `count` units, after `prepare`, which is not timed."""
-
-    name: str
-    unit: str
-    count: int
-    work: Callable[[], object]
-    prepare: Callable[[], object] | None = None
-
-
-def hash_cases(num_tokens: int) -> list[Case]:
-    """The same tokens hashed in each form, and SHA-256 alone as the limit."""
-    tokens = _tokens(np.random.default_rng(_SEED), num_tokens)
-    request = Request("hash", tokens, SamplingParams(max_tokens=1))
-    ids: list[int] = tokens.tolist()
-    count = num_tokens // BLOCK_SIZE
-    # As many bytes as the blocks and their parents have, in one piece; several times, or it would
-    # be over so soon that, unlike the others, it seldom has to share its processor.
-    times = 8
-    raw = times * (request.all_token_ids.tobytes() + bytes(count * DIGEST_BYTES))
-
-    def hashing(digests_of: Callable[[], list[bytes]]) -> Callable[[], None]:
-        def work() -> None:
-            named = len(digests_of())
-            if named != count:
-                raise WrongWork(f"{named} of {count} blocks were named")
-
-        return work
-
-    def ours(algorithm: str) -> Callable[[], list[bytes]]:
-        hasher = make_block_hasher(ROOT, BLOCK_SIZE, algorithm)
-        return lambda: hasher.digests(request)
-
-    return [
-        Case("hash", "tokens/s", num_tokens, hashing(ours("sha256"))),
-        Case("hash_pickle_sha256", "tokens/s", num_tokens,
-             hashing(lambda: pickle_sha256_chain(ROOT, ids, BLOCK_SIZE))),
-        Case("hash_sha256_cbor", "tokens/s", num_tokens, hashing(ours("sha256_cbor"))),
-        Case("sha256_alone", "tokens/s", times * num_tokens, lambda: hashlib.sha256(raw).digest()),
-    ]  # fmt: skip
-
-
-def cycle_case(count: int) -> Case:
-    """Look up, allocate and free a request whose first half is cached, over and over.
-
-    Each second half takes blocks that an older one left, so names are dropped and given all along.
-    """
-    rng = np.random.default_rng(_SEED)
-    prefix = _tokens(rng, HALF)
-    requests = cycle(
-        [_prompt(f"r{i}", np.concatenate((prefix, _tokens(rng, HALF)))) for i in range(_REQUESTS)]
-    )
-    manager = _manager(_POOL_REQUESTS * PROMPT_BLOCKS)
-    run_through(manager, next(requests))
-
-    def work() -> None:
-        for _ in range(count):
-            cached = run_through(manager, next(requests))
-            if cached != HALF:
-                raise WrongWork(f"{cached} tokens were found, not {HALF}")
-
-    return Case("cycles_half_cached", "cycles/s", count, work)
-
-
-def evicting_case(count: int) -> Case:
-    """The same with nothing cached and a full pool: every block that is taken drops a name."""
-    rng = np.random.default_rng(_SEED)
-    requests = cycle([_prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(_REQUESTS)])
-    manager = _manager(_POOL_REQUESTS * PROMPT_BLOCKS)
-    for _ in range(_POOL_REQUESTS):
-        run_through(manager, next(requests))
-
-    def work() -> None:
-        before = manager.pool.num_evicted
-        for _ in range(count):
-            run_through(manager, next(requests))
-        evicted = manager.pool.num_evicted - before
-        if evicted != count * PROMPT_BLOCKS:
-            raise WrongWork(f"{evicted} blocks were evicted, not {count * PROMPT_BLOCKS}")
-
-    return Case("cycles_evicting", "cycles/s", count, work)
-
-
-def look_up_cases(count: int) -> list[Case]:
-    """Finding a prefix of 4,096 tokens, and finding that there is none."""
-    rng = np.random.default_rng(_SEED)
-    manager = _manager(2 * PROMPT_BLOCKS)
-    known = _prompt("known", _tokens(rng, PROMPT_TOKENS))
-    unknown = _prompt("unknown", _tokens(rng, PROMPT_TOKENS))
-    run_through(manager, known)
-
-    def looking(request: Request, expected: int) -> Callable[[], None]:
-        def work() -> None:
-            for _ in range(count):
-                _, found = manager.get_computed_blocks(request)
-                if found != expected:
-                    raise WrongWork(f"{found} tokens were found, not {expected}")
-
-        return work
-
-    # The last block is never a hit: its last token must be computed to get its logits.
-    return [
-        Case("look_up_hit", "look-ups/s", count, looking(known, PROMPT_TOKENS - BLOCK_SIZE)),
-        Case("look_up_miss", "look-ups/s", count, looking(unknown, 0)),
-    ]
-
-
-def step_case(name: str, count: int, waiting: int, max_steps: int, *heard: Observer) -> Case:
-    """Steps of 256 requests that each get one token, with others waiting; at most `max_steps`
-    in all calls together, or the requests would come to their end."""
-    decodes = Decodes(waiting, max_steps, *heard)
-
-    def work() -> None:
-        for _ in range(count):
-            decodes.step()
-
-    return Case(name, "steps/s", count, work)
 
 
 def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
@@ -202,85 +73,20 @@ def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
     ]  # fmt: skip
 
 
-def decode_lengths() -> list[int]:
-    """Of the prompts: they differ, so that as many requests begin a block in each step."""
-    return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
-
-
-class Decodes:
-    """A scheduler with as many running requests as may run, all of them past their prompts."""
-
-    def __init__(self, num_waiting: int, max_steps: int, *heard: Observer) -> None:
-        lengths = decode_lengths()
-        # The step of the prompts gives a token too, and nobody comes to the end.
-        max_tokens = max_steps + 2
-        longest = max(lengths) + max_tokens
-        manager = KVCacheManager(NUM_RUNNING * -(-longest // BLOCK_SIZE) * 2, BLOCK_SIZE, longest)
-        config = SchedulerConfig(
-            max_num_batched_tokens=sum(lengths),
-            max_num_seqs=NUM_RUNNING,
-            max_waiting_requests=NUM_RUNNING + num_waiting,
-        )
-        self.scheduler = Scheduler(
-            config, manager, max_model_len=longest, eos_token_ids=frozenset(), observers=heard
-        )
-        rng = np.random.default_rng(_SEED)
-        hasher = _hasher()
-        params = SamplingParams(max_tokens=max_tokens)
-        lengths += [DECODE_PROMPT_TOKENS] * num_waiting
-        for i, length in enumerate(lengths):
-            tokens = _tokens(rng, length)
-            self.scheduler.add_request(Request(f"r{i}", tokens, params, block_hasher=hasher))
-        self._sampled = ModelRunnerOutput({f"r{i}": [_TOKEN] for i in range(NUM_RUNNING)})
-        self.step(sum(lengths[:NUM_RUNNING]))
-
-    def step(self, num_tokens: int = NUM_RUNNING) -> None:
-        """One `schedule` and the update from what a worker would have answered."""
-        scheduled = self.scheduler.schedule()
-        outputs = self.scheduler.update_from_output(scheduled, self._sampled)
-        done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
-        if done != (num_tokens, NUM_RUNNING, NUM_RUNNING):
-            raise WrongWork(f"tokens, outputs and running requests were {done}")
-
-
-def run_through(manager: KVCacheManager, request: Request) -> int:
-    """One request from look-up to free, with what a step does in between; its cached tokens."""
-    hits, num_cached = manager.get_computed_blocks(request)
-    added = manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, hits)
-    if added is None:
-        raise WrongWork("the pool had no room")
-    manager.pool.take_evicted()
-    manager.pool.commit_step()
-    manager.free(request)
-    return num_cached
-
-
-def _prompt(name: str, tokens: Sequence[int] | TokenArray) -> Request:
-    return Request(name, tokens, SamplingParams(max_tokens=1), block_hasher=_hasher())
-
-
-def _hasher() -> BlockHasher:
-    return make_block_hasher(ROOT, BLOCK_SIZE)
-
-
-def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
-    return rng.integers(0, VOCABULARY, count, np.int32)
-
-
-def _manager(num_blocks: int) -> KVCacheManager:
-    return KVCacheManager(num_blocks + 1, BLOCK_SIZE, PROMPT_TOKENS + BLOCK_SIZE, watermark=0.0)
-
-
 TITLES: Mapping[str, str] = {
     "hash": "name blocks: SHA-256, int32 ids (ours)",
     "hash_pickle_sha256": "  SHA-256 of pickled tuples",
     "hash_sha256_cbor": "  SHA-256 of CBOR (ours, for routers)",
     "sha256_alone": "  limit: SHA-256 of all bytes at once",
     "cycles_half_cached": f"{PROMPT_TOKENS:,} tokens in and out, half cached",
+    "cycles_two_groups": "  two cache groups: as many bytes, twice the blocks",
+    "cycles_two_groups_half": f"  two cache groups, {HALF:,} tokens: as many blocks",
     "cycles_evicting": "  nothing cached, a full pool",
     "look_up_hit": f"look up {PROMPT_TOKENS:,} tokens, all cached",
     "look_up_miss": "  nothing cached",
     "steps": f"schedule and update, {NUM_RUNNING} decodes",
+    "steps_two_groups": "  two cache groups, all full attention",
+    "steps_full_and_window": "  two cache groups, one a window of 512",
     "steps_with_waiting": f"  {NUM_WAITING:,} more waiting",
     "steps_traced": "  with a step trace",
     "device_steps_sync": f"whole engine, {NUM_RUNNING} decodes, a device of 10 ms",
@@ -294,6 +100,14 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
     "steps_traced_over_untraced": ("steps_traced", "steps"),
 }
+# comparison → the case with two groups, and that with one; of both, processor seconds
+TWO_OVER_ONE: Mapping[str, tuple[str, str]] = {
+    "steps": ("steps_two_groups", "steps"),
+    "steps_full_and_window": ("steps_full_and_window", "steps"),
+    "cycles_equal_bytes": ("cycles_two_groups", "cycles_half_cached"),
+    "cycles_equal_blocks": ("cycles_two_groups_half", "cycles_half_cached"),
+}
+TWO_GROUPS_OVER_ONE = "two_groups_over_one"  # the largest of them
 # ratio → the case whose step is held against the device's time
 STEP_OVER_DEVICE: Mapping[str, str] = {
     "sync_step_over_device": "device_steps_sync",
@@ -324,7 +138,7 @@ def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds])
     }
     report.figures["plan"] = {
         "block_size": BLOCK_SIZE,
-        "token_dtype": str(_prompt("dtype", range(BLOCK_SIZE)).all_token_ids.dtype),
+        "token_dtype": str(prompt("dtype", range(BLOCK_SIZE)).all_token_ids.dtype),
         "repeats": len(rounds[0].wall_seconds),
     }
     report.figures["rates"] = {
@@ -333,6 +147,15 @@ def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds])
     report.limits[f"{LIMIT}_tokens_per_second"] = median(rates[LIMIT])
     for name, (above, below) in RATIOS.items():
         report.ratios[name] = median(ratios(rates[above], rates[below]))
+    busy = {
+        case.name: [case.count / seconds for seconds in taken.busy_seconds]
+        for case, taken in zip(cases, rounds, strict=True)
+    }
+    over_one = {
+        name: median(ratios(busy[one], busy[two])) for name, (two, one) in TWO_OVER_ONE.items()
+    }
+    report.ratios |= {f"{TWO_GROUPS_OVER_ONE}_{name}": value for name, value in over_one.items()}
+    report.ratios[TWO_GROUPS_OVER_ONE] = max(over_one.values())
     for name, case in STEP_OVER_DEVICE.items():
         report.ratios[name] = median([1.0 / (rate * DEVICE_SECONDS) for rate in rates[case]])
     add_peers(report, rates)
@@ -440,9 +263,9 @@ def peer_plan(repeats: int) -> dict[str, Any]:
     """What the peer must know to do the same."""
     lengths = decode_lengths()
     return {
-        "seed": _SEED, "vocabulary": VOCABULARY, "token": _TOKEN, "block_size": BLOCK_SIZE,
+        "seed": SEED, "vocabulary": VOCABULARY, "token": TOKEN, "block_size": BLOCK_SIZE,
         "hash_tokens": HASHED_TOKENS, "prompt_tokens": PROMPT_TOKENS, "half": HALF,
-        "requests": _REQUESTS, "pool_blocks": _POOL_REQUESTS * PROMPT_BLOCKS,
+        "requests": REQUESTS, "pool_blocks": POOL_REQUESTS * PROMPT_BLOCKS,
         "prompt_lengths": lengths, "max_tokens": (repeats + 1) * _STEPS + 2,
     }  # fmt: skip
 
@@ -464,9 +287,13 @@ def make_cases(repeats: int, trace: Observer) -> list[Case]:
     return [
         *hash_cases(HASHED_TOKENS),
         cycle_case(_CYCLES),
+        cycle_case(_CYCLES, "cycles_two_groups", TWO_GROUPS),
+        cycle_case(_CYCLES, "cycles_two_groups_half", TWO_GROUPS, HALF),
         evicting_case(_EVICTING),
         *look_up_cases(_LOOK_UPS),
         step_case("steps", _STEPS, 0, steps),
+        step_case("steps_two_groups", _STEPS, 0, steps, attention=TWO_GROUPS),
+        step_case("steps_full_and_window", _STEPS, 0, steps, attention=FULL_AND_WINDOW),
         step_case("steps_with_waiting", _STEPS, NUM_WAITING, steps),
         step_case("steps_traced", _STEPS, 0, steps, trace),
     ]

@@ -111,12 +111,14 @@ class BlockPool:
 
         Changes nothing; the blocks may be reused until they are touched.
         """
-        prefix = tuple([self._leading(digests, group) for group in group_ids])
-        if len(prefix) > 1:
-            shortest = min(map(len, prefix))
-            for found in prefix:
-                del found[shortest:]
-        return prefix
+        prefix = [self._leading(digests, group_ids[0])]
+        for group in group_ids[1:]:
+            # What one group lacks need not be looked for in the next.
+            prefix.append(self._leading(digests[: len(prefix[-1])], group))
+        shortest = len(prefix[-1])
+        for found in prefix[:-1]:
+            del found[shortest:]
+        return tuple(prefix)
 
     def has(self, key: bytes) -> bool:
         """Whether a block carries this name."""
@@ -134,11 +136,7 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
-        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        self.free_queue.remove_n(free)
-        self._cold.removed(len(free))
-        for block in blocks:
-            block.ref_cnt += 1
+        self._cold.removed(self.free_queue.hold_n(blocks))
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
@@ -179,20 +177,7 @@ class BlockPool:
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give blocks back for one request, the one to be reused first in front: the tail of a
         sequence before its head, so that prefixes live longest."""
-        freed = []
-        for block in blocks:
-            count = block.ref_cnt
-            if count > 1:
-                block.ref_cnt = count - 1
-            elif block.is_null:
-                continue
-            elif count == 1:
-                block.ref_cnt = 0
-                freed.append(block)
-            else:
-                raise RuntimeError(f"block {block.block_id} was freed more often than held")
-        self._cold.added(len(freed))
-        self.free_queue.append_n(freed)
+        self._cold.added(self.free_queue.release_n(blocks))
 
     def cache_full_blocks(
         self,
@@ -202,21 +187,23 @@ class BlockPool:
         computed: bool = False,
     ) -> None:
         """Name held blocks by their digests. `computed`: their bytes are there already (loaded),
-        not written by the step being scheduled."""
+        not written by the step being scheduled. Null blocks, which get no name, may only come
+        before all others."""
         if not self.enable_caching:
             return
+        if blocks and blocks[0].is_null:
+            first = next((i for i, b in enumerate(blocks) if not b.is_null), len(blocks))
+            digests, blocks = digests[first:], blocks[first:]
         suffix = group_suffix(group_id)
         named = self._named
         for digest, block in zip(digests, blocks, strict=True):
-            if block.is_null:
-                continue
             key = digest + suffix
             block.block_hash = key
             found = named.setdefault(key, block)
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
-            written = [b.block_id for b in blocks if not b.is_null]
+            written = [block.block_id for block in blocks]
             self._uncomputed.update(dict.fromkeys(written, self._step_id))
 
     def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:

@@ -32,8 +32,8 @@ class ColdBlocks:
         self._num_unseen += count
 
     def added(self, count: int) -> None:
-        """So many are about to come to its end, which in a short queue is in the window."""
-        if self._queue.num_free < self._window:
+        """So many have come to its end, which in a short queue is in the window."""
+        if self._queue.num_free - count < self._window:
             self._num_unseen += count
 
     def take(

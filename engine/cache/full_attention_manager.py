@@ -44,10 +44,11 @@ class FullAttentionManager(GroupTables):
             self._begin(request_id, list(hits))
             self._pool.touch(hits)
 
-    def extend(self, request_id: str, count: int, num_computed: int) -> list[KVCacheBlock]:
-        added = self._pool.get_new_blocks(count)
-        self._tables.setdefault(request_id, []).extend(added)
-        return added
+    def extend(
+        self, request_id: str, new: list[KVCacheBlock], num_computed: int
+    ) -> list[KVCacheBlock]:
+        self._tables.setdefault(request_id, []).extend(new)
+        return new
 
     def can_go_on(self, request_id: str, num_computed: int) -> bool:
         return True

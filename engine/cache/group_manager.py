@@ -67,9 +67,11 @@ class GroupManager(Protocol):
         """Give back what is not read any more, and begin a table with hits. In all groups before
         any of them takes new blocks, which may be the hits of another."""
 
-    def extend(self, request_id: str, count: int, num_computed: int) -> list[KVCacheBlock]:
-        """Add `count` new blocks, after `attach`; null blocks before them where the table is short
-        of what will be read. All of those."""
+    def extend(
+        self, request_id: str, new: list[KVCacheBlock], num_computed: int
+    ) -> list[KVCacheBlock]:
+        """Add new blocks, which the pool has handed out, after `attach`; null blocks before them
+        where the table is short of what will be read. All of those."""
 
     def can_go_on(self, request_id: str, num_computed: int) -> bool:
         """Whether the table has all that the token behind `num_computed` reads."""
@@ -91,8 +93,8 @@ class GroupManager(Protocol):
     def rename(self, request_id: str, holder: str) -> None:
         """The table of a request is another holder's from now on."""
 
-    def free(self, request_id: str) -> None:
-        """Give all blocks of a request back, the last one first."""
+    def pop(self, request_id: str) -> list[KVCacheBlock]:
+        """Forget a request. Its blocks, the last one first, are the caller's to give back."""
 
 
 class GroupTables:
@@ -163,12 +165,13 @@ class GroupTables:
         if (known := self._num_cached.pop(request_id, None)) is not None:
             self._num_cached[holder] = known
 
-    def free(self, request_id: str) -> None:
-        blocks = self._tables.pop(request_id, None)
+    def pop(self, request_id: str) -> list[KVCacheBlock]:
         self._num_cached.pop(request_id, None)
-        if blocks:
-            blocks.reverse()
-            self._pool.free_blocks(blocks)
+        blocks = self._tables.pop(request_id, None)
+        if blocks is None:
+            return []
+        blocks.reverse()
+        return blocks
 
     def _begin(self, request_id: str, blocks: list[KVCacheBlock]) -> None:
         """A table begins with blocks that were found, or null blocks."""

@@ -7,12 +7,12 @@ The queue is linked through the blocks themselves, between two sentinels that ar
              least recently freed        most recently freed
 
 so that taking any block out, also from the middle, costs the same few assignments and allocates
-nothing. A block outside the queue links to itself; no link is ever None.
+nothing. The `next_free` of a block outside the queue is itself; no link is ever None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # The ids of a request's blocks: one list for each cache group.
@@ -79,7 +79,7 @@ class FreeBlockQueue:
         for _ in range(count):
             taken.append(block)
             following = block.next_free
-            block.prev_free = block.next_free = block
+            block.next_free = block
             block = following
         self._head.next_free = block
         block.prev_free = self._head
@@ -105,14 +105,59 @@ class FreeBlockQueue:
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take blocks out, wherever they stand."""
         for block in blocks:
-            before = block.prev_free
-            if before is block:
-                raise RuntimeError(f"block {block.block_id} is not in the free queue")
             after = block.next_free
+            if after is block:
+                raise RuntimeError(f"block {block.block_id} is not in the free queue")
+            before = block.prev_free
             before.next_free = after
             after.prev_free = before
-            block.prev_free = block.next_free = block
+            block.next_free = block
         self.num_free -= len(blocks)
+
+    def hold_n(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Count one more holder of each block but null blocks, and take those out that had none;
+        how many these were. One walk: a step holds and releases thousands."""
+        num_taken = 0
+        for block in blocks:
+            if block.ref_cnt:
+                block.ref_cnt += 1
+            elif not block.is_null:
+                after = block.next_free
+                if after is block:
+                    raise RuntimeError(f"block {block.block_id} is not in the free queue")
+                before = block.prev_free
+                before.next_free = after
+                after.prev_free = before
+                block.next_free = block
+                block.ref_cnt = 1
+                num_taken += 1
+        self.num_free -= num_taken
+        return num_taken
+
+    def release_n(self, blocks: Iterable[KVCacheBlock]) -> int:
+        """Count one holder of each block less, but for null blocks, and put those that have none
+        left at the end, in this order; how many these are."""
+        tail = self._tail
+        before = tail.prev_free
+        num_released = 0
+        try:
+            for block in blocks:
+                count = block.ref_cnt
+                if count == 1:
+                    block.ref_cnt = 0
+                    block.prev_free = before
+                    before.next_free = block
+                    before = block
+                    num_released += 1
+                elif count:
+                    block.ref_cnt = count - 1
+                elif not block.is_null:
+                    raise RuntimeError(f"block {block.block_id} was freed more often than held")
+        finally:
+            before.next_free = tail
+            tail.prev_free = before
+            self.num_free += num_released
+        return num_released
 
     def _insert(
         self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 
 from ..models.layer_attention import LayerAttention
 from ..request import Request
@@ -109,8 +110,14 @@ class KVCacheCoordinator:
             return None
         for group, blocks in with_hits:
             group.attach(request_id, num_computed, blocks)
-        counts = zip(self._groups, needs, strict=True)
-        return tuple([g.extend(request_id, count, num_computed) for g, (count, _) in counts])
+        # One take for all of them, and each gets its part.
+        new = self._pool.get_new_blocks(sum([count for count, _ in needs]))
+        added, start = [], 0
+        for group, (count, _) in zip(self._groups, needs, strict=True):
+            part = new[start : start + count]
+            added.append(group.extend(request_id, part, num_computed))
+            start += count
+        return tuple(added)
 
     def can_go_on(self, request_id: str, num_computed: int) -> bool:
         """Whether the tables have all that the token behind `num_computed` reads."""
@@ -148,9 +155,14 @@ class KVCacheCoordinator:
             group.take_back(request_id, num_tokens, count)
 
     def free(self, request_id: str) -> None:
-        """Give all blocks of a request back."""
-        for group in self._groups:
-            group.free(request_id)
+        """Give all blocks of a request back: of all groups the last ones first, since a hit needs
+        every group."""
+        tables = [group.pop(request_id) for group in self._groups]
+        if len(tables) == 1:
+            self._pool.free_blocks(tables[0])
+            return
+        null = self._pool.null_block
+        self._pool.free_blocks(chain.from_iterable(zip_longest(*tables, fillvalue=null)))
 
     def rename(self, request_id: str, holder: str) -> None:
         """All tables of a request are another holder's from now on."""
@@ -205,7 +217,7 @@ class UnitaryCoordinator(KVCacheCoordinator):
         if taken > num_spare and taken > 0:
             return None
         group.attach(request_id, num_computed, found)
-        return (group.extend(request_id, count, num_computed),)
+        return (group.extend(request_id, self._pool.get_new_blocks(count), num_computed),)
 
     def cache(self, request: Request, num_tokens: int, computed: bool = False) -> None:
         self._groups[0].cache(request, num_tokens, computed)

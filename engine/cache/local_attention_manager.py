@@ -76,10 +76,12 @@ class LocalAttentionManager(GroupTables):
             table[end - len(unneeded) : end] = [null] * len(unneeded)
             pool.free_blocks(unneeded)  # the first one is the least likely to be asked for
 
-    def extend(self, request_id: str, count: int, num_computed: int) -> list[KVCacheBlock]:
+    def extend(
+        self, request_id: str, new: list[KVCacheBlock], num_computed: int
+    ) -> list[KVCacheBlock]:
         table = self._tables.setdefault(request_id, [])
         num_null = self.first_needed(num_computed) - len(table)
-        added = [self._pool.null_block] * num_null + self._pool.get_new_blocks(count)
+        added = [self._pool.null_block] * num_null + new if num_null > 0 else new
         table.extend(added)
         return added
 

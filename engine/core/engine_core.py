@@ -56,7 +56,7 @@ from .core_stats import CoreStats
 from .device_config import blocks_of_pool, dtype_for, placement_of
 from .executor import Executor, ExecutorDied, InProcessExecutor, StepHandle, load_runner
 from .handover import HeldAnswers
-from .offload import OpenTiers, check_role, describe_identity, open_tiers
+from .offload import OpenTiers, describe_identity, open_tiers
 from .process_executor import ProcessExecutor
 from .request_adder import RequestAdder
 from .request_builder import RequestBuilder
@@ -126,7 +126,6 @@ class EngineCore:
             if config.model.max_model_len is None:
                 self.max_model_len = context_that_fits(demand, num_blocks, self.max_model_len)
             check_pool_size(demand, num_blocks, self.max_model_len, device)
-        check_role(config, self._groups)
         identity = Identity(
             self._groups.bound(
                 fingerprint(

@@ -22,7 +22,7 @@ from ...tiers.block import LAYOUT_VERSION, BlockLayout, Identity, tenant_salt
 from ...tiers.errors import TierConfigError, TierDown
 from ...tiers.mac_key import MacKey
 from ...tiers.settings.values import ConfigError, show_size
-from ..cache.group_spec import CacheGroups, describe_attention
+from ..cache.group_spec import CacheGroups
 from ..config import EngineConfig
 from ..models.layer_attention import LayerAttention, full
 from ..offload_config import OffloadConfig
@@ -119,17 +119,6 @@ def describe_tiers(offload: OffloadConfig) -> str:
         parts.append(f"ssd, {show_size(offload.ssd.capacity_bytes)} in {offload.ssd.path}")
     servers = (*offload.peer_addresses, *offload.cache_servers)
     return "; ".join([*parts, *offload.other_tiers, *map(str, servers)])
-
-
-def check_role(config: EngineConfig, groups: CacheGroups) -> None:
-    """Raise ConfigError where blocks of this model cannot be handed over as the role says."""
-    if config.role == "both" or not groups.forgets:
-        return
-    raise ConfigError(
-        f"--role {config.role} hands prompts over by their blocks, which this version does only "
-        f"for models whose layers all see everything; here there is "
-        f"{describe_attention(groups)}; leave --role at both"
-    )
 
 
 def describe_identity(

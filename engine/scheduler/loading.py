@@ -5,8 +5,8 @@ One with a *blocking* load waits: it holds its blocks, is in no queue and comput
 leaves when the connector reports it, in one of these ways:
 
     some or all tokens came   its computed part grows and is named; it goes on with its blocks
-    nothing came              it gives its blocks back and will compute, never asking again; so too
-                              where a window lacks one of its blocks
+    nothing came              it gives its blocks back and will compute, never asking again
+    a window lacks a block    it gives its blocks back, and asks for a shorter hit
     its load was cancelled    it gives its blocks back and may load again: it was preempted
     it ended meanwhile        its blocks are given back only now, because the copy wrote to them
 
@@ -177,7 +177,7 @@ class LoadingRequests:
             report.tokens_by_tier = {}
             self._manager.free(request)
             request.num_computed_tokens = 0
-            request.external_load_failed = not report.is_cancelled
+            request.external_load_failed = not (report.is_cancelled or report.shorter_tokens)
 
     def _end_overlap(self, request: Request, progress: Progress) -> None:
         """The frontiers have met: all that is left of its blocks has been loaded."""

@@ -521,7 +521,8 @@ class Scheduler:
             progress.loaded_by_tier = dict(report.tokens_by_tier)
             if request.num_cached_tokens < 0:
                 request.cached_tokens_by_tier = dict(report.tokens_by_tier)
-            places.counts["loads_failed"] += request.external_load_failed
+            is_failed = request.external_load_failed or report.shorter_tokens > 0
+            places.counts["loads_failed"] += is_failed
             if report.failure:
                 failures.append((request.request_id, report.failure))
         if reports:

@@ -11,17 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from stratakv.benchmarks.core import cases
 from stratakv.benchmarks.core import command as core
-from stratakv.benchmarks.core.command import (
+from stratakv.benchmarks.core.cases import (
     BLOCK_SIZE,
     NUM_RUNNING,
+    Case,
+    Decodes,
+    WrongWork,
+)
+from stratakv.benchmarks.core.command import (
     RATIOS,
     STEP_OVER_DEVICE,
     TITLES,
-    Case,
-    Decodes,
+    TWO_GROUPS_OVER_ONE,
+    TWO_OVER_ONE,
     Rounds,
-    WrongWork,
     fill_report,
 )
 from stratakv.benchmarks.core.hash_peers import pickle_sha256_chain
@@ -48,7 +53,8 @@ def test_the_quick_form(
     assert rates.keys() == TITLES.keys()
     for figures in rates.values():
         assert 0 < figures["lowest"] <= figures["median"] <= figures["highest"] < math.inf
-    assert written["ratios"].keys() == RATIOS.keys() | STEP_OVER_DEVICE.keys()
+    groups = {f"{TWO_GROUPS_OVER_ONE}_{name}" for name in TWO_OVER_ONE} | {TWO_GROUPS_OVER_ONE}
+    assert written["ratios"].keys() == RATIOS.keys() | STEP_OVER_DEVICE.keys() | groups
     assert written["ratios"]["sync_step_over_device"] > 1, "nothing is done before the device is"
     assert all(0 < ratio < math.inf for ratio in written["ratios"].values())
     assert written["limits"]["sha256_alone_tokens_per_second"] > 0
@@ -84,19 +90,20 @@ def test_cases_take_turns() -> None:
     def noting(name: str) -> Callable[[], None]:
         return lambda: seen.append(name)
 
-    cases = [Case(name, "steps/s", 1, noting(name)) for name in "ab"]
-    rounds = core.take_rounds(cases, 2)
+    two = [Case(name, "steps/s", 1, noting(name)) for name in "ab"]
+    rounds = core.take_rounds(two, 2)
     assert seen == ["a", "b"] * 3, "once to warm up, then in turn"
     assert [len(taken.wall_seconds) for taken in rounds] == [2, 2]
 
 
 def test_figures_from_seconds() -> None:
     """Ratios are those within a round: a slow second round meets both sides of them."""
-    cases = [Case(name, "tokens/s", 12, lambda: None) for name in TITLES]
-    rounds = [Rounds([1.0, 4.0, 2.0], [1.0, 2.0, 2.0]) for _ in cases]
+    every = [Case(name, "tokens/s", 12, lambda: None) for name in TITLES]
+    rounds = [Rounds([1.0, 4.0, 2.0], [1.0, 2.0, 2.0]) for _ in every]
     rounds[0].wall_seconds = [0.5, 2.0, 0.5]
+    rounds[list(TITLES).index("cycles_two_groups")].busy_seconds = [1.5, 3.0, 9.0]
     report = Report("core", "probe", environment={})
-    fill_report(report, cases, rounds)
+    fill_report(report, every, rounds)
     assert report.figures["rates"]["hash_pickle_sha256"] == {
         "unit": "tokens/s",
         "median": 6.0,
@@ -107,6 +114,9 @@ def test_figures_from_seconds() -> None:
     assert report.figures["rates"]["hash"]["median"] == 24.0
     assert report.ratios["hash_vs_pickle_sha256"] == 2.0
     assert report.ratios["steps_with_waiting_over_without"] == 1.0
+    assert report.ratios["two_groups_over_one_steps"] == 1.0
+    assert report.ratios["two_groups_over_one_cycles_equal_bytes"] == 1.5, "processor seconds"
+    assert report.ratios["two_groups_over_one"] == 1.5, "the strictest decides"
     assert report.ratios["async_step_over_device"] == pytest.approx(2.0 / 12 / 0.010)
     assert report.limits == {"sha256_alone_tokens_per_second": 6.0}
 
@@ -132,9 +142,9 @@ def test_decodes_that_come_to_their_end_are_noticed() -> None:
 
 
 def test_a_cycle_that_finds_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = core.cycle_case(2)
+    case = cases.cycle_case(2)
     case.work()
-    found = core.run_through
-    monkeypatch.setattr(core, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
+    found = cases.run_through
+    monkeypatch.setattr(cases, "run_through", lambda *of: found(*of) - BLOCK_SIZE)
     with pytest.raises(WrongWork, match="2032 tokens were found, not 2048"):
         case.work()

@@ -154,7 +154,7 @@ def test_ratios_from_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("core", "probe", environment={})
     report.figures["peer"] = {"version": "0.33.0", "algorithm": "sha256"}
     fill_report(report, cases, rounds)
-    assert report.ratios.keys() == {*RATIOS, *STEP_OVER_DEVICE, *PEERS}
+    assert {*RATIOS, *STEP_OVER_DEVICE, *PEERS} <= report.ratios.keys()
     assert report.ratios["peer_steps"] == 7.0
     assert report.ratios["peer_cycles"] == report.ratios["peer_hash"] == 1.0
     assert report.figures["spreads"]["peer_steps"] == (5.0, 7.0)

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from stratakv.engine.cache.group_spec import CacheGroups, plan_groups
-from stratakv.engine.config import EngineConfig, ModelConfig
-from stratakv.engine.core.offload import check_role
 from stratakv.engine.models.layer_attention import (
     AttentionKind,
     LayerAttention,
@@ -19,8 +15,6 @@ from stratakv.engine.models.layer_attention import (
 )
 from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import ConfigError
-
-from ...offload_config import offload_config
 
 FINGERPRINT = "ab" * 32
 
@@ -129,14 +123,3 @@ def test_windows_without_tokens(size: int) -> None:
     for make in (window, chunk):
         with pytest.raises(ValueError, match=f"takes at least 1 token, not {size}"):
             make(size)
-
-
-def test_models_that_forget_hand_nothing_over(tmp_path: Path) -> None:
-    config = EngineConfig(
-        ModelConfig(Path("none"), "tiny"),
-        role="prefill",
-        offload=offload_config(tiers=("cpu", "grpc://127.0.0.1:9600")),
-    )
-    check_role(config, plan([full()] * 4))
-    with pytest.raises(ConfigError, match=r"--role prefill .* window of 8 in layers 0, 2; leave"):
-        check_role(config, plan(one_in(2, 4, window(8))))

@@ -282,7 +282,22 @@ def test_groups_share_one_pool_and_a_hit_needs_all_of_them() -> None:
     assert num_hit == 4
     assert [[block.block_id for block in group] for group in hits] == [[1], [4]]
     manager.free(request)
-    assert free_ids(manager)[-6:] == [3, 2, 1, 6, 5, 4]
+    assert free_ids(manager)[-6:] == [3, 6, 2, 5, 1, 4]
+
+
+def test_reusing_some_blocks_of_a_prefix_costs_its_hit_no_more_than_these() -> None:
+    """The tails of all groups go before the head of any."""
+    manager = make_manager(1 + 10, num_groups=2)
+    request = make_request("r", "ABCDEFGHIJKLMNOPQ")
+    start(manager, request)
+    manager.pool.commit_step()
+    manager.free(request)
+    again = make_request("again", "ABCDEFGHIJKLMNOPQ")
+    hits = []
+    for _ in range(5):
+        hits.append(manager.get_computed_blocks(again)[1])
+        manager.pool.get_new_blocks(2)
+    assert hits == [16, 16, 12, 8, 4], "the first two blocks had no names"
 
 
 def test_hits_go_only_before_an_empty_table() -> None:

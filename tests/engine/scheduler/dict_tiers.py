@@ -39,6 +39,7 @@ class Load:
     keys: list[bytes]
     ticks: int
     groups: GroupBlockIds = ()  # of all groups; 0: not wanted
+    first_token: int = 0
 
 
 @dataclass
@@ -89,6 +90,7 @@ class DictTiers(KVConnectorScheduler):
         self.overlapped: dict[str, OverlappedLoad] = {}
         self.from_back = False
         self.piece_fails: Callable[[Copy], bool] = lambda copy: False
+        self.shorter: dict[str, int] = {}  # the longest hit of a request, in tokens
         self.has_news = False
         self.stores: list[EvictedBlock] = []
         self.ahead: list[EvictedBlock] = []
@@ -126,7 +128,8 @@ class DictTiers(KVConnectorScheduler):
     ) -> Match:
         assert num_computed_tokens % SIZE == 0
         first = num_computed_tokens // SIZE
-        end = (request.num_tokens - 1) // SIZE
+        most = self.shorter.get(request.request_id, request.num_tokens)
+        end = min(request.num_tokens - 1, most) // SIZE
         while end > first and not self._has(request.block_hashes, first, end):
             end -= 1
         if end <= first:
@@ -167,7 +170,8 @@ class DictTiers(KVConnectorScheduler):
             return
         assert request_id not in {load.request_id for load in self.loads}
         ticks = self.load_ticks if self.rng is None else self.rng.randint(0, 4)
-        self.loads.append(Load(request_id, list(blocks), keys, ticks, block_ids))
+        load = Load(request_id, list(blocks), keys, ticks, block_ids, first_token)
+        self.loads.append(load)
 
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
         load = self.overlapped[request_id]
@@ -219,7 +223,11 @@ class DictTiers(KVConnectorScheduler):
                             self.slots[block, offset] = state
             by_tier = {"cpu": count * SIZE} if count else {}
             failure = None if count == len(load.keys) else "lost"
-            reports.append(LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure))
+            report = LoadReport(load.request_id, count * SIZE, by_tier, 0.5, failure=failure)
+            if failure and not all(kind.is_full for kind in self.attention):
+                report.shorter_tokens = load.first_token + count * SIZE
+                self.shorter[load.request_id] = report.shorter_tokens
+            reports.append(report)
         for request_id, load_ in list(self.overlapped.items()):
             self._land(load_)
             if load_.is_over and not load_.copies:

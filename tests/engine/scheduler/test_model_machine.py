@@ -3,27 +3,25 @@
 against a slow model of what each request says, what it holds and what it finds.
 
 The worker (`conftest.py`) checks every slot that a group's layers see. The model beside it computes
-each answer alone, searches all lengths for a hit, and counts. The long form is
+each answer alone, searches all lengths for a hit, and counts.
+
+A life is a list of whole numbers, each of which says what is done next and with what: Hypothesis
+draws and shrinks it at a quarter of what its `RuleBasedStateMachine` takes, which draws every rule
+and every argument by itself. 0 does nothing, so that a shrunk life is short; a failure shows in
+words what was done. The long form is
 `pytest tests/engine/scheduler/test_model_machine.py --scale long`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from stratakv.engine.cache.block_pool import group_suffix
 from stratakv.engine.cache.kv_cache_coordinator import GroupBlocks
@@ -31,10 +29,14 @@ from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, 
 from stratakv.engine.request import Request
 from stratakv.engine.scheduler.scheduler import Pause
 
-from .conftest import Engine, build_engine, digest_of, fingerprint, reference, salted
+from .conftest import build_engine, digest_of, fingerprint, reference, salted
 from .dict_tiers import SIZE, DictTiers, Load
 
-RUNS = {"ci": (100, 60), "long": (20_000, 60)}  # examples, and steps of each
+STEPS = 60
+# Lives of each seed, and seeds: Hypothesis remembers all lives of one.
+RUNS = {"ci": (400, 1), "long": (1_000, 100)}
+# Up to here Hypothesis draws evenly.
+LAST = 2**24 - 1
 MAX_MODEL_LEN = 40
 DOCUMENTS = [[(7 * i + 11 * d) % 49 + 1 for i in range(MAX_MODEL_LEN)] for d in range(3)]
 PLANS: list[tuple[LayerAttention, ...]] = [
@@ -47,29 +49,32 @@ PLANS: list[tuple[LayerAttention, ...]] = [
 ]
 
 
-class Model(RuleBasedStateMachine):
+T = TypeVar("T")
+
+
+class Number:
+    """A whole number, taken apart into choices."""
+
+    def __init__(self, number: int) -> None:
+        self._rest = number
+
+    def below(self, end: int) -> int:
+        self._rest, choice = divmod(self._rest, end)
+        return choice
+
+    def of(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]
+
+
+class Life:
     """The users, and the model that they compare with."""
 
-    engine: Engine
-    tiers: DictTiers
-
-    @initialize(
-        attention=st.sampled_from(PLANS),
-        spare=st.sampled_from([0, 1, 3, 12]),
-        budget=st.integers(3, 30),
-        pressure=st.sampled_from([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)]),
-        known=st.floats(0.3, 1.0),
-        luck=st.integers(0, 2**16),
-    )
-    def begin(
-        self,
-        attention: tuple[LayerAttention, ...],
-        spare: int,
-        budget: int,
-        pressure: tuple[float, float],
-        known: float,
-        luck: int,
-    ) -> None:
+    def __init__(self, number: Number) -> None:
+        attention, spare = number.of(PLANS), number.of([0, 1, 3, 12])
+        budget = 3 + number.below(28)
+        pressure = number.of([(1.0, 1.0), (0.8, 0.95), (0.3, 0.3)])
+        known, luck = 0.3 + 0.1 * number.below(8), number.below(2**10)
+        note(f"{[*map(str, attention)]}, {spare=}, {budget=}, {pressure=}, {known=}, {luck=}")
         most = sum(kind.most_blocks(MAX_MODEL_LEN, SIZE, budget) for kind in attention)
         self.attention = attention
         self.most_step_tokens = budget
@@ -86,6 +91,7 @@ class Model(RuleBasedStateMachine):
         )
         self.scheduler = self.engine.scheduler
         self.wishes: dict[str, tuple[list[int], int]] = {}
+        self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
         # Of those that run, by name and the times that they were sent back.
         self.tables: dict[tuple[str, int], Sequence[Sequence[int]]] = {}
@@ -108,45 +114,61 @@ class Model(RuleBasedStateMachine):
 
     # What users do.
 
-    @rule(
-        document=st.sampled_from(DOCUMENTS),
-        length=st.integers(1, MAX_MODEL_LEN - 2),
-        own=st.integers(0, 3),
-        max_tokens=st.integers(1, 10),
-        skips=st.sampled_from([False] * 5 + [True]),
-    )
-    def add(self, document: list[int], length: int, own: int, max_tokens: int, skips: bool) -> None:
+    def do(self, number: Number) -> None:
+        """One of these, or nothing; then all must be true."""
+        act: Callable[[Number], None] | None = number.of(
+            [
+                *(None, self.step, self.step, self.step, self.add, self.add, self.add),
+                *(self.abort, self.fail, self.pause, self.reset, self.lose, self.forget),
+            ]
+        )
+        if act is None:
+            return
+        act(number)
+        self.blocks_are_owned_as_tables_say()
+        self.tables_only_grow_and_forget()
+        self.answers_and_counts_are_those_of_the_model()
+
+    def add(self, number: Number) -> None:
+        document, length = number.of(DOCUMENTS), 1 + number.below(MAX_MODEL_LEN - 2)
+        own, max_tokens = number.below(4), 1 + number.below(10)
         name = f"r{len(self.wishes)}"
         prompt = [*document[:length], *[40 + len(self.wishes) % 9] * own][: MAX_MODEL_LEN - 1]
         self.wishes[name] = prompt, max_tokens
+        self.expected[name] = reference(prompt, max_tokens, MAX_MODEL_LEN)
         request = self.engine.add(name, prompt, max_tokens=max_tokens)
-        request.skip_reading_prefix_cache = skips
+        request.skip_reading_prefix_cache = number.below(6) == 5
+        skips = ", without reading the cache" if request.skip_reading_prefix_cache else ""
+        note(f"add {name}: {len(prompt)} tokens, {max_tokens=}{skips}")
 
-    @rule(count=st.integers(1, 8))
-    def step(self, count: int) -> None:
+    def step(self, number: Number) -> None:
+        count = 1 + number.below(8)
+        note(f"step {count} times")
         for _ in range(count):
             self.tiers.tick()
             self.scheduler._retry_at = 0.0 if self.scheduler._retry_at is not None else None
             if not self.scheduler.has_runnable_work():
                 return
-            before = len(self.told())
+            before = self.num_told()
             self.engine.step()
             self.num_steps += 1
-            self.num_tokens += len(self.told()) - before
+            self.num_tokens += self.num_told() - before
 
-    @precondition(lambda self: self.scheduler.requests)
-    @rule(data=st.data())
-    def abort(self, data: Any) -> None:
-        name = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
+    def abort(self, number: Number) -> None:
+        if not self.scheduler.requests:
+            return
+        name = number.of(sorted(self.scheduler.requests))
+        note(f"abort {name}")
         self.cut_short.add(name)
         self.num_aborted += 1
         self.engine.take(self.scheduler.finish_requests([name]))
 
-    @precondition(lambda self: self.scheduler.requests)
-    @rule()
-    def fail(self) -> None:
+    def fail(self, number: Number) -> None:
         """The worker raises: whoever was in the step ends, and nothing it wrote is found."""
+        if not self.scheduler.requests:
+            return
         output = self.scheduler.schedule()
+        note(f"fail a step of {sorted(output.num_scheduled_tokens)}")
         self.num_steps += 1
         self.engine.has_failed = True
         self.engine.follow(output)
@@ -155,32 +177,36 @@ class Model(RuleBasedStateMachine):
         if output.num_scheduled_tokens:
             self.engine.take(self.scheduler.fail_step(output, "boom"))
 
-    @rule(which=st.sampled_from([*Pause, None]))
-    def pause(self, which: Pause | None) -> None:
+    def pause(self, number: Number) -> None:
+        which = number.of([None, *Pause])
+        note(f"pause: {which}")
         if which is None:
             self.scheduler.resume()
         else:
             self.scheduler.pause(which)
 
-    @rule(tiers_too=st.booleans())
-    def reset(self, tiers_too: bool) -> None:
+    def reset(self, number: Number) -> None:
+        tiers_too = number.of([False, True])
+        note(f"reset, {tiers_too=}")
         holds = any(block for tables in self.now().values() for t in tables for block in t)
         assert self.scheduler.reset_prefix_cache(tiers_too) is not holds
 
-    @rule(most=st.integers(0, 8))
-    def lose(self, most: int) -> None:
+    def lose(self, number: Number) -> None:
         """From now on so many positions of a load come at most."""
+        most = 8 - number.below(9)
+        note(f"lose what is behind {most} positions of a load" if most < 8 else "lose nothing")
 
         def outcome(load: Load) -> int:
             return min(most, len(load.keys))
 
         self.tiers.outcome = outcome if most < 8 else lambda load: len(load.keys)
 
-    @precondition(lambda self: self.tiers.kept and not self.tiers.is_busy)
-    @rule(data=st.data())
-    def forget(self, data: Any) -> None:
+    def forget(self, number: Number) -> None:
         """A tier has lost a block of one group."""
-        del self.tiers.kept[data.draw(st.sampled_from(sorted(self.tiers.kept)))]
+        if self.tiers.kept and not self.tiers.is_busy:
+            key = number.of(sorted(self.tiers.kept))
+            note(f"forget {key.hex()}")
+            del self.tiers.kept[key]
 
     # What must be true at any time.
 
@@ -207,13 +233,11 @@ class Model(RuleBasedStateMachine):
         names = {*places.requests, *places.loading._waiting}
         return {name: self.engine.manager.get_block_ids(name) for name in sorted(names)}
 
-    def told(self) -> list[int]:
-        return [token for name in self.engine.outputs for token in self.engine.said(name)]
+    def num_told(self) -> int:
+        outputs = self.engine.outputs.values()
+        return sum(len(each.new_token_ids) for told in outputs for each in told)
 
-    @invariant()
     def blocks_are_owned_as_tables_say(self) -> None:
-        if not hasattr(self, "engine"):
-            return
         pool, tables = self.engine.manager.pool, self.now()
         references = [0] * pool.num_blocks
         for table in (table for each in tables.values() for table in each):
@@ -227,12 +251,9 @@ class Model(RuleBasedStateMachine):
             blocks = found.values() if isinstance(found, dict) else [found]
             assert all(block.block_hash == key for block in blocks)
 
-    @invariant()
     def tables_only_grow_and_forget(self) -> None:
         """While a request runs, a place of its table keeps its block or loses it. What the next
         token reads is held, and of a window no more than it and a step."""
-        if not hasattr(self, "engine"):
-            return
         before, self.tables = self.tables, {}
         for request in self.scheduler._places.running:
             tables = self.engine.manager.get_block_ids(request.request_id)
@@ -247,28 +268,20 @@ class Model(RuleBasedStateMachine):
                 most = kind.most_blocks(MAX_MODEL_LEN, SIZE, self.most_step_tokens)
                 assert len([block for block in table if block]) <= most
 
-    @invariant()
     def answers_and_counts_are_those_of_the_model(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for name, (prompt, max_tokens) in self.wishes.items():
-            said = self.engine.said(name)
-            if said and name not in self.cut_short:
-                expected = reference(prompt, max_tokens, MAX_MODEL_LEN)
+        for name, expected in self.expected.items():
+            if name not in self.cut_short and (said := self.engine.said(name)):
                 assert said == expected[: len(said)]
         counts = self.scheduler.counts
         assert counts["steps"] == self.num_steps
         assert counts["generated_tokens"] == self.num_tokens
         assert counts["ended_abort"] == self.num_aborted
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Everybody ends, with the whole answer, and nothing is left."""
-        if not hasattr(self, "engine"):
-            return
         self.scheduler.resume()
         self.engine.run_all()
-        for name, (prompt, max_tokens) in self.wishes.items():
-            expected = reference(prompt, max_tokens, MAX_MODEL_LEN)
+        for name, expected in self.expected.items():
             said = self.engine.said(name)
             whole = expected[: len(said)] if name in self.cut_short else expected
             assert said == whole
@@ -278,15 +291,22 @@ class Model(RuleBasedStateMachine):
         assert self.engine.states == {}
 
 
+@pytest.mark.timeout(600)
 def test_a_scheduler_is_what_its_model_says(seed: int, scale: str) -> None:
-    examples, steps = RUNS[scale]
-    run_state_machine_as_test(
-        seeded(seed)(Model),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+    lives, seeds = RUNS[scale]
+
+    @settings(
+        max_examples=lives, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
+    @given(
+        start=st.integers(0, LAST),
+        acts=st.lists(st.integers(0, LAST), min_size=STEPS, max_size=STEPS),
+    )
+    def live(start: int, acts: list[int]) -> None:
+        life = Life(Number(start))
+        for act in acts:
+            life.do(Number(act))
+        life.end()
+
+    for each in range(seed, seed + seeds):
+        seeded(each)(live)()
