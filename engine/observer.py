@@ -39,6 +39,7 @@ class Obstacle(Enum):
     BUDGET = "budget"  # the tokens of the step are used up
     PRESSURE = "pressure"  # too much of the pool is held for anybody to start
     PROMPT_ROOM = "prompt room"  # its whole prompt would drive somebody out
+    RESERVATION = "reservation"  # room for all that --reserve says
     ROOM = "room"  # blocks to compute in
     LOAD_ROOM = "load room"  # blocks to load into
     LOOKUP = "lookup"  # a tier is still to answer

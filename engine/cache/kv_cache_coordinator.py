@@ -12,7 +12,7 @@ that is not above what the others left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ..models.layer_attention import LayerAttention
@@ -82,6 +82,23 @@ class KVCacheCoordinator:
             group.num_missing(request_id, num_tokens, blocks)
             for group, blocks in zip(self._groups, given, strict=True)
         )
+
+    def num_reserved(self, wanted: Mapping[str, int]) -> int:
+        """Free blocks that these holders take, at most, until each has had so many tokens computed,
+        whatever they share."""
+        return sum(
+            [
+                group.num_reserved(request_id, num_tokens)
+                for group in self._groups
+                for request_id, num_tokens in wanted.items()
+            ]
+        )
+
+    def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None) -> int:
+        """What `num_reserved` would be more, and the free blocks fewer, with one more holder."""
+        given = self.no_blocks if hits is None else hits
+        both = zip(self._groups, given, strict=True)
+        return sum([group.num_to_reserve(num_tokens, blocks) for group, blocks in both])
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int

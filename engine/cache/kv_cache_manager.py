@@ -13,7 +13,7 @@ are named; tokens beyond `request.num_tokens` get a place but no name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..models.layer_attention import LayerAttention, full
 from ..request import Request
@@ -86,6 +86,16 @@ class KVCacheManager:
         """Free blocks that a request takes, at most, until all tokens that it has now have been
         computed. The hits are not its own yet."""
         return self._coordinator.num_missing(request.request_id, request.num_tokens, hits)
+
+    def num_reserved(self, wanted: Mapping[str, int]) -> int:
+        """Free blocks that requests by these ids take, at most, until each has had so many tokens
+        computed; also where they share blocks, and one of them gives its own back."""
+        return self._coordinator.num_reserved(wanted)
+
+    def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
+        """By how many blocks `num_reserved` and what is held become more if a request begins, with
+        these hits, that will have `num_tokens` computed."""
+        return self._coordinator.num_to_reserve(num_tokens, hits)
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest known prefix of a request that holds no blocks, and its tokens.
