@@ -238,6 +238,11 @@ OPTIONS: Mapping[str, Option] = {
         "let a request in only if the pool has room for its prompt (prompt), or for all the tokens "
         "that it may come to (full), beside what those before it may still take", "WHAT",
     ),
+    "pin_tenant_share": Option(
+        "scheduler", "pin_tenant_share", readers.number,
+        "of the blocks that continuum keeps for agents' jobs, those that it keeps for one tenant "
+        "at most", "SHARE",
+    ),
     "step_trace": Option(
         "engine", "step_trace", readers.path,
         "append a record of every step, and of what became of each request, to this file; "

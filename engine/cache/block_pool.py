@@ -81,6 +81,8 @@ class BlockPool:
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
+        self._pins: dict[KVCacheBlock, int] = {}  # how many of its holders run no more
+        self.num_reclaimable = 0  # pinned blocks that nobody else holds
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
@@ -134,6 +136,8 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
+        if self._pins:
+            self._count_touched(blocks)
         free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
         self.free_queue.remove_n(free)
         self._cold.removed(len(free))
@@ -180,10 +184,13 @@ class BlockPool:
         """Give blocks back for one request, the one to be reused first in front: the tail of a
         sequence before its head, so that prefixes live longest."""
         freed = []
+        pins = self._pins
         for block in blocks:
             count = block.ref_cnt
             if count > 1:
                 block.ref_cnt = count - 1
+                if pins and pins.get(block) == count - 1:
+                    self.num_reclaimable += 1
             elif block.is_null:
                 continue
             elif count == 1:
@@ -193,6 +200,30 @@ class BlockPool:
                 raise RuntimeError(f"block {block.block_id} was freed more often than held")
         self._cold.added(len(freed))
         self.free_queue.append_n(freed)
+
+    def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Held blocks are from now on held for nobody who runs; `num_reclaimable` counts those that
+        nobody else holds."""
+        for block in blocks:
+            if not block.is_null:
+                count = self._pins[block] = self._pins.get(block, 0) + 1
+                self.num_reclaimable += block.ref_cnt == count
+
+    def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """As before `pin`, right before they are given back."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            count = self._pins[block]
+            self.num_reclaimable -= block.ref_cnt == count
+            if count > 1:
+                self._pins[block] = count - 1
+            else:
+                del self._pins[block]
+
+    def _count_touched(self, blocks: Iterable[KVCacheBlock]) -> None:
+        pins = self._pins
+        self.num_reclaimable -= sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def cache_full_blocks(
         self,

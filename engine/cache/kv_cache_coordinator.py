@@ -169,10 +169,17 @@ class KVCacheCoordinator:
         for group in self._groups:
             group.free(request_id)
 
-    def rename(self, request_id: str, holder: str) -> None:
-        """All tables of a request are another holder's from now on."""
+    def pin(self, request_id: str, holder: str) -> None:
+        """All tables of a request are another holder's from now on, who runs no more."""
         for group in self._groups:
             group.rename(request_id, holder)
+            self._pool.pin(group.table(holder))
+
+    def unpin(self, holder: str) -> None:
+        """As `free`, for what was pinned."""
+        for group in self._groups:
+            self._pool.unpin(group.table(holder))
+            group.free(holder)
 
     def offer(self, request_id: str) -> None:
         """Give the named blocks of a request to `BlockPool.take_fresh`."""

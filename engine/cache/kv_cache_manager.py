@@ -191,13 +191,13 @@ class KVCacheManager:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)
 
-    def free_blocks_of(self, holder: str) -> None:
-        """As `free`, for whoever has taken blocks over by `rename`."""
-        self._coordinator.free(holder)
+    def pin(self, request: Request, holder: str) -> None:
+        """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
+        self._coordinator.pin(request.request_id, holder)
 
-    def rename(self, request_id: str, holder: str) -> None:
-        """The blocks of a request that has ended are `holder`'s from now on."""
-        self._coordinator.rename(request_id, holder)
+    def unpin(self, holder: str) -> None:
+        """As `free`, for blocks that were pinned."""
+        self._coordinator.unpin(holder)
 
     def offer(self, request: Request) -> None:
         """Have the blocks of a request stored ahead of need, its head first."""

@@ -98,6 +98,7 @@ class RequestBuilder:
             priority=request.priority,
             job_id=extras.session,
             is_last_step=extras.is_last_step,
+            tenant=request.tenant,
         )
 
     def job_of(self, called: ToolCalled) -> bytes:

@@ -125,7 +125,7 @@ class Admission:
         if not places.running or request.request_id in places.loaded:
             return False
         while self._pressure.forbids_admission:
-            if not self._release_pin(request):
+            if not (self._pressure.counts_pins and self._release_pin(request)):
                 return True
         return False
 
@@ -141,7 +141,7 @@ class Admission:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
             while self._drives_out(request, hits):
-                if not self._release_pin(request):
+                if not (self._pressure.counts_pins and self._release_pin(request)):
                     places.note_wait(request, Obstacle.PROMPT_ROOM)
                     return Verdict.NO_ROOM
             if _may_load(request):

@@ -88,6 +88,7 @@ class Pin(NamedTuple):
     """A turn's blocks: `holder` has them in the manager's tables."""
 
     job_id: str
+    tenant: str
     holder: str
     until: float  # monotonic
     num_blocks: int
@@ -102,13 +103,18 @@ class Pins:
         counts: Counter[str],
         *,
         has_tiers: bool,
+        tenant_share: float = 1.0,
         estimator: Estimator | None = None,
     ) -> None:
+        """`tenant_share`: of the blocks that may be pinned, those for one tenant at most."""
         self._manager = manager
         self._counts = counts
         self._has_tiers = has_tiers
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * (manager.pool.num_blocks - 1))
+        self._most_of_tenant = int(tenant_share * self._most_blocks)
+        self._of_tenants: Counter[str] = Counter()  # pinned blocks; nobody with none
+        self._warned = False
         self._pins: OrderedDict[Job, Pin] = OrderedDict()
         self.num_blocks = 0  # that all pins hold; blocks of several are counted by each
 
@@ -156,14 +162,18 @@ class Pins:
         num_blocks = sum(len(table) - table.count(0) for table in ids)  # 0 is the null block
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
             return False
+        if self._of_tenants[request.tenant] + num_blocks > self._most_of_tenant:
+            self._note_over_quota(request.tenant, num_blocks)
+            return False
         while self.num_blocks + num_blocks > self._most_blocks:
             self.release_oldest()
         if self._has_tiers:
             self._manager.offer(request)
         holder = f"\0{request.number}"  # no request can have this id
-        self._manager.rename(request.request_id, holder)
-        self._pins[job] = Pin(request.job_id, holder, now + PIN_SECONDS, num_blocks)
+        self._manager.pin(request, holder)
+        self._pins[job] = Pin(request.job_id, request.tenant, holder, now + PIN_SECONDS, num_blocks)
         self.num_blocks += num_blocks
+        self._of_tenants[request.tenant] += num_blocks
         self._counts["pins"] += 1
         return True
 
@@ -199,7 +209,21 @@ class Pins:
         pin = self._pins.pop(job, None)
         if pin is not None:
             self.num_blocks -= pin.num_blocks
-            self._manager.free_blocks_of(pin.holder)
+            self._of_tenants[pin.tenant] -= pin.num_blocks
+            if not self._of_tenants[pin.tenant]:
+                del self._of_tenants[pin.tenant]
+            self._manager.unpin(pin.holder)
+
+    def _note_over_quota(self, tenant: str, num_blocks: int) -> None:
+        self._counts["pins_over_quota"] += 1
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a turn of %d blocks is not kept: tenant %r has %d kept, and may have %d; raise "
+                "--pin-tenant-share, or expect its jobs to load or compute again. Said once; "
+                "stratakv:pins_over_quota counts",
+                num_blocks, tenant, self._of_tenants[tenant], self._most_of_tenant,
+            )  # fmt: skip
 
     def _pays(self, job: Job, tool: str) -> bool:
         seconds = self._ask("tool_seconds", job, tool)

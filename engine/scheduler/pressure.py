@@ -30,7 +30,12 @@ from .places import Places
 class MemoryPressure:
     """Reads the pool of `manager`; changes nothing."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, manager: KVCacheManager, *, counts_pins: bool = True
+    ) -> None:
+        """`counts_pins`: what is kept for jobs keeps others out as what is held does. Else it goes
+        when the last free block has gone, and giving some up before relieves nobody."""
+        self.counts_pins = counts_pins
         self._manager = manager
         self._usable = manager.pool.num_blocks - 1
         self._admit_blocks = config.admit_below * self._usable
@@ -60,7 +65,9 @@ class MemoryPressure:
 
     @property
     def _num_held(self) -> int:
-        return self._usable - self._manager.pool.num_free
+        pool = self._manager.pool
+        held = self._usable - pool.num_free
+        return held if self.counts_pins else held - pool.num_reclaimable
 
 
 class Reservations:

@@ -126,12 +126,18 @@ class Scheduler:
         self._observer = GuardedObservers(observers) if observers else None
         if self._observer is not None and self._observer.hears_names:
             manager.pool.observer = self._observer
-        self._places = Places(manager, connector, self._observer, open_policy(config.policy))
+        self._places = Places(
+            manager,
+            connector,
+            self._observer,
+            open_policy(config.policy),
+            pin_tenant_share=config.pin_tenant_share,
+        )
         self.connector = self._places.connector
         manager.pool.tell_dropped(self.connector.names_dropped)
         if self.connector.wants_all:
             manager.pool.offer_all()
-        pressure = MemoryPressure(config, manager)
+        pressure = MemoryPressure(config, manager, counts_pins=not self.connector.has_tiers)
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure)
         self._writer = OutputWriter(self._places, max_model_len)
