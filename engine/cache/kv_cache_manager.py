@@ -170,6 +170,10 @@ class KVCacheManager:
         digests = self.prompt_digests(request, with_tail=with_tail)
         return self._coordinator.keys(digests, request.num_prompt_tokens)
 
+    def digests(self, request: Request) -> list[bytes]:
+        """The digests of all full blocks of a request, its output's too."""
+        return list(self._coordinator.of_blocks(request.block_hashes))
+
     def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
         """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
         blocks = self._coordinator.of_blocks(request.block_hashes)

@@ -180,6 +180,7 @@ def context_of(request: AddRequest) -> RequestContext:
         tenant=request.tenant or None,
         session=extras.session or None,
         priority=request.priority,
+        pin=bool(extras.session) and not extras.is_last_step,
         transfer=extras.kv_transfer or None,
     )
 

@@ -61,7 +61,7 @@ class Places:
             self.pins = Pins(
                 manager,
                 self.counts,
-                has_tiers=self.connector.has_tiers,
+                connector=self.connector,
                 tenant_share=pin_tenant_share,
             )
             self.policy.warm_jobs = self.pins.jobs
