@@ -292,6 +292,23 @@ class KVConnectorScheduler(ABC):
         it stores is to be near by then. A hint; False where it is of no use."""
         return False
 
+    def turn_ended(  # noqa: B027 - a hint, not a duty
+        self,
+        job: bytes,
+        block_hashes: Sequence[bytes],
+        seconds: float,
+        due_seconds: float | None,
+    ) -> None:
+        """A turn of a job has ended, and the next one, which begins with these blocks, will come
+        within `seconds`, probably in `due_seconds`: what the tiers have of them is to stay, and to
+        be near by then."""
+
+    def turn_expected(self, job: bytes, due_seconds: float) -> None:  # noqa: B027 - as above
+        """It is known now when the next turn of a job is due."""
+
+    def job_ended(self, job: bytes) -> None:  # noqa: B027 - as above
+        """No other turn of a job will come."""
+
     def expect_prompts(self) -> None:  # noqa: B027 - a hint, not a duty
         """Requests will come whose prompts other engines compute: what those store is to be heard
         of from now on."""

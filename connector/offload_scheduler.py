@@ -43,6 +43,7 @@ from .counters import OffloadCounters
 from .economics import NOTHING, Calibration, Choice, Economics
 from .following import Follows
 from .handover import HandOvers
+from .kept_turns import KeptTurns
 from .loads import Loads
 from .lookups import REMEMBERED_REQUESTS, Lookups
 from .outgoing import Outgoing
@@ -123,6 +124,7 @@ class OffloadScheduler(KVConnectorScheduler):
         )
         self._outgoing = Outgoing(hierarchy, self._counters, job_ids, parts)
         self._follows = Follows(hierarchy, self._alarm)
+        self._kept_turns = KeptTurns(hierarchy, self._alarm, reads_ahead=not parts.is_windowed)
         self._prefill_waits = PrefillWaits(
             hierarchy,
             self._follows,
@@ -275,6 +277,21 @@ class OffloadScheduler(KVConnectorScheduler):
         keys = self._parts.hit_keys(block_hashes, least_tokens)
         return self._follows.begin(keys) is not None
 
+    def turn_ended(
+        self,
+        job: bytes,
+        block_hashes: Sequence[bytes],
+        seconds: float,
+        due_seconds: float | None,
+    ) -> None:
+        self._kept_turns.keep(job, self._lookups.keys_of(block_hashes), seconds, due_seconds)
+
+    def turn_expected(self, job: bytes, due_seconds: float) -> None:
+        self._kept_turns.expect(job, due_seconds)
+
+    def job_ended(self, job: bytes) -> None:
+        self._kept_turns.end(job)
+
     def expect_prompts(self) -> None:
         self._follows.watch()
 
@@ -350,6 +367,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._lookups.clear()
         self._prefill_waits.clear()
         self._follows.clear()
+        self._kept_turns.clear()
         self._hierarchy.clear()
         for store in self._hierarchy.stores:
             if not store.wait_forgotten(FORGET_SECONDS):
@@ -366,6 +384,9 @@ class OffloadScheduler(KVConnectorScheduler):
         result["declined_tokens"] = dict(self._economics.declined_tokens)
         result["probes"] = self._economics.probes
         result["followed"] = self._follows.num_followed
+        result["kept_turns"] = len(self._kept_turns)
+        result["turns_kept"] = self._kept_turns.num_kept
+        result["blocks_read_ahead_of_turns"] = self._kept_turns.blocks_read_ahead
         result["awaiting_prefill"] = len(self.awaiting_prefill)
         result["serving"] = None if self._serving is None else self._serving.stats()
         result["loads_in_flight"] = len(self._loads)
@@ -381,6 +402,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._lookups.clear()
         self._prefill_waits.clear()
         self._follows.clear()
+        self._kept_turns.clear()
         # Closing what was written has time of its own, within the limit where possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
@@ -419,6 +441,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._loads.collect()
         self._hand_overs.collect()
         self._follows.collect()
+        self._kept_turns.collect()
         if self._prefill_waits.collect():
             self._retry_due = True
         if self._lookups.num_asked:

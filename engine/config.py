@@ -38,6 +38,7 @@ ROLES = ("both", "prefill", "decode")
 # What keeps an answer to a schema or a grammar (`structured/backends.py`).
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 POOLINGS = LAST, MEAN = ("last", "mean")
+RESERVES = ("none", "prompt", "full")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
 # On the CPU: the pool that every model gets where the memory is there.
 DEFAULT_POOL_BYTES = 1 * GIB
@@ -167,6 +168,11 @@ class SchedulerConfig:
     admit_below: float = 0.8
     preempt_above: float = 0.95
     policy: str = "fcfs"  # see engine/scheduler/policies.py
+    # What a request has room for before it starts: no more than its first step, its prompt, or all
+    # the tokens that it may come to.
+    reserve: str = "none"
+    # Of the blocks that may be kept for jobs (half of the pool), those for one tenant's at most.
+    pin_tenant_share: float = 1.0
 
     def __post_init__(self) -> None:
         within("--max-num-batched-tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
@@ -185,6 +191,11 @@ class SchedulerConfig:
         ):  # fmt: skip
             if not 0.0 < share <= 1.0:
                 raise ConfigError(f"{flag} takes a share above 0 and up to 1, not {share}")
+        one_of("--reserve", self.reserve, RESERVES)
+        if not 0.0 <= self.pin_tenant_share <= 1.0:
+            raise ConfigError(
+                f"--pin-tenant-share takes a share from 0 to 1, not {self.pin_tenant_share}"
+            )
         if self.admit_below > self.preempt_above:
             raise ConfigError(
                 f"--admit-below {self.admit_below} lets requests in where --preempt-above "

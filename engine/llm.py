@@ -157,15 +157,11 @@ class LLM:
         _check_switch("use_tqdm", use_tqdm)
         chosen = _list_of(prompts)
         params = _params_for(len(chosen), sampling_params, "prompts")
-        priorities = [0] * len(chosen) if priority is None else priority
-        if len(priorities) != len(chosen):
-            raise ValueError(f"priority has {len(priorities)} numbers for {len(chosen)} prompts")
+        priorities = _priorities_for(len(chosen), priority, "prompts")
         checked = []
         for index, (prompt, own) in enumerate(zip(chosen, params, strict=True)):
             with _named(f"prompt {index}"):
-                request = self._request(prompt, own, cache_salt)
-                request.priority = priorities[index]
-                check_priority(request.priority, self._client.ready.takes_priority)
+                request = self._request(prompt, own, cache_salt, priorities[index])
             checked.append(CheckedPrompt(request, prompt if isinstance(prompt, str) else None))
         return self._run(checked, use_tqdm)
 
@@ -180,6 +176,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer a conversation, which is a list of messages, or several; one answer each, in
@@ -198,6 +195,7 @@ class LLM:
 
         conversations = _conversations_of(messages)
         params = _params_for(len(conversations), sampling_params, "conversations")
+        priorities = _priorities_for(len(conversations), priority, "conversations")
         tokenizer, longest = self._need_tokenizer(), self._client.ready.max_model_len - 1
         goes_on = continue_final_message
         options = ChatOptions(add_generation_prompt, goes_on, chat_template_kwargs)
@@ -209,7 +207,9 @@ class LLM:
                 text = self._loop.run(renderer.render(conversation, options, shown))
                 # The template has written the special tokens itself.
                 ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
-                request = self._request(ids, own, cache_salt, splits_thoughts=True)
+                request = self._request(
+                    ids, own, cache_salt, priorities[index], splits_thoughts=True
+                )
             is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
             checked.append(CheckedPrompt(request, text, is_inside))
         return self._run(checked, use_tqdm)
@@ -323,6 +323,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams,
         cache_salt: str,
+        priority: int = 0,
         *,
         splits_thoughts: bool = False,
     ) -> AddRequest:
@@ -361,7 +362,10 @@ class LLM:
         OutputProcessor(self.tokenizer, params)  # raises where its stop strings cannot be found
         self._check_params(params)
         name = f"llm-{next(self._ids)}"
-        return AddRequest(name, packed, params, cache_salt=cache_salt, extras=extras)
+        check_priority(priority, ready.takes_priority)
+        return AddRequest(
+            name, packed, params, cache_salt=cache_salt, priority=priority, extras=extras
+        )
 
     def _need_tokenizer(self) -> Tokenizer:
         """Raises ValueError where the model has none."""
@@ -449,6 +453,20 @@ def _params_for(
         raise ValueError(
             f"{count} {what} need one or {count} sampling parameters, not {len(given)}"
         )
+    return given
+
+
+def _priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequence[int]:
+    """One for each prompt; raises ValueError where the numbers differ, or are none."""
+    if given is None:
+        return [0] * count
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"priority is a list of whole numbers, not {_kind(given)}")
+    if len(given) != count:
+        raise ValueError(f"priority has {len(given)} numbers for {count} {what}")
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int):
+            raise ValueError(f"priority is a list of whole numbers, and holds {_kind(each)}")
     return given
 
 

@@ -8,7 +8,7 @@ by the engine's step thread and must return at once; an observer that raises hea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ class Obstacle(Enum):
     BUDGET = "budget"  # the tokens of the step are used up
     PRESSURE = "pressure"  # too much of the pool is held for anybody to start
     PROMPT_ROOM = "prompt room"  # its whole prompt would drive somebody out
+    RESERVATION = "reservation"  # room for all that --reserve says
     ROOM = "room"  # blocks to compute in
     LOAD_ROOM = "load room"  # blocks to load into
     LOOKUP = "lookup"  # a tier is still to answer
@@ -75,6 +76,7 @@ class StepMade(NamedTuple):
     resumed_ids: Collection[str]
     preempted_ids: Collection[str]
     num_tokens: dict[str, int]
+    total_tokens: int  # of all of them
 
 
 class Observer:
@@ -107,33 +109,73 @@ class Observer:
 
 
 class GuardedObservers(Observer):
-    """Other observers, whose mistakes cost the engine nothing."""
+    """Other observers, whose mistakes cost the engine nothing; each is called only for what it
+    overrides, since most of what is told is told often."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)
+        self._find_hearers()
+
+    @property
+    def hears_names(self) -> bool:
+        """Whether anybody wants to know which blocks have which names."""
+        return bool(self._named or self._unnamed)
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
-        self._tell(lambda observer: observer.decision(request, decision, cause))
+        for observer in self._decision:
+            try:
+                observer.decision(request, decision, cause)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's
+                self._give_up(observer, error)
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
-        self._tell(lambda observer: observer.hit(request, tokens))
+        for observer in self._hit:
+            try:
+                observer.hit(request, tokens)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(observer, error)
 
     def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
-        self._tell(lambda observer: observer.named(request, group, first, block_ids))
+        for observer in self._named:
+            try:
+                observer.named(request, group, first, block_ids)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(observer, error)
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
-        self._tell(lambda observer: observer.unnamed(keys))
+        for observer in self._unnamed:
+            try:
+                observer.unnamed(keys)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(observer, error)
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
-        self._tell(lambda observer: observer.snapshot(snapshot))
+        for observer in self._snapshot:
+            try:
+                observer.snapshot(snapshot)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(observer, error)
 
     def step(self, made: StepMade) -> None:
-        self._tell(lambda observer: observer.step(made))
-
-    def _tell(self, tell: Callable[[Observer], None]) -> None:
-        for observer in tuple(self._observers):
+        for observer in self._step:
             try:
-                tell(observer)
-            except Exception:
-                logger.exception("an observer failed, and hears nothing more")
-                self._observers.remove(observer)
+                observer.step(made)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(observer, error)
+
+    def _give_up(self, observer: Observer, error: Exception) -> None:
+        logger.error("an observer failed, and hears nothing more", exc_info=error)
+        self._observers.remove(observer)
+        self._find_hearers()
+
+    def _find_hearers(self) -> None:
+        self._decision = self._hearers("decision")
+        self._hit = self._hearers("hit")
+        self._named = self._hearers("named")
+        self._unnamed = self._hearers("unnamed")
+        self._snapshot = self._hearers("snapshot")
+        self._step = self._hearers("step")
+
+    def _hearers(self, name: str) -> tuple[Observer, ...]:
+        nobody = getattr(Observer, name)
+        return tuple([o for o in self._observers if getattr(type(o), name) is not nobody])

@@ -36,6 +36,7 @@ from .config import (
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     POOLINGS,
+    RESERVES,
     ROLES,
     STRUCTURED_OUTPUTS_BACKENDS,
     CacheConfig,
@@ -231,6 +232,16 @@ OPTIONS: Mapping[str, Option] = {
         "scheduler", "policy", readers.text,
         "who runs next: fcfs, first come, first served; priority, by the requests' `priority`, the "
         "lowest first; or a policy of another package", "NAME",
+    ),
+    "reserve": Option(
+        "scheduler", "reserve", one_of(*RESERVES),
+        "let a request in only if the pool has room for its prompt (prompt), or for all the tokens "
+        "that it may come to (full), beside what those before it may still take", "WHAT",
+    ),
+    "pin_tenant_share": Option(
+        "scheduler", "pin_tenant_share", readers.number,
+        "of the blocks that continuum keeps for agents' jobs, those that it keeps for one tenant "
+        "at most", "SHARE",
     ),
     "step_trace": Option(
         "engine", "step_trace", readers.path,

@@ -147,6 +147,7 @@ class Request:
         "skip_reading_prefix_cache",
         "status",
         "stop_reason",
+        "tenant",
     )
 
     def __init__(
@@ -167,6 +168,7 @@ class Request:
         priority: int = 0,
         job_id: str = "",
         is_last_step: bool = False,
+        tenant: str = "",
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError("a request needs at least one prompt token")
@@ -183,6 +185,7 @@ class Request:
         # Of an agent's job, which is its tenant's: b"" without one.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
+        self.tenant = tenant  # "": everybody
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # of all requests of this process, in their order
 

@@ -32,6 +32,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from .block import BlockLayout
+from .holds import Hold
 from .tag import Proof, Proofs
 
 
@@ -252,6 +253,14 @@ class SlabTier(ABC):
         """Keep blocks from being evicted for so long, for engines that this slab is served to.
         Whether each is here."""
         return [False] * len(keys)
+
+    def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
+        """Keep blocks, given head first, from being evicted for so long, those on their way in
+        too, as far as there is room for such; `release` ends it sooner. Optional."""
+        return Hold((), 0.0, is_over=True)
+
+    def release(self, hold: Hold) -> None:  # noqa: B027 - of what is optional
+        """End a hold before its time. It may have ended by itself."""
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:

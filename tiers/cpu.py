@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from .base import Answer, SlabTier, TierStats
 from .block import BlockLayout
 from .errors import InvalidBlock, TierClosed, TierConfigError
+from .holds import Hold, Holds
 from .peers.slab_index import SlabIndex
 from .policies.base import EvictionPolicy
 from .policies.lru import LruPolicy
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 _FORGOTTEN = -1  # the epoch of a block that was forgotten by name
 # Of the slots, for blocks that are kept for other engines: the rest is left to this one.
 KEPT_SHARE = 0.5
+# Of the slots, for blocks that are held for this engine's jobs until their next turn.
+HELD_SHARE = 0.4
 
 
 class _Slot:
@@ -95,6 +98,7 @@ class CpuSlab(SlabTier):
         self.learns = self._policy.learns
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
         self._epoch = 0  # blocks of earlier ones are forgotten
+        self._holds = Holds(int(HELD_SHARE * self.num_slots))
         self._num_forgotten = 0  # at the most, of those whose slots are not free yet
         self._closed = False
         self.is_served = is_served
@@ -222,6 +226,19 @@ class CpuSlab(SlabTier):
             index.hold(slots, time.monotonic() + seconds, int(KEPT_SHARE * self.num_slots))
             return is_here
 
+    def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
+        """See SlabTier. At most HELD_SHARE of the slots are held."""
+        now = time.monotonic()
+        with self._lock:
+            hold = self._holds.hold(keys, now + seconds, now)
+            known = [key for key in hold.keys if self._answer(key) is Answer.HIT]
+            self._policy.touch(reversed(known))  # so that they are not in the way of victims
+            return hold
+
+    def release(self, hold: Hold) -> None:
+        with self._lock:
+            self._holds.release(hold)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Committed blocks, given head first, are as good as used now. No hit is counted."""
         with self._lock:
@@ -271,6 +288,7 @@ class CpuSlab(SlabTier):
     def clear(self) -> None:
         with self._lock:
             self._epoch += 1
+            self._holds.clear()
             self._num_forgotten = len(self._policy)
             if self.index is not None:
                 self.index.clear()
@@ -326,6 +344,9 @@ class CpuSlab(SlabTier):
             return False
         return not self._is_held(slot)
 
+    def _is_idle_and_not_held(self, key: bytes) -> bool:
+        return key not in self._holds and self._is_idle(key)
+
     def _is_held(self, slot: _Slot) -> bool:
         """Whether it is kept for other engines."""
         return self.index is not None and self.index.is_held(slot.index)
@@ -351,7 +372,10 @@ class CpuSlab(SlabTier):
         count = len(coming) - len(self._free)
         if count <= 0:
             return
-        idle = self._is_idle
+        holds = self._holds
+        if holds:
+            holds.expire(time.monotonic())
+        idle = self._is_idle_and_not_held if holds else self._is_idle
 
         def is_free_to_go(key: bytes) -> bool:
             return key not in wanted and idle(key) and not (spared is not None and spared(key))

@@ -81,6 +81,8 @@ class BlockPool:
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
+        self._pins: dict[KVCacheBlock, int] = {}  # how many of its holders run no more
+        self.num_reclaimable = 0  # pinned blocks that nobody else holds
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
 
@@ -136,6 +138,8 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Hold blocks for one more request; free ones leave the queue and keep their names."""
+        if self._pins:
+            self._count_touched(blocks)
         self._cold.removed(self.free_queue.hold_n(blocks))
         self.residency.touched(blocks)
 
@@ -177,7 +181,37 @@ class BlockPool:
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give blocks back for one request, the one to be reused first in front: the tail of a
         sequence before its head, so that prefixes live longest."""
+        if not self._pins:
+            self._cold.added(self.free_queue.release_n(blocks))
+            return
+        blocks = list(blocks)
         self._cold.added(self.free_queue.release_n(blocks))
+        pins = self._pins
+        self.num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
+
+    def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Held blocks are from now on held for nobody who runs; `num_reclaimable` counts those that
+        nobody else holds."""
+        for block in blocks:
+            if not block.is_null:
+                count = self._pins[block] = self._pins.get(block, 0) + 1
+                self.num_reclaimable += block.ref_cnt == count
+
+    def unpin(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """As before `pin`, right before they are given back."""
+        for block in blocks:
+            if block.is_null:
+                continue
+            count = self._pins[block]
+            self.num_reclaimable -= block.ref_cnt == count
+            if count > 1:
+                self._pins[block] = count - 1
+            else:
+                del self._pins[block]
+
+    def _count_touched(self, blocks: Iterable[KVCacheBlock]) -> None:
+        pins = self._pins
+        self.num_reclaimable -= sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def cache_full_blocks(
         self,

@@ -24,6 +24,12 @@ class FullAttentionManager(GroupTables):
         # Hits that others hold cost nothing.
         return max(0, blocks - len(self.table(request_id)) - len(hits)) + num_free(hits)
 
+    def num_reserved(self, request_id: str, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self._block_size) - len(self.table(request_id)))
+
+    def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
+        return max(0, -(-num_tokens // self._block_size) - len(hits)) + num_free(hits)
+
     def need(
         self,
         request_id: str,

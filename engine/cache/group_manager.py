@@ -51,6 +51,13 @@ class GroupManager(Protocol):
         """Blocks that are free now and that a request takes, at most, until `num_tokens` have been
         computed. The hits are not its own yet."""
 
+    def num_reserved(self, request_id: str, num_tokens: int) -> int:
+        """As `num_missing`, whatever others do with blocks that it shares with them."""
+
+    def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
+        """By how many blocks those that are free become fewer, and those that are reserved more, if
+        a request begins with these hits that will have `num_tokens` computed."""
+
     def need(
         self,
         request_id: str,

@@ -12,7 +12,7 @@ that is not above what the others left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 
@@ -83,6 +83,23 @@ class KVCacheCoordinator:
             group.num_missing(request_id, num_tokens, blocks)
             for group, blocks in zip(self._groups, given, strict=True)
         )
+
+    def num_reserved(self, wanted: Mapping[str, int]) -> int:
+        """Free blocks that these holders take, at most, until each has had so many tokens computed,
+        whatever they share."""
+        return sum(
+            [
+                group.num_reserved(request_id, num_tokens)
+                for group in self._groups
+                for request_id, num_tokens in wanted.items()
+            ]
+        )
+
+    def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None) -> int:
+        """What `num_reserved` would be more, and the free blocks fewer, with one more holder."""
+        given = self.no_blocks if hits is None else hits
+        both = zip(self._groups, given, strict=True)
+        return sum([group.num_to_reserve(num_tokens, blocks) for group, blocks in both])
 
     def find_longest_prefix(
         self, digests: Sequence[bytes], max_tokens: int
@@ -164,10 +181,17 @@ class KVCacheCoordinator:
         null = self._pool.null_block
         self._pool.free_blocks(chain.from_iterable(zip_longest(*tables, fillvalue=null)))
 
-    def rename(self, request_id: str, holder: str) -> None:
-        """All tables of a request are another holder's from now on."""
+    def pin(self, request_id: str, holder: str) -> None:
+        """All tables of a request are another holder's from now on, who runs no more."""
         for group in self._groups:
             group.rename(request_id, holder)
+            self._pool.pin(group.table(holder))
+
+    def unpin(self, holder: str) -> None:
+        """As `free`, for what was pinned."""
+        for group in self._groups:
+            self._pool.unpin(group.table(holder))
+        self.free(holder)
 
     def offer(self, request_id: str) -> None:
         """Give the named blocks of a request to `BlockPool.take_fresh`."""

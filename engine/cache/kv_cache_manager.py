@@ -13,7 +13,7 @@ are named; tokens beyond `request.num_tokens` get a place but no name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..models.layer_attention import LayerAttention, full
 from ..request import Request
@@ -86,6 +86,16 @@ class KVCacheManager:
         """Free blocks that a request takes, at most, until all tokens that it has now have been
         computed. The hits are not its own yet."""
         return self._coordinator.num_missing(request.request_id, request.num_tokens, hits)
+
+    def num_reserved(self, wanted: Mapping[str, int]) -> int:
+        """Free blocks that requests by these ids take, at most, until each has had so many tokens
+        computed; also where they share blocks, and one of them gives its own back."""
+        return self._coordinator.num_reserved(wanted)
+
+    def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
+        """By how many blocks `num_reserved` and what is held become more if a request begins, with
+        these hits, that will have `num_tokens` computed."""
+        return self._coordinator.num_to_reserve(num_tokens, hits)
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
         """The longest known prefix of a request that holds no blocks, and its tokens.
@@ -160,6 +170,10 @@ class KVCacheManager:
         digests = self.prompt_digests(request, with_tail=with_tail)
         return self._coordinator.keys(digests, request.num_prompt_tokens)
 
+    def digests(self, request: Request) -> list[bytes]:
+        """The digests of all full blocks of a request, its output's too."""
+        return list(self._coordinator.of_blocks(request.block_hashes))
+
     def prompt_digests(self, request: Request, *, with_tail: bool = True) -> list[bytes]:
         """The digests of the blocks of a prompt; its end has one of its own where it fills none."""
         blocks = self._coordinator.of_blocks(request.block_hashes)
@@ -181,13 +195,13 @@ class KVCacheManager:
         """Give the blocks of a request back, tail first; they keep names and bytes until reused."""
         self._coordinator.free(request.request_id)
 
-    def free_blocks_of(self, holder: str) -> None:
-        """As `free`, for whoever has taken blocks over by `rename`."""
-        self._coordinator.free(holder)
+    def pin(self, request: Request, holder: str) -> None:
+        """The blocks of a request that has ended are `holder`'s until `unpin`, who runs no more."""
+        self._coordinator.pin(request.request_id, holder)
 
-    def rename(self, request_id: str, holder: str) -> None:
-        """The blocks of a request that has ended are `holder`'s from now on."""
-        self._coordinator.rename(request_id, holder)
+    def unpin(self, holder: str) -> None:
+        """As `free`, for blocks that were pinned."""
+        self._coordinator.unpin(holder)
 
     def offer(self, request: Request) -> None:
         """Have the blocks of a request stored ahead of need, its head first."""

@@ -46,6 +46,21 @@ class LocalAttentionManager(GroupTables):
         held = sum([not block.is_null for block in table])
         return min(more, max(0, self.most_blocks(num_tokens) - held))
 
+    def num_reserved(self, request_id: str, num_tokens: int) -> int:
+        # A block that another request reads too is not free once this one has given it back.
+        table = self.table(request_id)
+        own = sum([block.ref_cnt == 1 for block in self._unneeded(table, len(table))])
+        more = max(0, -(-num_tokens // self._block_size) - len(table))
+        return min(more, max(0, self.most_blocks(num_tokens) - own))
+
+    def num_to_reserve(self, num_tokens: int, hits: Sequence[KVCacheBlock]) -> int:
+        more = max(0, -(-num_tokens // self._block_size) - len(hits))
+        taken = num_free(hits)
+        # Who holds one of the hits alone cannot count on getting it back any more.
+        newly_shared = sum([block.ref_cnt == 1 for block in hits])
+        most = max(0, self.most_blocks(num_tokens) - taken)
+        return taken + newly_shared + min(more, most)
+
     def need(
         self,
         request_id: str,

@@ -98,6 +98,7 @@ class RequestBuilder:
             priority=request.priority,
             job_id=extras.session,
             is_last_step=extras.is_last_step,
+            tenant=request.tenant,
         )
 
     def job_of(self, called: ToolCalled) -> bytes:
@@ -179,6 +180,7 @@ def context_of(request: AddRequest) -> RequestContext:
         tenant=request.tenant or None,
         session=extras.session or None,
         priority=request.priority,
+        pin=bool(extras.session) and not extras.is_last_step,
         transfer=extras.kv_transfer or None,
     )
 

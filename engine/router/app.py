@@ -48,7 +48,8 @@ _OTHER_PATHS = ("/tokenize", "/detokenize", "/version", "/ping")
 _PASSED_HEADERS = frozenset(
     (b"accept", b"accept-language", b"access-control-request-headers",
      b"access-control-request-method", b"authorization", b"content-encoding", b"content-type",
-     b"origin", b"traceparent", b"tracestate", b"user-agent", b"x-request-id")
+     b"origin", b"traceparent", b"tracestate", b"user-agent", b"x-job-id", b"x-job-last-step",
+     b"x-request-id")
 )  # fmt: skip
 
 

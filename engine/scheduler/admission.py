@@ -20,7 +20,7 @@ from ..request import Progress, Request, RequestStatus
 from .loading import count_reused
 from .places import Places
 from .policies import RequestQueue
-from .pressure import MemoryPressure
+from .pressure import MemoryPressure, Reservations
 from .step import StepBuilder
 
 # Asking one takes about as long as ten decodes.
@@ -47,6 +47,7 @@ class Admission:
     ) -> None:
         self._places = places
         self._pressure = pressure
+        self._reservations = Reservations(config, places)
         self._manager = places.manager
         self._connector = places.connector
         self._max_running = config.max_num_seqs
@@ -59,6 +60,7 @@ class Admission:
         """Let in what fits, or (`only_known`) what has run before and was sent back. True if a
         request was told by the tiers to ask again."""
         places = self._places
+        self._reservations.recount()
         most = MOST_DEFERRED if places.running else len(places.requests)
         later: list[Request] = []
         newer = (places.skipped, places.waiting)
@@ -123,7 +125,7 @@ class Admission:
         if not places.running or request.request_id in places.loaded:
             return False
         while self._pressure.forbids_admission:
-            if not places.release_pin_for_start(request):
+            if not (self._pressure.counts_pins and self._release_pin(request)):
                 return True
         return False
 
@@ -138,8 +140,8 @@ class Admission:
         if request.num_computed_tokens == 0:
             hits, num_hit_tokens = self._manager.get_computed_blocks(request)
             running = places.running
-            while running and not self._pressure.has_room_for(request, hits, running):
-                if not places.release_pin_for_start(request):
+            while self._drives_out(request, hits):
+                if not (self._pressure.counts_pins and self._release_pin(request)):
                     places.note_wait(request, Obstacle.PROMPT_ROOM)
                     return Verdict.NO_ROOM
             if _may_load(request):
@@ -170,9 +172,9 @@ class Admission:
         elif num_tokens > step.budget:
             places.note_wait(request, Obstacle.BUDGET)
             return Verdict.NO_ROOM
-        while not self._allocate(request, num_tokens, hits, num_hit_tokens):
+        while obstacle := self._begin(request, num_tokens, hits, num_hit_tokens):
             if not self._make_room(request):
-                places.note_wait(request, Obstacle.ROOM)
+                places.note_wait(request, obstacle)
                 return Verdict.NO_ROOM
         request.num_computed_tokens += num_hit_tokens
         self._start(request, num_tokens, step, now)
@@ -186,9 +188,11 @@ class Admission:
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
+            and self._reservations.has_room_for(request, hits)
             and self._places.loading.begin_load(
                 request, hits, num_hit_tokens, match.tokens, self._keep_free(), overlapped=True
             )
+            and self._reservations.begin()
         )
 
     def _load(
@@ -203,18 +207,24 @@ class Admission:
             # They are being written by this step, which may fail while the request is away.
             self._places.note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
-        places = self._places
-        while not places.loading.begin_load(
-            request, hits, num_hit_tokens, num_external_tokens, self._keep_free(), overlapped=False
-        ):
-            if places.release_pin_for_start(request):
+        places, obstacle = self._places, Obstacle.LOAD_ROOM
+        while True:
+            if not self._reservations.has_room_for(request, hits):
+                obstacle = Obstacle.RESERVATION
+            elif places.loading.begin_load(
+                request, hits, num_hit_tokens, num_external_tokens, self._keep_free(),
+                overlapped=False,
+            ):  # fmt: skip
+                break
+            if self._release_pin(request):
                 continue
             if only_known and self._take_from_paused(request):
                 continue
             # A load never takes the blocks of another one: two could do so in turn for ever.
             # With nothing running, those that have loaded come first, since they can run.
-            places.note_wait(request, Obstacle.LOAD_ROOM)
+            places.note_wait(request, obstacle)
             return Verdict.LATER if places.loaded and not places.running else Verdict.NO_ROOM
+        self._reservations.begin()
         places.counts["loads"] += 1
         places.note(request, Decision.LOADING)
         # Tokens that the load does not bring have to be computed after all.
@@ -222,9 +232,13 @@ class Admission:
         places.progress[request.request_id].lose(promised, "load_failed")
         return Verdict.LOADING
 
-    def _allocate(
+    def _begin(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
-    ) -> bool:
+    ) -> Obstacle | None:
+        """Take blocks for its first tokens in this step; or what is in the way, and nothing has
+        changed. Without `hits` it has blocks already, and with them its reservation."""
+        if hits is not None and not self._reservations.has_room_for(request, hits):
+            return Obstacle.RESERVATION
         added = self._manager.allocate_slots(
             request,
             num_tokens,
@@ -232,7 +246,24 @@ class Admission:
             new_computed_blocks=hits,
             keep_free_blocks=self._keep_free(),
         )
-        return added is not None
+        if added is None:
+            return Obstacle.ROOM
+        if hits is not None:
+            self._reservations.begin()
+        return None
+
+    def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
+        """Whether its prompt would be too much beside those that run; a reservation, where there
+        is one, says more."""
+        running = self._places.running
+        if not running or self._reservations.is_on:
+            return False
+        return not self._pressure.has_room_for(request, hits, running)
+
+    def _release_pin(self, request: Request) -> bool:
+        """As `Places.release_pin_for_start`."""
+        self._reservations.recount()
+        return self._places.release_pin_for_start(request)
 
     def _keep_free(self) -> int:
         """The blocks to leave free: none while nothing runs, because the watermark would protect
@@ -242,7 +273,7 @@ class Admission:
     def _make_room(self, request: Request) -> bool:
         """Take the blocks of a pin; or of another load while nothing runs, for nobody else will
         give any back."""
-        if self._places.release_pin_for_start(request):
+        if self._release_pin(request):
             return True
         return not self._places.running and self._places.give_up_last_load(spare=request)
 

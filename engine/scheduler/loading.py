@@ -62,9 +62,13 @@ class LoadingRequests:
         """Requests that wait for the end of a load, the ended ones among them."""
         return len(self._waiting)
 
+    def unfinished(self) -> list[Request]:
+        """Waiting requests that somebody still waits for."""
+        return [request for request in self._waiting.values() if not request.is_finished]
+
     @property
     def num_unfinished(self) -> int:
-        """Waiting requests that somebody still waits for."""
+        """How many those are."""
         return sum(not request.is_finished for request in self._waiting.values())
 
     @property

@@ -8,16 +8,19 @@ most. A job has one pin: that of a later turn takes the place of an earlier one,
 shares.
 
 Pinned blocks are offered to the tiers meanwhile, so giving a pin up costs no copy. Whoever lacks
-room takes it from the oldest pin before anybody is preempted.
+room takes it from the oldest pin before anybody is preempted. The tiers keep a turn's blocks too,
+pinned or not, and have them near when the next one is due.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
+from ...connector.base import KVConnectorScheduler
 from ..cache.kv_cache_manager import KVCacheManager
 from ..request import Request
 
@@ -26,6 +29,11 @@ logger = logging.getLogger(__name__)
 PIN_SECONDS = 10.0
 # A tool that is expected to take longer does not get a pin: others need the room meanwhile.
 THRESHOLD_SECONDS = 2.0
+# What the tiers keep waits longer: twice as long as the tool is expected to take, and as this says
+# where nothing is known; at most MOST_TIER_SECONDS.
+TIER_SECONDS, MOST_TIER_SECONDS = 60.0, 300.0
+# Before the next turn is due its blocks are read: it may come sooner, and a disk takes its time.
+AHEAD_SECONDS, AHEAD_SHARE = 0.2, 0.2
 # Of the blocks of the pool, those that all pins hold together at most.
 MOST_SHARE = 0.5
 MOST_JOBS = 16_384  # whose ends are remembered
@@ -88,6 +96,7 @@ class Pin(NamedTuple):
     """A turn's blocks: `holder` has them in the manager's tables."""
 
     job_id: str
+    tenant: str
     holder: str
     until: float  # monotonic
     num_blocks: int
@@ -101,14 +110,20 @@ class Pins:
         manager: KVCacheManager,
         counts: Counter[str],
         *,
-        has_tiers: bool,
+        connector: KVConnectorScheduler,
+        tenant_share: float = 1.0,
         estimator: Estimator | None = None,
     ) -> None:
+        """`tenant_share`: of the blocks that may be pinned, those for one tenant at most."""
         self._manager = manager
         self._counts = counts
-        self._has_tiers = has_tiers
+        self._connector = connector
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * (manager.pool.num_blocks - 1))
+        # None: all that may be pinned may be one tenant's, whose oldest pin then gives way.
+        self._most_of_tenant = int(tenant_share * self._most_blocks) if tenant_share < 1 else None
+        self._of_tenants: Counter[str] = Counter()  # pinned blocks; nobody with none
+        self._warned = False
         self._pins: OrderedDict[Job, Pin] = OrderedDict()
         self.num_blocks = 0  # that all pins hold; blocks of several are counted by each
 
@@ -149,27 +164,36 @@ class Pins:
         if not job or request.is_last_step:
             if job:
                 self._release(job)
+                self._connector.job_ended(job)
             return False
         self._ask("turn_ended", job, now)
+        self._keep_in_tiers(request)
         self._release(job)
         ids = self._manager.get_block_ids(request.request_id)
         num_blocks = sum(len(table) - table.count(0) for table in ids)  # 0 is the null block
         if not num_blocks or num_blocks > self._most_blocks or not self._pays(job, ""):
             return False
+        most = self._most_of_tenant
+        if most is not None and self._of_tenants[request.tenant] + num_blocks > most:
+            self._note_over_quota(request.tenant, num_blocks)
+            return False
         while self.num_blocks + num_blocks > self._most_blocks:
             self.release_oldest()
-        if self._has_tiers:
+        if self._connector.has_tiers:
             self._manager.offer(request)
         holder = f"\0{request.number}"  # no request can have this id
-        self._manager.rename(request.request_id, holder)
-        self._pins[job] = Pin(request.job_id, holder, now + PIN_SECONDS, num_blocks)
+        self._manager.pin(request, holder)
+        self._pins[job] = Pin(request.job_id, request.tenant, holder, now + PIN_SECONDS, num_blocks)
         self.num_blocks += num_blocks
+        self._of_tenants[request.tenant] += num_blocks
         self._counts["pins"] += 1
         return True
 
     def tool_called(self, job: Job, tool: str) -> None:
         """What the turn that ended last asked for is known now; its pin ends where that takes too
         long."""
+        if (seconds := self._seconds(job, tool)) is not None:
+            self._connector.turn_expected(job, _due(seconds))
         if job in self._pins and not self._pays(job, tool):
             self._release(job)
             self._counts["pins_not_worth"] += 1
@@ -199,7 +223,35 @@ class Pins:
         pin = self._pins.pop(job, None)
         if pin is not None:
             self.num_blocks -= pin.num_blocks
-            self._manager.free_blocks_of(pin.holder)
+            self._of_tenants[pin.tenant] -= pin.num_blocks
+            if not self._of_tenants[pin.tenant]:
+                del self._of_tenants[pin.tenant]
+            self._manager.unpin(pin.holder)
+
+    def _note_over_quota(self, tenant: str, num_blocks: int) -> None:
+        self._counts["pins_over_quota"] += 1
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "a turn of %d blocks is not kept: tenant %r has %d kept, and may have %d; raise "
+                "--pin-tenant-share, or expect its jobs to load or compute again. Said once; "
+                "stratakv:pins_over_quota counts",
+                num_blocks, tenant, self._of_tenants[tenant], self._most_of_tenant,
+            )  # fmt: skip
+
+    def _keep_in_tiers(self, request: Request) -> None:
+        if not self._connector.has_tiers:
+            return
+        seconds = self._seconds(request.job, "")
+        most, due = TIER_SECONDS, None
+        if seconds is not None:
+            most, due = min(max(PIN_SECONDS, 2 * seconds), MOST_TIER_SECONDS), _due(seconds)
+        self._connector.turn_ended(request.job, self._manager.digests(request), most, due)
+
+    def _seconds(self, job: Job, tool: str) -> float | None:
+        """How long the tool takes, where the estimator says something that can be."""
+        seconds = self._ask("tool_seconds", job, tool)
+        return seconds if seconds is not None and math.isfinite(seconds) else None
 
     def _pays(self, job: Job, tool: str) -> bool:
         seconds = self._ask("tool_seconds", job, tool)
@@ -216,3 +268,8 @@ class Pins:
             logger.exception("the estimator of tools failed, and is asked no more")
             self._estimator = None
             return None
+
+
+def _due(seconds: float) -> float:
+    """When to have the blocks near, of a tool that takes so long."""
+    return max(0.0, seconds - max(AHEAD_SECONDS, AHEAD_SHARE * seconds))

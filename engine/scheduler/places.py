@@ -36,6 +36,8 @@ class Places:
         connector: KVConnectorScheduler | None = None,
         observer: Observer | None = None,
         policy: SchedulingPolicy | None = None,
+        *,
+        pin_tenant_share: float = 1.0,
     ) -> None:
         self.manager = manager
         self.policy = FCFSPolicy() if policy is None else policy
@@ -56,7 +58,12 @@ class Places:
         self.counts: Counter[str] = Counter()
         self.pins: Pins | None = None
         if self.policy.pins_turns:
-            self.pins = Pins(manager, self.counts, has_tiers=self.connector.has_tiers)
+            self.pins = Pins(
+                manager,
+                self.counts,
+                connector=self.connector,
+                tenant_share=pin_tenant_share,
+            )
             self.policy.warm_jobs = self.pins.jobs
         self.loading = LoadingRequests(manager, self.connector, self.counts, observer)
 

@@ -6,6 +6,14 @@ turn: nobody is let in from `admit_below` on, and beyond `preempt_above` the las
 request is let in only if its whole prompt, and what is still missing of the running ones' prompts,
 stays below the second share. A threshold of 1 disables the check. Blocks that nobody holds count as
 free, whether or not their bytes are still remembered.
+
+With a reservation (`--reserve`) the room for what a request reads, or for all that it may come to,
+has to be there before it gets its first block, beside what those before it may still take:
+
+    | held            | those may still take | this one may take |  free  |
+                                                           preempt_above
+
+Where all reserve to their ends, nobody who runs ever lacks room.
 """
 
 from __future__ import annotations
@@ -16,12 +24,18 @@ from ..cache.kv_cache_coordinator import GroupBlocks
 from ..cache.kv_cache_manager import KVCacheManager
 from ..config import SchedulerConfig
 from ..request import Request
+from .places import Places
 
 
 class MemoryPressure:
     """Reads the pool of `manager`; changes nothing."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, manager: KVCacheManager, *, counts_pins: bool = True
+    ) -> None:
+        """`counts_pins`: what is kept for jobs keeps others out as what is held does. Else it goes
+        when the last free block has gone, and giving some up before relieves nobody."""
+        self.counts_pins = counts_pins
         self._manager = manager
         self._usable = manager.pool.num_blocks - 1
         self._admit_blocks = config.admit_below * self._usable
@@ -51,4 +65,57 @@ class MemoryPressure:
 
     @property
     def _num_held(self) -> int:
-        return self._usable - self._manager.pool.num_free
+        pool = self._manager.pool
+        held = self._usable - pool.num_free
+        return held if self.counts_pins else held - pool.num_reclaimable
+
+
+class Reservations:
+    """Room for those who have blocks, and for who is to get some. Nothing is kept between two
+    rounds of admission: what is reserved follows from who holds blocks, and how many."""
+
+    def __init__(self, config: SchedulerConfig, places: Places) -> None:
+        self._places = places
+        self._manager = places.manager
+        self.is_on = config.reserve != "none"
+        self._is_full = config.reserve == "full"
+        self._most_blocks = int(config.preempt_above * (places.manager.pool.num_blocks - 1))
+        self._spare: int | None = None  # blocks that are not reserved; None: to be counted
+        self._needed = 0  # by the request that was last found to have room
+
+    def recount(self) -> None:
+        """Somebody has given blocks back, or taken some without asking here."""
+        self._spare = None
+
+    def has_room_for(self, request: Request, hits: GroupBlocks | None) -> bool:
+        """Whether a request that waits may have blocks; `hits` are those it has found. One that
+        holds blocks has its reservation, and one has room where nobody else holds any."""
+        places = self._places
+        if not self.is_on or request.request_id in places.loaded:
+            return True
+        if self._spare is None:
+            self._spare = self._count()
+        self._needed = self._manager.num_to_reserve(self._tokens_of(request), hits)
+        if self._needed <= self._spare:
+            return True
+        return not (places.running or places.loaded or places.loading.num_waiting)
+
+    def begin(self) -> bool:
+        """The request that was asked for last has its first blocks. True."""
+        if self._spare is not None:
+            self._spare -= self._needed
+        self._needed = 0
+        return True
+
+    def _tokens_of(self, request: Request) -> int:
+        """The last token is sampled but never computed, so it needs no slot."""
+        return request.max_num_tokens - 1 if self._is_full else request.num_tokens
+
+    def _count(self) -> int:
+        places, pool = self._places, self._manager.pool
+        holders = [*places.running, *places.loaded.values(), *places.loading.unfinished()]
+        if not self._is_full:
+            holders = [each for each in holders if each.num_computed_tokens < each.num_tokens - 1]
+        wanted = {each.request_id: self._tokens_of(each) for each in holders}
+        held = pool.num_blocks - 1 - pool.num_free
+        return self._most_blocks - held - self._manager.num_reserved(wanted)

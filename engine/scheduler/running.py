@@ -32,7 +32,7 @@ class RunningRound:
         """Send back whom the policy says while too much of the pool is held; never the only one."""
         places = self._places
         while len(places.running) > 1 and self._pressure.demands_preemption:
-            if places.release_pin(places.running[0]):
+            if self._pressure.counts_pins and places.release_pin(places.running[0]):
                 continue
             step.pressed = True
             if not places.give_up_last_load(spare=places.running[0]):

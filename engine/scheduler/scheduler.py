@@ -124,13 +124,20 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self._fails_with_load = fails_with_load
         self._observer = GuardedObservers(observers) if observers else None
-        manager.pool.observer = self._observer
-        self._places = Places(manager, connector, self._observer, open_policy(config.policy))
+        if self._observer is not None and self._observer.hears_names:
+            manager.pool.observer = self._observer
+        self._places = Places(
+            manager,
+            connector,
+            self._observer,
+            open_policy(config.policy),
+            pin_tenant_share=config.pin_tenant_share,
+        )
         self.connector = self._places.connector
         manager.pool.tell_dropped(self.connector.names_dropped)
         if self.connector.wants_all:
             manager.pool.offer_all()
-        pressure = MemoryPressure(config, manager)
+        pressure = MemoryPressure(config, manager, counts_pins=not self.connector.has_tiers)
         self._running = RunningRound(config, self._places, pressure)
         self._admission = Admission(config, self._places, pressure)
         self._writer = OutputWriter(self._places, max_model_len)
@@ -325,7 +332,7 @@ class Scheduler:
             preempted_ids = output.preempted_request_ids
             tokens = output.num_scheduled_tokens
             self._observer.step(
-                StepMade(self._step_id, new_ids, resumed_ids, preempted_ids, tokens)
+                StepMade(self._step_id, new_ids, resumed_ids, preempted_ids, tokens, total)
             )
         return output
 

@@ -12,6 +12,8 @@ _OBSTACLES = {
     Obstacle.PRESSURE.value: "running requests held too much of the KV pool (--admit-below)",
     Obstacle.PROMPT_ROOM.value: "its whole prompt would have driven a running request out of the "
     "KV pool (--preempt-above)",
+    Obstacle.RESERVATION.value: "what others may still take of the KV pool left no room "
+    "for all that it has to have reserved (--reserve)",
     Obstacle.ROOM.value: "the KV pool had no free blocks to compute in",
     Obstacle.LOAD_ROOM.value: "the KV pool had no free blocks to load into",
     Obstacle.LOOKUP.value: "a tier had not answered yet",

@@ -100,6 +100,19 @@ class DecisionRecord(msgspec.Struct, tag_field="record", tag="decision", frozen=
     total_scheduled_tokens: int
 
 
+class EncodedDecision(msgspec.Struct, tag_field="record", tag="decision", frozen=True, gc=False):
+    """A `DecisionRecord` that is only written, with what is long in JSON already."""
+
+    step: int
+    time: float
+    scheduled_new_ids: list[str]
+    scheduled_resumed_ids: list[str]
+    scheduled_running_ids: msgspec.Raw
+    preempted_ids: list[str]
+    num_scheduled_tokens: msgspec.Raw
+    total_scheduled_tokens: int
+
+
 class DroppedRecord(msgspec.Struct, tag_field="record", tag="dropped", frozen=True, gc=False):
     """Records that were lost before the next one."""
 

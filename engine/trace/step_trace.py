@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from ...connector.base import KVConnectorScheduler
 from ..config import SchedulerConfig
@@ -15,7 +18,7 @@ from ..observer import Decision, Observer, StepMade, StepSnapshot
 from ..request import Request
 from .records import (
     VERSION,
-    DecisionRecord,
+    EncodedDecision,
     EventRecord,
     HitRecord,
     SnapshotRecord,
@@ -50,6 +53,7 @@ class StepTrace(Observer):
         self._connector = connector
         self._connector_name = connector_name
         self._step = 0
+        self._decisions = _Decisions()
         self._obstacles: dict[str, str] = {}  # request id → what it was last said to wait for
         self._writer.put(
             StartRecord(
@@ -64,29 +68,10 @@ class StepTrace(Observer):
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self._step = snapshot.step_id
-        cpu_blocks = self._connector.cpu_blocks()
         pins = snapshot.pins
-        job_ids = [] if pins is None else pins.job_ids()
-        free, total = (None, None) if cpu_blocks is None else cpu_blocks
-        self._writer.put(
-            SnapshotRecord(
-                step=self._step,
-                time=self._now(),
-                running=snapshot.num_running,
-                waiting=snapshot.num_waiting,
-                gpu_blocks_free=snapshot.num_free_blocks,
-                gpu_blocks_total=snapshot.num_blocks,
-                gpu_blocks_cached=snapshot.num_cached_blocks,
-                cpu_blocks_free=free,
-                cpu_blocks_total=total,
-                cpu_blocks_cached=None if free is None or total is None else total - free,
-                num_pinned=len(job_ids),
-                pinned_blocks=0 if pins is None else pins.num_blocks,
-                pinned_job_ids=job_ids,
-                max_num_running_reqs=self._config.max_num_seqs,
-                max_num_scheduled_tokens=self._config.max_num_batched_tokens,
-            )
-        )
+        held = None if pins is None else (pins.job_ids(), pins.num_blocks)
+        cpu_blocks = self._connector.cpu_blocks()
+        self._writer.put(partial(self._snapshot, snapshot, time.monotonic(), cpu_blocks, held))
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         external = {name: count for name, count in tokens.items() if name != POOL and count}
@@ -127,27 +112,82 @@ class StepTrace(Observer):
         )
 
     def step(self, made: StepMade) -> None:
-        self._writer.put(partial(_decision, made, self._now()))
+        self._writer.put(partial(self._decisions.record, made, time.monotonic() - self._began))
 
     def close(self) -> None:
         """Write what is left. Waits for a few seconds at most."""
         self._writer.close()
 
+    def _snapshot(
+        self,
+        snapshot: StepSnapshot,
+        now: float,
+        cpu_blocks: tuple[int, int] | None,
+        held: tuple[list[str], int] | None,
+    ) -> SnapshotRecord:
+        """On the writer's thread. `held`: the ids of jobs whose turns are kept, and their
+        blocks."""
+        free, total = (None, None) if cpu_blocks is None else cpu_blocks
+        job_ids, pinned_blocks = ([], 0) if held is None else held
+        return SnapshotRecord(
+            step=snapshot.step_id,
+            time=round(now - self._began, 6),
+            running=snapshot.num_running,
+            waiting=snapshot.num_waiting,
+            gpu_blocks_free=snapshot.num_free_blocks,
+            gpu_blocks_total=snapshot.num_blocks,
+            gpu_blocks_cached=snapshot.num_cached_blocks,
+            cpu_blocks_free=free,
+            cpu_blocks_total=total,
+            cpu_blocks_cached=None if free is None or total is None else total - free,
+            num_pinned=len(job_ids),
+            pinned_blocks=pinned_blocks,
+            pinned_job_ids=job_ids,
+            max_num_running_reqs=self._config.max_num_seqs,
+            max_num_scheduled_tokens=self._config.max_num_batched_tokens,
+        )
+
     def _now(self) -> float:
         return round(time.monotonic() - self._began, 6)
 
 
-def _decision(made: StepMade, now: float) -> DecisionRecord:
-    tokens = made.num_tokens
-    others = {*made.new_ids, *made.resumed_ids}
-    running = [each for each in tokens if each not in others] if others else list(tokens)
-    return DecisionRecord(
-        step=made.step_id,
-        time=now,
-        scheduled_new_ids=list(made.new_ids),
-        scheduled_resumed_ids=sorted(made.resumed_ids),
-        scheduled_running_ids=running,
-        preempted_ids=sorted(made.preempted_ids),
-        num_scheduled_tokens=tokens,
-        total_scheduled_tokens=sum(tokens.values()),
-    )
+class _Decisions:
+    """Makes the records of steps, on the writer's thread. Most steps go on with the same requests
+    as the one before, one token each: their names are encoded once."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._ids: list[str] = []  # of the last step in which all went on with one token
+        self._encoded = _Ids(msgspec.Raw(b"[]"), msgspec.Raw(b"{}"))
+
+    def record(self, made: StepMade, now: float) -> EncodedDecision:
+        tokens, total = made.num_tokens, made.total_tokens
+        ids = list(tokens)
+        if total == len(ids) and not made.new_ids and not made.resumed_ids:
+            if ids != self._ids:
+                self._ids, self._encoded = ids, self._encode(ids, tokens)
+            encoded = self._encoded
+        else:
+            others = {*made.new_ids, *made.resumed_ids}
+            encoded = self._encode([each for each in ids if each not in others], tokens)
+        return EncodedDecision(
+            step=made.step_id,
+            time=round(now, 6),
+            scheduled_new_ids=list(made.new_ids),
+            scheduled_resumed_ids=sorted(made.resumed_ids),
+            scheduled_running_ids=encoded.running,
+            preempted_ids=sorted(made.preempted_ids),
+            num_scheduled_tokens=encoded.tokens,
+            total_scheduled_tokens=total,
+        )
+
+    def _encode(self, running: list[str], tokens: dict[str, int]) -> _Ids:
+        encode = self._encoder.encode
+        return _Ids(msgspec.Raw(encode(running)), msgspec.Raw(encode(tokens)))
+
+
+class _Ids(NamedTuple):
+    """A step's requests as JSON."""
+
+    running: msgspec.Raw
+    tokens: msgspec.Raw

@@ -18,7 +18,7 @@ import aiofiles
 import msgspec
 
 from ...tiers.settings.values import ConfigError
-from .records import DroppedRecord, Record
+from .records import DroppedRecord, EncodedDecision, Record
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MOST_AT_ONCE = 1_024  # records in one write
 PAUSE_SECONDS = 0.1
 CLOSE_SECONDS = 5.0
 
-MakeRecord = Callable[[], Record]
+MakeRecord = Callable[[], Record | EncodedDecision]
 
 
 class TraceWriter:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -40,6 +40,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         max_num_seqs=8,
         num_threads=1,
         dtype="float64",
+        scheduling_policy="priority",
         reasoning_start="<think>",
         reasoning_end="</think>",
         structured_outputs_backend="guidance",  # the other one takes seconds to import
@@ -173,6 +174,10 @@ REFUSED = "{% if messages[0].content == 'no' %}{{ raise_exception('not that') }}
         ([{"role": "user", "content": "x" * 300}], {}, "conversation 0: the prompt has .* tokens"),
         ([HELLO] * 3, {"sampling_params": [GREEDY] * 2},
          "3 conversations need one or 3 sampling parameters, not 2"),
+        ([HELLO] * 2, {"priority": [1]}, "priority has 1 numbers for 2 conversations"),
+        (HELLO, {"priority": 3}, "priority is a list of whole numbers, not int"),
+        (HELLO, {"priority": ["high"]}, "a list of whole numbers, and holds str"),
+        (HELLO, {"priority": [2**31 + 1]}, "conversation 0: priority must be from"),
     ],
 )  # fmt: skip
 def test_chats_that_cannot_be(llm: LLM, messages: Any, options: dict[str, Any], words: str) -> None:
@@ -181,6 +186,20 @@ def test_chats_that_cannot_be(llm: LLM, messages: Any, options: dict[str, Any], 
     with pytest.raises(ValueError, match=words):
         llm.chat(messages, **{"chat_template": TEMPLATE, **options})
     assert llm.stats()["scheduler"]["generated_tokens"] == before
+
+
+def test_conversations_have_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    run = llm._run
+
+    def noting(checked: Sequence[Any], use_tqdm: bool) -> list[Any]:
+        asked.extend(each.request.priority for each in checked)
+        return run(checked, use_tqdm)
+
+    monkeypatch.setattr(llm, "_run", noting)
+    answers = llm.chat([HELLO] * 2, GREEDY, priority=[5, -1], chat_template=TEMPLATE)
+    assert asked == [5, -1]
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [10, 10]
 
 
 # Choices

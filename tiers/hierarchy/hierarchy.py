@@ -29,6 +29,7 @@ from typing import NamedTuple
 from ..admission import AdmissionFilter, AdmitAll
 from ..base import Answer, SlabTier, StoreTier, TierStats
 from ..context import NO_CONTEXT, RequestContext
+from ..holds import Hold
 from ..mailbox import Mailbox
 from ..tag import Proof, Proofs, Tagger
 from .guarded_store import GuardedStore, Traffic, find_stores
@@ -439,6 +440,17 @@ class Hierarchy:
                 return
         done(self._slab.keep(keys, seconds))
 
+    def hold(self, keys: Sequence[bytes], seconds: float) -> Hold:
+        """Keep blocks of this engine, given head first, for so long: in the slab, those on their
+        way in too, and as each store leases them. The slab's hold ends with `release` too."""
+        for store in self._stores:
+            store.lease(keys, seconds, _nobody_asks)
+        return self._slab.hold(keys, seconds)
+
+    def release(self, hold: Hold) -> None:
+        """End a hold before its time. It may have ended by itself."""
+        self._slab.release(hold)
+
     def stats(self) -> dict[str, TierStats]:
         """Counters by tier. The slab's `dropped_stores` includes blocks evicted before they were
         written."""
@@ -472,3 +484,7 @@ class Hierarchy:
 
     def _is_used(self) -> bool:
         return bool(self._promotions or self._write_backs.in_flight)
+
+
+def _nobody_asks(_kept: list[bool]) -> None:
+    """What a store leases of what is held is not asked."""

@@ -262,6 +262,15 @@ class SsdStore(StoreTier):
         with self._state.lock:
             self._state.index.observe(chain, now)
 
+    def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
+        now = time.monotonic()
+        with self._state.lock:
+            self._check_open()
+            num_held = self._state.index.hold(keys, now + seconds, now)
+        kept: Future[list[bool]] = Future()
+        kept.set_result([index < num_held for index in range(len(keys))])
+        return kept
+
     def trial_read(self, seconds: float) -> ReadSample | None:
         with self._state.lock:
             if self._closed:

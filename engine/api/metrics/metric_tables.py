@@ -57,6 +57,7 @@ SCHEDULER: Table = (
     ("pins", _counter("stratakv:turns_pinned", "Turns of jobs whose blocks were kept.")),
     ("pins_expired", _counter("stratakv:pins_expired", "Kept turns that waited in vain.")),
     ("pins_given_up", _counter("stratakv:pins_given_up", "Kept turns whose room was needed.")),
+    ("pins_over_quota", _counter("stratakv:pins_over_quota", "Turns beyond a tenant's share.")),
     ("pool_usage", _gauge("vllm:kv_cache_usage_perc", "Held part of the KV pool, 1 is all.")),
     ("pool_usage", _gauge("vllm:gpu_cache_usage_perc", "The same under its older name.")),
     ("num_blocks", _gauge("stratakv:pool_blocks", "Blocks of the KV pool.")),

@@ -291,6 +291,18 @@ def test_the_tenant_header_is_passed_on_where_it_is_named() -> None:
     asyncio.run(run())
 
 
+def test_nodes_learn_of_which_job_a_request_is_a_turn() -> None:
+    async def run() -> None:
+        async with rig(prefill=1) as it:
+            job = {"X-Job-Id": "job-1", "X-Job-Last-Step": "true"}
+            await it.request("POST", "/v1/completions", {"prompt": LONG}, job)
+            for node in (*it.prefill, *it.decode):
+                assert node.seen[0].headers["x-job-id"] == "job-1"
+                assert node.seen[0].headers["x-job-last-step"] == "true"
+
+    asyncio.run(run())
+
+
 def test_too_many_requests_are_told_to_come_back() -> None:
     async def run() -> None:
         async with rig(max_waiting=2) as it:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from stratakv.engine.observer import Observer
+from stratakv.engine.observer import Decision, Observer
 from stratakv.engine.request import Request
 from stratakv.engine.sampling_params import SamplingParams
 
@@ -80,3 +80,23 @@ def test_an_observer_that_fails_costs_nothing(
         engine.run_all()
     assert engine.said("a") == reference(prompt(20), 5)
     assert caplog.text.count("hears nothing more") == 1
+
+
+def test_names_are_told_only_where_somebody_hears_them(make_engine: MakeEngine) -> None:
+    """A block is named in every sixteenth decode, and a trace has no use for it."""
+
+    class Ends(Observer):
+        def __init__(self) -> None:
+            self.ended: list[str] = []
+
+        def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
+            if decision is Decision.FINISHED:
+                self.ended.append(request.request_id)
+
+    ends = Ends()
+    engine = make_engine(observer=ends)
+    engine.add("a", prompt(20))
+    engine.run_all()
+    assert ends.ended == ["a"]
+    assert engine.manager.pool.observer is None
+    assert make_engine(observer=Recorder()).manager.pool.observer is not None

@@ -14,6 +14,7 @@ from stratakv.engine.scheduler import pins as pins_module
 from stratakv.engine.scheduler import places as places_module
 from stratakv.engine.scheduler import scheduler as scheduler_module
 from stratakv.engine.scheduler.pins import PIN_SECONDS, Pins, ToolEstimator
+from stratakv.tiers.settings.values import ConfigError
 
 from .conftest import HASHER, Engine, MakeEngine, reference
 from .dict_tiers import DictTiers
@@ -41,10 +42,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def turn(
-    name: str, prompt: list[int], job: str = "job", *, last: bool = False, tokens: int = 4
+    name: str,
+    prompt: list[int],
+    job: str = "job",
+    *,
+    last: bool = False,
+    tokens: int = 4,
+    tenant: str = "",
 ) -> Request:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return Request(name, prompt, params, block_hasher=HASHER, job_id=job, is_last_step=last)
+    return Request(
+        name,
+        prompt,
+        params,
+        block_hasher=HASHER,
+        job_id=job,
+        is_last_step=last,
+        tenant=tenant,
+    )
 
 
 def run(engine: Engine, request: Request, tool: str = "") -> list[int]:
@@ -142,6 +157,29 @@ def test_pins_together_hold_no_more_than_their_share(make_engine: MakeEngine) ->
         assert pins_of(engine).num_blocks <= 20
     run(engine, turn("huge", prompt(100), job="huge"))
     assert b"\0huge" not in pins_of(engine)
+
+
+def test_what_a_tenant_asks_beyond_its_share_is_not_pinned(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(41, policy="continuum", pin_tenant_share=0.5)  # 10 of 20 blocks
+    for number in range(6):
+        run(engine, turn(f"a{number}", prompt(8, number), job=f"a{number}", tenant="a"))
+    assert [pin.job_id for pin in pins_of(engine).jobs.values()] == ["a0", "a1", "a2"]
+    assert engine.scheduler.counts["pins_over_quota"] == 3
+    assert caplog.text.count("tenant 'a' has 9 kept, and may have 10") == 1
+    # Others have theirs, and a job that has one may have its next one.
+    run(engine, turn("b", prompt(8, 9), job="b", tenant="b"))
+    run(engine, turn("more", prompt(12), job="a0", tenant="a"))
+    assert [pin.job_id for pin in pins_of(engine).jobs.values()] == ["a1", "a2", "b", "a0"]
+    engine.scheduler.reset_prefix_cache(False)
+    assert not pins_of(engine)._of_tenants
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_tenants_share_is_a_share(make_engine: MakeEngine, share: float) -> None:
+    with pytest.raises(ConfigError, match="--pin-tenant-share takes a share from 0 to 1"):
+        make_engine(policy="continuum", pin_tenant_share=share)
 
 
 def test_tools_that_take_long_get_no_pin(make_engine: MakeEngine, clock: Clock) -> None:

@@ -140,3 +140,54 @@ def test_shares_are_shares(name: str, share: float) -> None:
 def test_the_second_share_is_not_below_the_first() -> None:
     with pytest.raises(ConfigError, match=r"--admit-below 0\.9 lets requests in where"):
         SchedulerConfig(admit_below=0.9, preempt_above=0.8)
+
+
+def test_a_reservation_to_the_end_sends_nobody_back(make_engine, say):
+    """The same requests, with and without: 20 blocks, and three that come to 9 each."""
+    prompts = [tokens(3 * SIZE - 1, 10 * i) for i in range(3)]
+    preemptions = {}
+    for reserve in ("none", "prompt", "full"):
+        engine = make_engine(num_blocks=21, reserve=reserve)
+        fill(engine, prompts, max_tokens=6 * SIZE)
+        step(engine)
+        assert running(engine) == (["0", "1"] if reserve == "full" else ["0", "1", "2"])
+        engine.run_all()
+        for number, prompt in enumerate(prompts):
+            assert engine.said(str(number)) == say(prompt, 6 * SIZE, ignore_eos=True)
+        preemptions[reserve] = engine.scheduler.counts["preemptions"]
+    assert preemptions["full"] == 0 < preemptions["none"]
+
+
+def test_a_reserved_prompt_counts_beside_those_under_way(make_engine):
+    """The first has a chunk of 12 blocks, the second needs 9 of the 8 that the rest leaves. The
+    pressure's own check, which is off here, would not see it."""
+    engine = make_engine(num_blocks=21, max_num_batched_tokens=16, reserve="prompt",
+                         long_prefill_token_threshold=8)  # fmt: skip
+    fill(engine, [tokens(12 * SIZE, 0), tokens(9 * SIZE, 10)], max_tokens=1)
+    step(engine)
+    assert running(engine) == ["0"]
+    assert held(engine) == 2
+    engine.run_all()
+    assert engine.scheduler.counts["preemptions"] == 0
+
+
+def test_a_prefix_that_others_hold_needs_no_reservation(make_engine):
+    engine = make_engine(num_blocks=21, reserve="full")
+    shared = tokens(12 * SIZE, 0)
+    fill(engine, [[*shared, last] for last in (7, 8, 9)], max_tokens=2 * SIZE)
+    step(engine, 2)
+    assert running(engine) == ["0", "1", "2"]
+
+
+def test_who_is_alone_may_reserve_more_than_the_share(make_engine, say):
+    engine = make_engine(num_blocks=21, reserve="full", **SHARES)
+    fill(engine, [tokens(70, 0), tokens(5, 10)], max_tokens=9)
+    step(engine)
+    assert running(engine) == ["0"]
+    engine.run_all()
+    assert engine.said("1") == say(tokens(5, 10), 9, ignore_eos=True)
+
+
+def test_reservations_are_of_a_known_kind() -> None:
+    with pytest.raises(ConfigError, match="--reserve takes none or prompt or full, not 'all'"):
+        SchedulerConfig(reserve="all")

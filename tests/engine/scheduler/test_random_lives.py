@@ -71,6 +71,7 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, faults: bool, s
         max_num_seqs=max_num_seqs,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
+        reserve=rng.choice(["none", "prompt", "full"]),
         **rng.choice(PRESSURES),
     )
     prompts: dict[str, tuple[list[int], int]] = {}
@@ -149,6 +150,12 @@ def check_invariants(engine: Any) -> None:
     )
     held = {request.request_id for request in waiting if engine.table(request.request_id)}
     assert held == set(places.loaded)
+    if engine.scheduler.config.reserve == "full":
+        assert engine.scheduler.counts["preemptions"] == 0
+        holders = [*places.running, *places.loaded.values(), *places.loading.unfinished()]
+        wanted = {each.request_id: each.max_num_tokens - 1 for each in holders}
+        if places.loading.num_waiting == places.loading.num_unfinished:  # else one goes first
+            assert engine.manager.num_reserved(wanted) <= pool.num_free
 
 
 def check_end(

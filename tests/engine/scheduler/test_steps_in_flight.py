@@ -239,6 +239,7 @@ def check_life(
         max_num_batched_tokens=16,
         max_num_seqs=4,
         observer=recorder,
+        reserve=rng.choice(["none", "full"]),
     )
     line = Pipeline(engine)
     stems = [prompt(SIZE * 4, i) for i in range(3)]
@@ -259,6 +260,8 @@ def check_life(
         elif line.in_flight:
             line.end()
     line.run_all()
+    if engine.scheduler.config.reserve == "full":
+        assert engine.scheduler.counts["preemptions"] == 0
     for name, (text, count) in asked.items():
         said, expected = engine.said(name), reference(text, count, ignore_eos=True)
         last = engine.outputs[name][-1]

@@ -103,6 +103,8 @@ VALUES: Mapping[str, tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]] =
         ("auto", "auto"),
     ),
     "scheduling_policy": (("fcfs", "fcfs"), ("priority", "priority"), ("mine", "mine")),
+    "reserve": (("none", "none"), ("prompt", "prompt"), ("full", "full")),
+    "pin_tenant_share": (("0.5", 0.5), ("1", 1.0), ("0", 0.0)),
     "step_trace": (("/a", Path("/a")), ("/b", Path("/b")), ("/c", Path("/c"))),
     "tenant_secret": tuple((text * 16, text.encode() * 16) for text in "abc"),  # type: ignore[dict-item]
     "host": (("a", "a"), ("b", "b"), ("c", "c")),

@@ -22,12 +22,14 @@ In memory only; its owner calls it under one lock.
 from __future__ import annotations
 
 import gc
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from typing import NamedTuple, TypeVar
 
+from ...holds import Holds
 from ...policies.base import EvictionPolicy
 from .index_file import Row, RowBatch
 
@@ -140,6 +142,8 @@ _T = TypeVar("_T")
 _MOST_NUMBERS_PER_BLOCK = 16
 # Blocks forgotten by name whose records are erased for those who wait for that.
 _MOST_DROPPED = 16384
+# Of the slots, for blocks that are held until somebody asks for them.
+HELD_SHARE = 0.5
 LAST_GENERATION = 2**64 - 1  # that a row can say
 # A last use beyond it was never written by us; counting on from it would overflow the row.
 _LARGEST_USE = 2**62
@@ -173,6 +177,7 @@ class SlotIndex:
         self._unsaved = SlotList(num_slots)  # used since their rows were written, in that order
         self._next_use = 0
         self._policy: EvictionPolicy | None = None  # None: the order of last use
+        self._holds = Holds(int(HELD_SHARE * num_slots))
         self._take_in(rows)
 
     def __len__(self) -> int:
@@ -204,6 +209,14 @@ class SlotIndex:
 
     def keys(self) -> list[bytes]:
         return list(self._slots)
+
+    def hold(self, keys: Sequence[bytes], until: float, now: float) -> int:
+        """Keep known blocks, given head first, from being evicted until then (seconds, monotonic):
+        how many, from the first on. At most HELD_SHARE of the slots are held."""
+        leading = list(takewhile(self._slots.__contains__, keys))
+        held = self._holds.hold(leading, until, now).keys
+        self.touch(held)  # so that they are not in the way of victims
+        return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
         """Up to `limit` slots in use, those first whose last use is longest ago."""
@@ -359,13 +372,16 @@ class SlotIndex:
 
     def _victims(self, count: int) -> list[int]:
         """Up to `count` slots to evict, none of which is being read."""
+        if self._holds:
+            self._holds.expire(time.monotonic())
         if self._policy is None:
-            unread = (slot for slot in self._recency if not self._pins[slot])
+            pins, keys, holds = self._pins, self._keys, self._holds
+            unread = (s for s in self._recency if not pins[s] and keys[s] not in holds)
             return list(islice(unread, count))
         return [self._slots[key] for key in self._policy.victims(count, self._is_unread)]
 
     def _is_unread(self, key: bytes) -> bool:
-        return not self._pins[self._slots[key]]
+        return not self._pins[self._slots[key]] and key not in self._holds
 
     def _leave(self, slot: int) -> None:
         """Out of sight, but not free: its key is needed until the slot is."""

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of agents' jobs whose next one is still to come: their blocks are held in the tiers, and
+read into the slab when that one is due.
+
+    keep ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
+      └──────────── ended by the next turn, by the job's end, or by the time ────────────┘
+
+A job has one such turn. A hint and no more: what is not held, or not read in time, is loaded or
+computed when it is asked for. Jobs whose blocks lie in windows are held and not read ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..tiers.hierarchy.hierarchy import Hierarchy
+from ..tiers.hierarchy.promotions import LoadTicket
+from ..tiers.holds import Hold
+from ..tiers.mailbox import Alarm
+
+MOST_TURNS = 4096
+# Reads of this kind hold at most this share of the slab at once.
+SHARE = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class KeptTurn:
+    """One of them."""
+
+    keys: list[bytes]
+    hold: Hold
+    until: float  # monotonic
+    due: float | None = None  # None: not known, or read already
+    ticket: LoadTicket | None = None
+    num_read: int = 0  # blocks that the ticket brings
+
+
+class KeptTurns:
+    """The kept turns of one connector, by job. `alarm` wakes the engine where one is due.
+    `reads_ahead`: whether what only a store has can be read into the slab."""
+
+    def __init__(self, hierarchy: Hierarchy, alarm: Alarm, *, reads_ahead: bool) -> None:
+        self._hierarchy = hierarchy
+        self._alarm = alarm
+        self._reads_ahead = reads_ahead and hierarchy.has_stores
+        self._turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # the oldest first
+        self._room = int(SHARE * hierarchy.num_slots)  # slots
+        self.num_kept = 0  # since the start
+        self.blocks_read_ahead = 0  # since the start
+
+    def __len__(self) -> int:
+        """Turns that are kept now."""
+        return len(self._turns)
+
+    def keep(
+        self, job: bytes, keys: Sequence[bytes], seconds: float, due_seconds: float | None
+    ) -> None:
+        """A turn with these blocks, head first, has ended; it is kept for so long in place of an
+        earlier one. Its next one is due in `due_seconds`, None where nobody knows."""
+        self.end(job)
+        if not keys or seconds <= 0:
+            return
+        while len(self._turns) >= MOST_TURNS:
+            self.end(next(iter(self._turns)))
+        now = time.monotonic()
+        hold = self._hierarchy.hold(keys, seconds)
+        turn = self._turns[job] = KeptTurn(list(keys), hold, now + seconds)
+        self.num_kept += 1
+        self._alarm.at(turn.until)
+        self._expect(turn, due_seconds, now)
+
+    def expect(self, job: bytes, due_seconds: float) -> None:
+        """It is known now when the next turn of a job is due."""
+        if (turn := self._turns.get(job)) is not None:
+            self._expect(turn, due_seconds, time.monotonic())
+
+    def end(self, job: bytes) -> None:
+        """Nothing is kept for a job any longer."""
+        if (turn := self._turns.pop(job, None)) is not None:
+            self._hierarchy.release(turn.hold)
+            self._end_read(turn)
+
+    def collect(self) -> None:
+        """Read what is due, let go of what was read, and end what was kept for long enough."""
+        if not self._turns:
+            return
+        now = time.monotonic()
+        for job, turn in list(self._turns.items()):
+            if now >= turn.until:
+                self.end(job)
+                continue
+            if turn.ticket is not None and turn.ticket.done():
+                self._end_read(turn)
+            if turn.due is not None and now >= turn.due:
+                turn.due = None
+                self._read(turn)
+
+    def clear(self) -> None:
+        """Keep nothing any longer."""
+        for job in list(self._turns):
+            self.end(job)
+
+    def _expect(self, turn: KeptTurn, due_seconds: float | None, now: float) -> None:
+        if due_seconds is None or not self._reads_ahead or now + due_seconds >= turn.until:
+            return
+        turn.due = now + max(0.0, due_seconds)
+        self._alarm.at(turn.due)
+
+    def _read(self, turn: KeptTurn) -> None:
+        """Have the stores bring the leading blocks that the slab does not have."""
+        tiers = self._hierarchy.find(turn.keys).tiers
+        slab = self._hierarchy.tiers[0]
+        missing = [index for index, tier in enumerate(tiers) if tier != slab][: self._room]
+        if not missing or turn.ticket is not None:
+            return
+        ticket = self._hierarchy.begin_load(turn.keys[: missing[-1] + 1])
+        self._room -= len(missing)
+        turn.ticket, turn.num_read = ticket, len(missing)
+        self.blocks_read_ahead += len(missing)
+
+    def _end_read(self, turn: KeptTurn) -> None:
+        if turn.ticket is not None:
+            self._hierarchy.end_load(turn.ticket)
+            self._room += turn.num_read
+            turn.ticket, turn.num_read = None, 0

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds: blocks that are not to be evicted before a time, because somebody will ask for them.
+
+They are held by name, so that one on its way in is held when it comes, and one that never comes
+costs nothing but its name. A hold ends with its time at the latest, whoever made it, and what all
+of them name is bounded. Time is monotonic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Beside one entry for each hold: those that were released early, until their time has come.
+_MOST_DEAD = 64
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Blocks by name, until `until` seconds."""
+
+    keys: Sequence[bytes]
+    until: float
+    is_over: bool = False
+
+
+class Holds:
+    """Names of at most `most_blocks` blocks. A name that several hold is held by each of them, and
+    counts once. Called under its owner's lock."""
+
+    def __init__(self, most_blocks: int) -> None:
+        self.most_blocks = most_blocks
+        self._times: Counter[bytes] = Counter()
+        self._ends: list[tuple[float, int, Hold]] = []  # a heap
+        self._numbers = itertools.count()
+        self._num_dead = 0
+
+    def __len__(self) -> int:
+        """Names that are held, as far as `expire` was called."""
+        return len(self._times)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._times
+
+    def hold(self, keys: Sequence[bytes], until: float, now: float) -> Hold:
+        """Hold the leading ones of these, given head first, as far as there is room."""
+        self.expire(now)
+        room = self.most_blocks - len(self._times)
+        taken: list[bytes] = []
+        for key in dict.fromkeys(keys):
+            if key not in self._times:
+                if not room:
+                    break
+                room -= 1
+            taken.append(key)
+        hold = Hold(taken, until, is_over=not taken or until <= now)
+        if not hold.is_over:
+            self._times.update(taken)
+            heapq.heappush(self._ends, (until, next(self._numbers), hold))
+        return hold
+
+    def release(self, hold: Hold) -> None:
+        """End a hold before its time. It may have ended."""
+        if hold.is_over:
+            return
+        self._end(hold)
+        self._num_dead += 1
+        if self._num_dead > _MOST_DEAD + len(self._ends) // 2:
+            self._ends = [entry for entry in self._ends if not entry[2].is_over]
+            heapq.heapify(self._ends)
+            self._num_dead = 0
+
+    def expire(self, now: float) -> None:
+        """End the holds whose time has come."""
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            hold = heapq.heappop(ends)[2]
+            if hold.is_over:
+                self._num_dead -= 1
+            else:
+                self._end(hold)
+
+    def clear(self) -> None:
+        """End all."""
+        for _, _, hold in self._ends:
+            hold.is_over = True
+        self._ends.clear()
+        self._times.clear()
+        self._num_dead = 0
+
+    def _end(self, hold: Hold) -> None:
+        hold.is_over = True
+        times = self._times
+        for key in hold.keys:
+            if times[key] > 1:
+                times[key] -= 1
+            else:
+                del times[key]
