@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..structured_params import GrammarSpec, Kind
-from .base import Backend, Grammar, GrammarError
+from .base import Backend, Form, Grammar, GrammarError
 from .vocabulary import Vocabulary
+from .xgrammar_scope import why_unsupported, why_untamed
 
+Made = TypeVar("Made", Form, Grammar)
 _PACKAGES = {"xgrammar": "xgrammar", "guidance": "llguidance"}
 _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
@@ -67,9 +70,32 @@ class _Auto(Backend):
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
+        return self._by_either(
+            spec, self._first_choice(spec), lambda name: self._backend(name).compile(spec)
+        )
+
+    def try_out(self, spec: GrammarSpec) -> Form:
+        """What xgrammar is good for needs no trial, so the process need not import it."""
         first = self._first_choice(spec)
+        if first == "xgrammar":
+            return Form("xgrammar", is_bounded=True)
+        return self._by_either(spec, first, lambda name: self._backend(name).try_out(spec))
+
+    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
+        return self._by_either(
+            spec,
+            form.backend,
+            lambda name: (
+                self._backend(name).build(spec, form)
+                if name == form.backend
+                else self._backend(name).compile(spec)
+            ),
+        )
+
+    def _by_either(self, spec: GrammarSpec, first: str, make: Callable[[str], Made]) -> Made:
+        """By the first backend, or where that cannot, by the other."""
         try:
-            return self._backend(first).compile(spec)
+            return make(first)
         except GrammarError as error:
             other = "guidance" if first == "xgrammar" else "xgrammar"
             # What only xgrammar can say is no danger; else its word is as good as the other's.
@@ -77,15 +103,13 @@ class _Auto(Backend):
             if not is_worth_it or not _is_installed(other):
                 raise
             try:
-                return self._backend(other).compile(spec)
+                return make(other)
             except GrammarError:
                 raise error from None
 
     def _first_choice(self, spec: GrammarSpec) -> str:
         if not _is_installed("xgrammar"):
             return "guidance"
-        from .xgrammar_backend import why_unsupported, why_untamed
-
         if why := why_unsupported(spec) or why_untamed(spec):
             if _is_installed("guidance"):
                 return "guidance"

@@ -4,6 +4,10 @@
     Backend.compile(spec) ──► Grammar, shared by all who ask for the same
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
+What takes long to compile is tried out first in a process that nobody depends on:
+
+    there: Backend.try_out(spec) ──► Form ──► here: Backend.build(spec, form) ──► Grammar
+
 A caller may rely on: a matcher allows a token only where its bytes go on towards a text that the
 grammar accepts; end tokens only where the text may end; special tokens never. It calls each matcher
 from one thread at a time, and `compile` from several at once.
@@ -17,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,13 +58,24 @@ class Matcher(ABC):
 
 
 class Grammar(ABC):
-    """A compiled grammar. `num_bytes` is about the memory that it takes."""
+    """A compiled grammar. `num_bytes` is about the memory that it takes. `is_bounded`: no call of
+    its matchers can take for ever, since the backend counts its work and gives up, or since the
+    grammar is of a kind that it is always done with quickly."""
 
     num_bytes: int
+    is_bounded: bool = False
 
     @abstractmethod
     def matcher(self) -> Matcher:
         """One for an answer that begins."""
+
+
+class Form(msgspec.Struct, frozen=True):
+    """What another process found out about a grammar that it has compiled."""
+
+    backend: str  # the name of the one that compiles it
+    text: str = ""  # in that backend's own language, where it has one
+    is_bounded: bool = False  # as `Grammar.is_bounded`
 
 
 class Backend(ABC):
@@ -68,6 +84,15 @@ class Backend(ABC):
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError."""
+
+    def try_out(self, spec: GrammarSpec) -> Form:
+        """Find out whether it can be compiled here, whatever that takes. Raises GrammarError."""
+        raise GrammarError(f"{type(self).__name__} tries nothing out")
+
+    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
+        """As `compile`, where `try_out` has come to this form: without what holds the interpreter's
+        lock for long. Raises GrammarError."""
+        raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> int:

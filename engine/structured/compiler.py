@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles grammars on a few threads, within limits, and keeps them for those who ask again.
 
+    ask ──► small: a thread of their own ───────────────────────────► compiled, first mask made
+        └─► large: other threads ──► tried out in a process (`trials.py`) ──► one at a time ─┘
+
 Called by the engine's step thread, but for the threads of its own; nothing here waits for them but
 `close`.
 """
@@ -13,14 +16,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from ..structured_params import GrammarSpec
-from .base import Backend, Grammar
-from .limited_thread import LeftBehind, Limit, LimitedThread
+from .base import BITS, Backend, Grammar, GrammarError, Words
+from .limited_thread import Job, LeftBehind, Limit, LimitedThread
+from .trials import Trials
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_THREADS = 1
+NUM_TRIALS = 2  # at once
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
 MOST_BYTES = 64 * 1024**2  # of one grammar
 CACHE_BYTES = 256 * 1024**2
@@ -32,11 +40,13 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Compilation:
-    """A grammar that was asked for. Until `is_done` it has neither a grammar nor an error."""
+    """A grammar that was asked for. Until `is_done` it has neither a grammar nor an error.
+    `first_words` is the row of an answer that begins: often the one that takes longest."""
 
     spec: GrammarSpec
     grammar: Grammar | None = None
     error: str = ""
+    first_words: Words | None = None
 
     @property
     def is_done(self) -> bool:
@@ -47,15 +57,37 @@ class TooManyGrammars(RuntimeError):
     """So many wait to be compiled that no more may."""
 
 
+class _Lane:
+    """Grammars that wait for the same threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # With the compilation that each is at, while that takes the processor's time.
+        self.threads: list[tuple[LimitedThread, list[Compilation]]] = []
+
+    def start_threads(self) -> None:
+        """Those that are missing."""
+        while len(self.threads) < self.num_threads:
+            self.threads.append((LimitedThread("stratakv-grammar", self.jobs), []))
+
+    def at(self, thread: LimitedThread) -> list[Compilation]:
+        """What this one is at."""
+        return next((at for each, at in list(self.threads) if each is thread), [])
+
+
 class GrammarCompiler:
-    """`open_backend` is called once, by the thread that first needs it; `wake` is called by any
-    thread that has done one. Threads begin with the first grammar."""
+    """For a vocabulary of `vocab_size` tokens. `open_backend` is called once, by the thread that
+    first needs it; `wake` is called by any thread that has done one. Threads begin with the first
+    grammar. Without `trials` all are compiled at once."""
 
     def __init__(
         self,
         open_backend: Callable[[], Backend],
         wake: Callable[[], None],
         *,
+        vocab_size: int,
+        trials: Trials | None = None,
         limit: Limit = COMPILE_LIMIT,
         num_threads: int = NUM_THREADS,
         cache_bytes: int = CACHE_BYTES,
@@ -63,14 +95,17 @@ class GrammarCompiler:
         self._open_backend = open_backend
         self._wake = wake
         self._limit = limit
-        self._num_threads = num_threads
+        self._num_words = -(-vocab_size // BITS)
+        self._trials = trials
         self._cache_bytes = cache_bytes
         self._known: OrderedDict[GrammarSpec, Compilation] = OrderedDict()  # used last at the end
         self._waiting: dict[GrammarSpec, Compilation] = {}
-        self._jobs: queue.SimpleQueue[Callable[[LimitedThread], None] | None] = queue.SimpleQueue()
-        self._threads: list[tuple[LimitedThread, list[Compilation]]] = []
+        self._small, self._large = _Lane(num_threads), _Lane(NUM_TRIALS)
         self._left = LeftBehind()
         self._opening = threading.Lock()
+        # Held by the thread that compiles what was tried out: with more of them, the engine's own
+        # threads would have no processor left.
+        self._building = threading.Lock()
         self._backend: Backend | None = None
         self.num_compiled = self.num_failed = self.num_found = 0
 
@@ -103,26 +138,18 @@ class GrammarCompiler:
             )
             return compilation
         self._waiting[spec] = compilation
-        while len(self._threads) < self._num_threads:
-            self._start_thread()
-        self._jobs.put(lambda thread: self._compile(thread, compilation))
+        is_large = self._trials is not None and self._trials.is_needed(spec)
+        lane = self._large if is_large else self._small
+        lane.start_threads()
+        lane.jobs.put(lambda thread: self._run(thread, lane.at(thread), compilation))
         return compilation
 
     def collect(self) -> None:
         """Take note of what was done, and fail what takes too long."""
         if not self._waiting:
             return
-        for index, (thread, at) in enumerate(list(self._threads)):
-            if at and thread.leave(self._limit):
-                at[
-                    0
-                ].error = (
-                    f"it takes more than {self._limit.cpu_seconds:g} s to compile; make it simpler"
-                )
-                self._left.add(thread)
-                del self._threads[index]
-                self._start_thread()
-                break  # the others are looked at next time
+        for lane in (self._small, self._large):
+            self._leave_hung(lane)
         for spec, compilation in list(self._waiting.items()):
             if compilation.is_done:
                 del self._waiting[spec]
@@ -135,46 +162,95 @@ class GrammarCompiler:
             self._known.popitem(last=False)
 
     def close(self) -> None:
-        """End the threads; those that hang are left behind. Idempotent."""
-        while not self._jobs.empty():
-            try:
-                self._jobs.get_nowait()
-            except queue.Empty:
-                break
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread, _ in self._threads:
-            thread.join(_CLOSE_SECONDS)
-        self._threads = []
+        """End the threads and processes; threads that hang are left behind. Idempotent."""
+        if self._trials is not None:
+            self._trials.close()
+        for lane in (self._small, self._large):
+            while not lane.jobs.empty():
+                try:
+                    lane.jobs.get_nowait()
+                except queue.Empty:
+                    break
+            for _ in lane.threads:
+                lane.jobs.put(None)
+        for lane in (self._small, self._large):
+            for thread, _ in lane.threads:
+                thread.join(_CLOSE_SECONDS)
+            lane.threads = []
 
-    def _start_thread(self) -> None:
-        at: list[Compilation] = []
-        self._threads.append((LimitedThread("stratakv-grammar", self._jobs), at))
-
-    def _compile(self, thread: LimitedThread, compilation: Compilation) -> None:
-        """On one of the threads."""
-        at = next((at for each, at in list(self._threads) if each is thread), [])
-        grammar, error = None, ""
-        try:
-            with self._opening:  # reading a vocabulary and importing counts for nobody
-                if self._backend is None:
-                    self._backend = self._open_backend()
-            if not thread.next_piece(lambda: at.append(compilation)):
-                return
-            grammar = self._backend.compile(compilation.spec)
-            if grammar.num_bytes > MOST_BYTES:
-                error = (
-                    f"compiled, it takes {grammar.num_bytes} bytes, and at most {MOST_BYTES} may "
-                    "be; make it simpler"
+    def _leave_hung(self, lane: _Lane) -> None:
+        """At most one; the others are looked at next time."""
+        for index, (thread, at) in enumerate(list(lane.threads)):
+            if at and thread.leave(self._limit):
+                at[
+                    0
+                ].error = (
+                    f"it takes more than {self._limit.cpu_seconds:g} s to compile; make it simpler"
                 )
+                self._left.add(thread)
+                if lane is self._large:  # it may hold that
+                    self._building = threading.Lock()
+                del lane.threads[index]
+                lane.start_threads()
+                break
+
+    def _run(self, thread: LimitedThread, at: list[Compilation], compilation: Compilation) -> None:
+        """On one of the threads."""
+        made, error = None, ""
+        try:
+            made = self._compile(thread, at, compilation)
+            if made is None:
+                return
         except (ValueError, ImportError) as caught:  # GrammarError, NoVocabulary
             error = str(caught) or type(caught).__name__
         except Exception as caught:
             logger.exception("a grammar's backend failed")
             error = f"{type(caught).__name__}: {caught}"
         if thread.next_piece(at.clear):
-            if error:
+            if made is None:
                 compilation.error = error
             else:
-                compilation.grammar = grammar
+                compilation.first_words = made[1]
+                compilation.grammar = made[0]
             self._wake()
+
+    def _compile(
+        self, thread: LimitedThread, at: list[Compilation], compilation: Compilation
+    ) -> tuple[Grammar, Words] | None:
+        """The grammar and its first row; None where nobody waits any more. Raises GrammarError, and
+        what a backend may."""
+        spec, form = compilation.spec, None
+        if self._trials is not None and self._trials.is_needed(spec):
+            form = self._trials.try_out(spec)
+        with self._opening:  # reading a vocabulary and importing counts for nobody
+            if self._backend is None:
+                self._backend = self._open_backend()
+        if form is None:
+            return self._build(thread, at, compilation, partial(self._backend.compile, spec))
+        building = self._building
+        if not building.acquire(timeout=self._limit.seconds):
+            raise GrammarError("the grammars before it take too long to compile; try later")
+        try:
+            return self._build(thread, at, compilation, partial(self._backend.build, spec, form))
+        finally:
+            building.release()
+
+    def _build(
+        self,
+        thread: LimitedThread,
+        at: list[Compilation],
+        compilation: Compilation,
+        compile_it: Callable[[], Grammar],
+    ) -> tuple[Grammar, Words] | None:
+        """As `_compile`: within the limit."""
+        if not thread.next_piece(lambda: at.append(compilation)):
+            return None
+        grammar = compile_it()
+        if grammar.num_bytes > MOST_BYTES:
+            raise GrammarError(
+                f"compiled, it takes {grammar.num_bytes} bytes, and at most {MOST_BYTES} may be; "
+                "make it simpler"
+            )
+        words = np.zeros(self._num_words, np.int32)
+        grammar.matcher().fill(words)
+        return grammar, words

@@ -15,7 +15,7 @@ import llguidance
 import numpy as np
 
 from ..structured_params import GrammarSpec, Kind
-from .base import BITS, Backend, Grammar, GrammarError, Matcher, Words
+from .base import BITS, Backend, Form, Grammar, GrammarError, Matcher, Words
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 
@@ -41,10 +41,17 @@ class GuidanceBackend(Backend):
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        try:
-            text = _text_of(spec)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(_plain(str(error))) from None
+        return self._compile(spec, _text_of(spec))
+
+    def try_out(self, spec: GrammarSpec) -> Form:
+        text = _text_of(spec)
+        self._compile(spec, text)
+        return Form("guidance", text, is_bounded=True)
+
+    def build(self, spec: GrammarSpec, form: Form) -> Grammar:
+        return self._compile(spec, form.text)
+
+    def _compile(self, spec: GrammarSpec, text: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise GrammarError(_plain(matcher.get_error()))
@@ -74,6 +81,8 @@ class _Words:
 
 
 class _GuidanceGrammar(Grammar):
+    is_bounded = True
+
     def __init__(
         self,
         prototype: llguidance.LLMatcher,
@@ -132,7 +141,15 @@ class _GuidanceMatcher(Matcher):
 
 
 def _text_of(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own form. Raises ValueError."""
+    """The grammar in llguidance's own form; that of rules is made in Python, at 2 us a byte. Raises
+    GrammarError."""
+    try:
+        return _translated(spec)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_plain(str(error))) from None
+
+
+def _translated(spec: GrammarSpec) -> str:
     if spec.kind in (Kind.JSON, Kind.JSON_OBJECT):
         overrides: Any = {}
         if not spec.any_whitespace:

@@ -32,6 +32,7 @@ from .compiler import (
 )
 from .limited_thread import Limit
 from .masks import MASK_LIMIT, Follower, MaskJob, MaskMaker
+from .trials import Trials
 from .vocabulary import Vocabulary
 
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
@@ -129,7 +130,8 @@ class GrammarManager:
         compile_limit: Limit = COMPILE_LIMIT,
         mask_limit: Limit = MASK_LIMIT,
     ) -> None:
-        """`backend` is that of the settings; `opener` is what opens another one."""
+        """`backend` is that of the settings; `opener` is what opens another one, whose grammars are
+        not tried out."""
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._most_waiting = most_waiting
@@ -138,9 +140,14 @@ class GrammarManager:
             return Vocabulary.load(model_path, vocab_size, eos_token_ids)
 
         self._wakeup: Callable[[], None] = _nothing
+        trials = None
+        if opener is None:
+            trials = Trials(backend, model_path, vocab_size, tuple(eos_token_ids), compile_limit)
         self._compiler = GrammarCompiler(
             opener or (lambda: open_backend(backend, read)),
             self._wake_up,
+            vocab_size=vocab_size,
+            trials=trials,
             limit=compile_limit,
         )
         self._maker = MaskMaker(vocab_size, mask_limit)
@@ -216,7 +223,7 @@ class GrammarManager:
         has_own_ends = bool(own_ids) or end_ids != self._eos_ids
         self._followed[built.request_id] = _Followed(
             built,
-            Follower(grammar),
+            Follower(grammar, waiting.compilation.first_words),
             thought,
             end_ids,
             own_ids,
@@ -268,7 +275,7 @@ class GrammarManager:
         followed, self._begun = self._begun, []
         jobs, rows = self._maker.collect()
         words = rows.view(np.uint32)
-        has_any: list[bool] = np.asarray(words.any(axis=1)).tolist()
+        has_any = np.asarray(words.any(axis=1))
         kept: list[int] = []
         ended: list[Ended] = []
         end = 0

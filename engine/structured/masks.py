@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token masks of a step, made on a thread of their own beside the forward pass.
+"""The token masks of a step: by the caller where that is quick, else by a thread beside the forward
+pass.
 
     begin(jobs) ──► the thread: each answer's new tokens are accepted, its rows filled
-    collect()   ──► rows of all; a job that failed, or that took too long, says why
+    collect()   ──► the caller does the quick ones; rows of all; a job that failed says why
 
-A job that hangs is given up alone: its thread is left behind, and another one does the rest.
+To hand a job over and to wake up again costs more than most jobs do, and takes the interpreter's
+lock from the step in between. So the caller does those of grammars that cannot hang (`is_bounded`)
+and that have been quick so far. On the thread, a job that hangs is given up alone: its thread is
+left behind, and another one does the rest.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import BITS, Grammar, GrammarError, Matcher, fill_drafts
+from .base import BITS, Grammar, GrammarError, Matcher, Words, fill_drafts
 from .limited_thread import Job, LeftBehind, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
 MASK_LIMIT = Limit(cpu_seconds=1.0)
+# What the caller does itself: jobs that take no longer than the first, together than the second.
+# A hand-over costs the step 0.3 to 0.9 ms.
+QUICK_SECONDS = 0.0003
+MOST_QUICK_SECONDS = 0.001
 _POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 5.0
 HANGS = "the grammar of this request takes too long to follow; make it simpler"
@@ -31,19 +42,29 @@ TOO_MANY_HANG = "too many grammars before it hang, so none is followed any more;
 
 
 class Follower:
-    """Where one answer is in its grammar."""
+    """Where one answer is in its grammar. `first_words` is the row at its beginning, where somebody
+    has made it already."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, first_words: Words | None = None) -> None:
         self._grammar = grammar
         self._matcher: Matcher | None = None
+        self.is_bounded = grammar.is_bounded  # it cannot hang
+        self.first_words = first_words
         self.num_taken = 0  # output tokens that have been accepted, or lie before the grammar
+        # What a row of it has taken: the last one, or longer ones before; at first nobody knows.
+        self.row_seconds = math.inf
 
     @property
     def matcher(self) -> Matcher:
-        """Made where it is first used, by the thread."""
+        """Made where it is first used."""
         if self._matcher is None:
             self._matcher = self._grammar.matcher()
         return self._matcher
+
+    def note_seconds(self, seconds: float) -> None:
+        """A row took so long. One that was interrupted is forgotten after a few others."""
+        before = self.row_seconds
+        self.row_seconds = seconds if before == math.inf else max(seconds, before / 2)
 
 
 @dataclass(slots=True)
@@ -59,6 +80,20 @@ class MaskJob:
     @property
     def num_rows(self) -> int:
         return 1 + len(self.drafts)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its row is there, and only to be copied."""
+        return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
+
+    def take_first(self, row: Words) -> bool:
+        """Fill the row where it is made already; whether it was. Behind it no row is."""
+        first = self.follower.first_words
+        if first is not None and self.is_made:
+            row[:] = first
+            return True
+        self.follower.first_words = None
+        return False
 
     @property
     def may_end(self) -> bool:
@@ -79,23 +114,54 @@ class MaskJob:
 
 
 class _Batch:
-    """The jobs of one step, and how far the thread has come. Errors are the batch's until it is
-    collected, so that a thread that was left behind with another batch tells nobody."""
+    """The jobs of one step, and how far the thread has come with those of them that are its own, in
+    `places`. Errors are the batch's until it is collected, so that a thread that was left behind
+    with another batch tells nobody."""
 
-    def __init__(self, jobs: Sequence[MaskJob], rows: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self, jobs: Sequence[MaskJob], rows: npt.NDArray[np.int32], places: Sequence[int]
+    ) -> None:
         self.jobs = jobs
         self.rows = rows
+        self.ends = list(accumulate([job.num_rows for job in jobs]))
         self.errors: list[str] = [""] * len(jobs)
-        self.at = self.row = 0  # of the job that is next, or under way
-        self.is_done = threading.Event()
+        self.places = places
+        self.at = 0  # in `places`: the job that is next, or under way
+        self._is_done = threading.Event() if places else None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the thread is done with its jobs."""
+        return self._is_done is None or self._is_done.wait(seconds)
+
+    def set_done(self) -> None:
+        """The thread is."""
+        assert self._is_done is not None
+        self._is_done.set()
+
+    def run(self, place: int, clock: Callable[[], float]) -> None:
+        """Do a job, and note how long it took. What it raises is its error."""
+        job, end = self.jobs[place], self.ends[place]
+        follower = job.follower
+        num_rows = 1 + len(job.drafts)
+        began = clock()
+        try:
+            if follower.first_words is not None and job.take_first(self.rows[end - num_rows]):
+                return
+            job.run(self.rows[end - num_rows : end])
+            follower.note_seconds((clock() - began) / num_rows)
+        except GrammarError as caught:
+            self.errors[place] = str(caught)
+        except Exception as caught:
+            logger.exception("a grammar's matcher failed")
+            self.errors[place] = f"{type(caught).__name__}: {caught}"
 
     def without_hung_one(self) -> _Batch:
         """What is behind the job at which a thread hangs, which fails. That thread may still write
         into its own rows and errors."""
-        rest = _Batch(self.jobs, self.rows.copy())
+        rest = _Batch(self.jobs, self.rows.copy(), self.places)
         rest.errors = list(self.errors)
-        rest.errors[self.at] = HANGS
-        rest.at, rest.row = self.at + 1, self.row + self.jobs[self.at].num_rows
+        rest.errors[self.places[self.at]] = HANGS
+        rest.at = self.at + 1
         return rest
 
 
@@ -109,6 +175,8 @@ class MaskMaker:
         self._thread: LimitedThread | None = None
         self._left = LeftBehind()
         self._batch: _Batch | None = None
+        self._quick: list[int] = []  # jobs of the batch that `collect` does itself
+        self.num_handed_over = 0  # jobs that a thread did
 
     @property
     def has_begun(self) -> bool:
@@ -116,17 +184,23 @@ class MaskMaker:
 
     def begin(self, jobs: Sequence[MaskJob]) -> None:
         """Start on the jobs, at least one, of which none is under way."""
-        num_rows = sum([job.num_rows for job in jobs])
-        self._batch = _Batch(jobs, np.zeros((num_rows, self._num_words), np.int32))
-        self._run(self._batch)
+        num_rows = sum([1 + len(job.drafts) for job in jobs])
+        rows = np.zeros((num_rows, self._num_words), np.int32)
+        self._quick, others = _divide(jobs)
+        self._batch = batch = _Batch(jobs, rows, others)
+        if others:
+            self.num_handed_over += len(others)
+            self._run(batch)
 
     def collect(self) -> tuple[Sequence[MaskJob], npt.NDArray[np.int32]]:
-        """Wait for what was begun: the jobs, and the rows of all `[rows, words]` in their order,
-        which mean nothing where a job has an error."""
+        """Do what is quick, wait for the thread: the jobs, and the rows of all `[rows, words]` in
+        their order, which mean nothing where a job has an error."""
         batch = self._batch
         assert batch is not None
         self._batch = None
-        while not batch.is_done.wait(_POLL_SECONDS):
+        for place in self._quick:
+            batch.run(place, time.perf_counter)
+        while not batch.wait(_POLL_SECONDS):
             if self._thread is not None and self._thread.leave(self._limit):
                 self._left.add(self._thread)
                 self._thread = None
@@ -145,8 +219,9 @@ class MaskMaker:
 
     def _run(self, batch: _Batch) -> None:
         if self._left.are_too_many:
-            batch.errors[batch.at :] = [TOO_MANY_HANG] * (len(batch.jobs) - batch.at)
-            batch.is_done.set()
+            for place in batch.places[batch.at :]:
+                batch.errors[place] = TOO_MANY_HANG
+            batch.set_done()
             return
         if self._thread is None:
             self._jobs = queue.SimpleQueue()
@@ -154,24 +229,33 @@ class MaskMaker:
         self._jobs.put(lambda thread: _work(thread, batch))
 
 
+def _divide(jobs: Sequence[MaskJob]) -> tuple[list[int], list[int]]:
+    """The places of those that the caller does, and of the others."""
+    quick: list[int] = []
+    others: list[int] = []
+    left = MOST_QUICK_SECONDS
+    for place, job in enumerate(jobs):
+        follower = job.follower
+        seconds = follower.row_seconds * (1 + len(job.drafts))
+        if seconds == math.inf and job.is_made:
+            seconds = 0.0
+        if seconds <= QUICK_SECONDS and seconds <= left and follower.is_bounded:
+            left -= seconds
+            quick.append(place)
+        else:
+            others.append(place)
+    return quick, others
+
+
 def _work(thread: LimitedThread, batch: _Batch) -> None:
     """On the thread: one job after the other."""
-    at, row = batch.at, batch.row
+    at = batch.at
 
     def note() -> None:
-        batch.at, batch.row = at, row
+        batch.at = at
 
-    for at in range(batch.at, len(batch.jobs)):
+    for at in range(batch.at, len(batch.places)):
         if not thread.next_piece(note):
             return
-        job = batch.jobs[at]
-        end = row + job.num_rows
-        try:
-            job.run(batch.rows[row:end])
-        except GrammarError as caught:
-            batch.errors[at] = str(caught)
-        except Exception as caught:
-            logger.exception("a grammar's matcher failed")
-            batch.errors[at] = f"{type(caught).__name__}: {caught}"
-        row = end
-    batch.is_done.set()
+        batch.run(batch.places[at], time.thread_time)
+    batch.set_done()

@@ -19,7 +19,7 @@ from stratakv.engine.sampling.token_mask import TokenMask, banned_on, banned_on_
 from stratakv.engine.sampling_params import SamplingParams
 from stratakv.engine.structured.backends import open_backend
 from stratakv.engine.structured.base import BITS, Backend, GrammarError, fill_drafts
-from stratakv.engine.structured.xgrammar_backend import why_unsupported, why_untamed
+from stratakv.engine.structured.xgrammar_scope import why_unsupported, why_untamed
 from stratakv.engine.structured_params import GrammarSpec, Kind, StructuredOutputsParams
 
 from .vocabularies import END, VOCAB, allowed, embedded, say, walk, words

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
@@ -16,7 +18,14 @@ from stratakv.engine.structured.backends import open_backend, why_missing
 from stratakv.engine.structured.base import Backend, Grammar, Matcher, Words
 from stratakv.engine.structured.compiler import Compilation, GrammarCompiler
 from stratakv.engine.structured.limited_thread import MOST_LEFT_BEHIND, Limit
-from stratakv.engine.structured.masks import HANGS, TOO_MANY_HANG, Follower, MaskJob, MaskMaker
+from stratakv.engine.structured.masks import (
+    HANGS,
+    QUICK_SECONDS,
+    TOO_MANY_HANG,
+    Follower,
+    MaskJob,
+    MaskMaker,
+)
 from stratakv.engine.structured_params import (
     MAX_GRAMMAR_BYTES,
     GrammarSpec,
@@ -97,7 +106,7 @@ def threads_end() -> Any:
 
 def test_one_that_does_not_stop_compiling_is_given_up(threads_end: None) -> None:
     backend, woken = Spinner(compiles=False), threading.Event()
-    compiler = GrammarCompiler(lambda: backend, woken.set, limit=SHORT, num_threads=1)
+    compiler = GrammarCompiler(lambda: backend, woken.set, limit=SHORT, vocab_size=40)
 
     def done(compilation: Compilation) -> bool:
         compiler.collect()
@@ -148,9 +157,93 @@ def test_one_that_does_not_stop_in_a_step_fails_alone(threads_end: None) -> None
         maker.close()
 
 
+class Noting(Matcher):
+    """Notes which thread makes its rows."""
+
+    may_end = False
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill(self, words: Words) -> None:
+        self.threads.append(threading.current_thread())
+        words[:] = 7
+
+
+class NotingGrammar(Grammar):
+    num_bytes = 1
+
+    def __init__(self, *, is_bounded: bool) -> None:
+        self.is_bounded = is_bounded
+        self.made = Noting()
+
+    def matcher(self) -> Matcher:
+        return self.made
+
+
+def test_quick_rows_are_made_by_the_caller_and_others_by_the_thread(threads_end: None) -> None:
+    maker = MaskMaker(40)
+    bounded, free = NotingGrammar(is_bounded=True), NotingGrammar(is_bounded=False)
+    first = np.full(2, 5, np.int32)
+    followers = [Follower(bounded, first), Follower(free)]
+    made = [each.made.threads for each in (bounded, free)]
+
+    def rows(new: list[int], *, costs: float) -> list[list[int]]:
+        for follower in followers:
+            if new:
+                follower.row_seconds = costs
+        maker.begin([MaskJob(follower, new) for follower in followers])
+        jobs, rows = maker.collect()
+        assert [job.error for job in jobs] == ["", ""]
+        return rows.tolist()
+
+    def by_caller() -> list[bool]:
+        return [by_caller_of(threads) for threads in made]
+
+    try:
+        assert rows([], costs=0.0) == [[5, 5], [7, 7]]  # the first one was there
+        assert not made[0] and not by_caller_of(made[1])
+        assert rows([1], costs=math.inf) == [[7, 7]] * 2  # nobody knows yet
+        assert by_caller() == [False, False]
+        rows([1], costs=0.0)
+        assert by_caller() == [True, False]  # what may hang never is the caller's
+        rows([1], costs=1.0)
+        assert by_caller() == [False, False]
+        followers[:] = [Follower(bounded) for _ in range(12)]
+        rows_of_all = len(made[0])
+        for follower in followers:
+            follower.row_seconds = 0.0002
+        maker.begin([MaskJob(follower, [1]) for follower in followers])
+        maker.collect()
+        callers = [thread is threading.current_thread() for thread in made[0][rows_of_all:]]
+        assert callers.count(True) == 5  # a millisecond's worth
+    finally:
+        maker.close()
+
+
+def by_caller_of(threads: list[threading.Thread]) -> bool:
+    return threads[-1] is threading.current_thread()
+
+
+def test_a_row_that_was_interrupted_is_forgotten() -> None:
+    follower = Follower(NotingGrammar(is_bounded=True))
+    follower.note_seconds(1e-5)
+    follower.note_seconds(4e-3)
+    assert follower.row_seconds == 4e-3
+    for _ in range(4):
+        follower.note_seconds(1e-5)
+    assert follower.row_seconds <= QUICK_SECONDS
+
+
 def test_grammars_are_kept_up_to_a_size(threads_end: None) -> None:
     backend = Spinner(compiles=True)
-    compiler = GrammarCompiler(lambda: backend, lambda: None, cache_bytes=2500)
+    compiler = GrammarCompiler(lambda: backend, lambda: None, vocab_size=40, cache_bytes=2500)
     try:
         for text in "abacad":
             compilation = compiler.ask(spec(text))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of a process that tries grammars out: `python -m … DESCRIPTOR`.
+
+It compiles one after the other and says what came of it. Whoever started it measures and ends it;
+the limits that it sets itself, on memory and on the processor's time, hold also where nobody does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ..structured_params import GrammarSpec, Kind
+from .backends import open_backend
+from .base import Backend, GrammarError
+from .trial_messages import Answer, Ask, Start, receive, send
+from .vocabulary import Vocabulary
+
+# So that it takes no processor from those who compute, and yet gets a tenth of a busy one.
+_NICENESS = 10
+_MORE_SECONDS = 5  # after which it ends by itself
+_FIRST = GrammarSpec(Kind.GRAMMAR, 'root ::= "a"')
+
+
+def main() -> int:
+    """Until the other end is closed."""
+    os.nice(_NICENESS)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        start = receive(connection, Start)
+        try:
+            backend = _open(start)
+        except (ValueError, ImportError) as error:  # GrammarError, NoVocabulary
+            send(connection, Answer(error=str(error)))
+            return 1
+        _limit_memory(start.memory_bytes)
+        send(connection, Answer())
+        while True:
+            ask = receive(connection, Ask)
+            _limit_time(start.cpu_seconds)
+            spec = GrammarSpec(ask.kind, ask.text, ask.any_whitespace, ask.whitespace_pattern)
+            send(connection, _try_out(backend, spec))
+    except (EOFError, BrokenPipeError):
+        return 0
+
+
+def _open(start: Start) -> Backend:
+    backend = open_backend(
+        start.backend,
+        lambda: Vocabulary.load(Path(start.model_path), start.vocab_size, start.end_ids),
+    )
+    backend.try_out(_FIRST)  # which opens what the next ones are then not charged for
+    return backend
+
+
+def _try_out(backend: Backend, spec: GrammarSpec) -> Answer:
+    try:
+        return Answer(backend.try_out(spec))
+    except (GrammarError, MemoryError, RecursionError) as error:
+        return Answer(error=str(error) or type(error).__name__)
+    except Exception as error:  # noqa: BLE001 - it is told
+        return Answer(error=f"{type(error).__name__}: {error}")
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Of address space, beside what it has now."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # only Linux says
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
+def _limit_time(cpu_seconds: float) -> None:
+    most = math.ceil(time.process_time() + cpu_seconds + _MORE_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
