@@ -11,7 +11,7 @@ nothing of requests, blocks or sampling: positions and the attention plan come f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.cpu.matrix import GELU_TANH, SILU
+from ...kernels.cpu.network import CpuNetwork, NetworkLayer
 from .checkpoint.checkpoint import CPU
 from .checkpoint.weights import DecoderWeights, LayerWeights, load_weights, random_weights
+from .families import Activation
 from .layers import Elementwise, Linear
-from .mlp import make_mlp
+from .mlp import DenseMlp, make_mlp
 from .rope import rope_tables
 from .spec import ModelSpec
 
@@ -103,6 +106,33 @@ class Layer:
         rotated = self._ops.rotate(turned, cos, sin)
         q, k = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         return attention(q, k, heads[:, turning:], index, plan)
+
+    def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
+        """The layer as the library of `kernels/cpu/` computes it, or None where it has not all of
+        its matrices. Tables are `[positions, head_dim // 2]`, `pool` is the layer's, and `view`
+        says which of a step's plans is its own."""
+        mlp = self._mlp
+        if not isinstance(mlp, DenseMlp) or not self._ops.is_plain:
+            return None
+        matrices = self._qkv.packed, self._out.packed, mlp.gate_up, mlp.down.packed
+        qkv, out, gate_up, down = matrices
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return NetworkLayer(
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+            attention_norm=self._attention_norm,
+            head_norms=self._head_norms,
+            after_attention_norm=self._after_attention_norm,
+            mlp_norm=self._mlp_norm,
+            after_mlp_norm=self._after_mlp_norm,
+            cos=cos,
+            sin=sin,
+            keys_and_values=pool,
+            view=view,
+        )
 
     def rest(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output `[rows, hidden]` from rows of its input and of its attention."""
@@ -234,6 +264,27 @@ class Decoder:
         if aux is not None:
             aux.look(x, last + 1, None)
         return self._ops.norm(x, self._last_norm, self.spec.rms_norm_eps)
+
+    def in_library(self, pools: Sequence[Tensor], views: Sequence[int]) -> CpuNetwork | None:
+        """All layers as one piece of work of the library of `kernels/cpu/`, which computes what
+        `run` computes, or None where it cannot. `pools` and `views` are those of the layers, as
+        `Layer.in_library` takes them."""
+        layers: list[NetworkLayer] = []
+        for index, layer in enumerate(self._layers):
+            cos, sin = (table[:, 0] for table in self._tables[self._table_of[index]])
+            made = layer.in_library(cos, sin, pools[index], views[index])
+            if made is None:
+                return None
+            layers.append(made)
+        spec = self.spec
+        is_silu = spec.family.activation is Activation.SILU
+        return CpuNetwork(
+            layers,
+            self._last_norm,
+            num_heads=spec.num_heads,
+            eps=spec.rms_norm_eps,
+            activation=SILU if is_silu else GELU_TANH,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of what `forward` returned. Apart from it, so that the logits of a long

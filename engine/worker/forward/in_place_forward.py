@@ -2,21 +2,26 @@
 """Steps on the CPU whose attention reads the pool where it lies, by the library of `kernels/cpu/`.
 
 Nothing is gathered and nothing is padded: a request has its row of the block table, its length and
-its rows of the step, and one call a layer writes new K and V and attends for all of them.
+its rows of the step. One call computes all layers; where a step asks for hidden states between
+them, or the library has not all of the model, one call a layer writes new K and V and attends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.paged_attention import CpuAttentionStep, Workspace, reason_against
+from ....kernels.cpu.network import MAX_VIEWS, CpuNetwork
+from ....kernels.cpu.paged_attention import CpuAttentionStep, reason_against
+from ....kernels.cpu.workspace import Workspace
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
+from ...models.checkpoint.checkpoint import CPU
 from ...models.decoder import Decoder
 from ...models.dtypes import pool_dtype
 from ..block_table import BlockTable
@@ -109,6 +114,10 @@ class InPlaceForward:
         spec = model.spec
         views = LayerViews(groups, spec.layer_attention)
         workspace = Workspace()
+        pools = [pool[:, place] for _, place in views.places]
+        self._network = None
+        if len(views.views) <= MAX_VIEWS:
+            self._network = model.in_library(pools, [view for view, _ in views.places])
         # With the group whose table each reads.
         self._planners = [
             (
@@ -120,12 +129,29 @@ class InPlaceForward:
         self._attention = attention_over(InPlaceAttention(pool), views)
 
     def prepare(self, step: StepInputs) -> Launch:
-        plan = plan_of(
-            [
-                planner.plan(
-                    step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
-                )
-                for group, planner in self._planners
-            ]
-        )
-        return launch_of(self._model, self._attention, plan, step)
+        plans = [
+            planner.plan(
+                step.tables[group], step.rows, step.computed, step.counts, step.slots[group]
+            )
+            for group, planner in self._planners
+        ]
+        if self._network is None or step.aux is not None:
+            return launch_of(self._model, self._attention, plan_of(plans), step)
+        return self._launch_of(self._network, plans, step)
+
+    def _launch_of(
+        self, network: CpuNetwork, plans: Sequence[InPlacePlan], step: StepInputs
+    ) -> Launch:
+        token_ids = torch.from_numpy(step.token_ids)
+        if step.late is not None:
+            step.late.put(token_ids)
+
+        def launch() -> Tensor:
+            return network.run(
+                self._model.embed(token_ids, None if step.embeds is None else step.embeds.to(CPU)),
+                torch.from_numpy(step.positions),
+                [plan.step for plan in plans],
+                None if step.wanted is None else torch.from_numpy(step.wanted),
+            )
+
+        return launch
