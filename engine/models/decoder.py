@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -215,7 +215,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attention: Attention[Plan],
+        attention: Attention[Plan] | CpuNetwork,
         plan: Plan,
         wanted: Tensor | None,
         *,
@@ -240,7 +240,7 @@ class Decoder:
         self,
         x: Tensor,
         positions: Tensor,
-        attention: Attention[Plan],
+        attention: Attention[Plan] | CpuNetwork,
         plan: Plan,
         wanted: Tensor | None,
         aux: AuxStates | None = None,
@@ -249,8 +249,11 @@ class Decoder:
         with `x` `[tokens, hidden]`, all of them where it is None; normed, as `logits` takes them.
 
         K and V of all tokens are written; past the last attention only the wanted rows are
-        computed, for nothing else is ever read.
+        computed, for nothing else is ever read. What `in_library` has made computes all of it; its
+        plan is the list of the views' steps.
         """
+        if isinstance(attention, CpuNetwork):
+            return _run_in_library(attention, x, positions, plan, wanted, aux)
         turns = [(cos[positions], sin[positions]) for cos, sin in self._tables]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -293,3 +296,19 @@ class Decoder:
         if self._logits_softcap is not None:
             logits = (logits / self._logits_softcap).tanh_() * self._logits_softcap
         return logits
+
+
+def _run_in_library(
+    network: CpuNetwork,
+    x: Tensor,
+    positions: Tensor,
+    plan: Any,
+    wanted: Tensor | None,
+    aux: AuxStates | None,
+) -> Tensor:
+    asked = () if aux is None else aux.layers
+    hidden, found = network.run(x, positions, plan, wanted, asked)
+    if aux is not None:
+        for layer, states in found.items():
+            aux.look(states, layer, None if layer == network.num_layers else wanted)
+    return hidden

@@ -99,11 +99,13 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
-            "layers", "steps", "x", "result", "positions", "wanted", "last_norm", "workspace",
+            "layers", "steps", "x", "result", "positions", "wanted", "states", "last_norm",
+            "workspace",
         )],
         *[(name, ctypes.c_int64) for name in (
             "workspace_bytes", "num_layers", "num_views", "num_tokens", "num_wanted",
-            "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "activation", "element",
+            "num_positions", "hidden", "intermediate", "heads", "kv_heads", "head_dim",
+            "activation", "element",
         )],
         ("eps", ctypes.c_double),
     )  # fmt: skip

@@ -185,7 +185,8 @@ template <class E> struct Walk {
     }
 
     // What is left of the part before, whose norm is `left`, then the norm of the next one.
-    void norm(const void *left, const void *weight) {
+    void norm(const void *left, const void *weight, int64_t layer = -1) {
+        void *kept = pass.states && layer >= 0 ? pass.states[layer] : nullptr;
         by_rows(rows, pass.hidden, [&](int64_t row) {
             A *states = x + row * pass.hidden, *to = at.normed + row * pass.hidden;
             if (left) {
@@ -193,6 +194,7 @@ template <class E> struct Walk {
                 normalise(more, (const A *)left, pass.hidden, A(pass.eps), more);
                 add(more, pass.hidden, states);
             }
+            if (kept) narrow_all(states, pass.hidden, (E *)kept + row * pass.hidden);
             normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
             if (weight == pass.last_norm)
                 narrow_all(to, pass.hidden, (E *)pass.result + row * pass.hidden);
@@ -276,7 +278,7 @@ template <class E> struct Walk {
         const void *left = nullptr;
         for (int64_t i = 0; i < pass.num_layers; i++) {
             const LayerWeights &layer = pass.layers[i];
-            norm(left, layer.attention_norm);
+            norm(left, layer.attention_norm, i);
             multiply(at.normed, pass.hidden, layer.qkv, [&](int64_t row) {
                 return Stored<A, A>{layer.qkv, at.qkv + row * qkv_size(pass), qkv_size(pass)};
             });
@@ -294,7 +296,7 @@ template <class E> struct Walk {
                         layer.after_mlp_norm != nullptr);
             left = layer.after_mlp_norm;
         }
-        norm(left, pass.last_norm);
+        norm(left, pass.last_norm, pass.num_layers);
     }
 };
 

@@ -10,7 +10,7 @@ between two products is in float32 for weights of 16 bits; K, V and queries are 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,17 +112,24 @@ class CpuNetwork:
         )
         self._address = ctypes.addressof(self._pass)
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def run(
         self,
         x: Tensor,
         positions: Tensor,
         steps: Sequence[CpuAttentionStep],
         wanted: Tensor | None,
-    ) -> Tensor:
+        states: Iterable[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write K and V of all tokens and return the hidden states `[len(wanted), hidden]` of the
         rows `wanted`, all of them where it is None, normed. `x` is `[tokens, hidden]`, `positions`
         and `wanted` are int64; of `steps` there is one for each view, with slots, and they were
-        laid down over this pool. Raises ValueError for what is out of bounds."""
+        laid down over this pool. Beside it come the hidden states that go into the layers
+        `states`, of all tokens, and of the wanted rows for the number of layers, which stands for
+        the last norm. Raises ValueError for what is out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -134,8 +141,17 @@ class CpuNetwork:
         x, positions = x.contiguous(), positions.contiguous()
         num_wanted = num_tokens if wanted is None else len(wanted)
         result = torch.empty((num_wanted, self._hidden), dtype=self._dtype)
+        num_layers = self.num_layers
+        found = {
+            layer: torch.empty((num_wanted if layer == num_layers else num_tokens, self._hidden),
+                               dtype=self._dtype)
+            for layer in states
+        }  # fmt: skip
         if num_tokens == 0:
-            return result
+            return result, found
+        kept = (ctypes.c_void_p * (num_layers + 1))()
+        for layer, tensor in found.items():
+            kept[layer] = tensor.data_ptr()
         wanted = None if wanted is None else wanted.contiguous()
         laid_down = (Step * len(steps))(*[step.laid_down for step in steps])
         given, threads = self._pass, torch.get_num_threads()
@@ -144,13 +160,14 @@ class CpuNetwork:
         given.positions = positions.data_ptr()
         # Of no rows data_ptr is null, which would mean all of them.
         given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
+        given.states = ctypes.addressof(kept) if found else None
         given.num_tokens, given.num_wanted = num_tokens, num_wanted
         memory = self._workspace.at_least(self._library.pass_workspace(self._address, threads))
         given.workspace, given.workspace_bytes = memory.data_ptr(), memory.numel()
         wrong = self._library.run_pass(self._address, threads)
         if wrong:
             raise ValueError(f"expected {_WRONG[wrong]}, got others")
-        return result
+        return result, found
 
     def _lay_down(self, to: Layer, layer: NetworkLayer) -> None:
         to.qkv, to.out = layer.qkv.matrix, layer.out.matrix

@@ -88,6 +88,8 @@ struct Pass {
     void *result;                  // [wanted, hidden], elements: normed
     const int64_t *positions;      // [tokens]
     const int64_t *wanted;         // [num_wanted] rows; null: all of them, in order
+    void *const *states;           // [layers + 1], each null or as x, for the hidden states that go
+                                   // into a layer, and of the wanted rows into the last norm
     const void *last_norm;         // [hidden]
     void *workspace;
     int64_t workspace_bytes;

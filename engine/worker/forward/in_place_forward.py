@@ -2,26 +2,24 @@
 """Steps on the CPU whose attention reads the pool where it lies, by the library of `kernels/cpu/`.
 
 Nothing is gathered and nothing is padded: a request has its row of the block table, its length and
-its rows of the step. One call computes all layers; where a step asks for hidden states between
-them, or the library has not all of the model, one call a layer writes new K and V and attends.
+its rows of the step. One call computes all layers; where the library has not all of the model, one
+call a layer writes new K and V and attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.network import MAX_VIEWS, CpuNetwork
+from ....kernels.cpu.network import MAX_VIEWS
 from ....kernels.cpu.paged_attention import CpuAttentionStep, reason_against
 from ....kernels.cpu.workspace import Workspace
 from ....tiers.block import BlockLayout
 from ...batch.batch_update import IntArray
 from ...cache.group_spec import CacheGroups
-from ...models.checkpoint.checkpoint import CPU
 from ...models.decoder import Decoder
 from ...models.dtypes import pool_dtype
 from ..block_table import BlockTable
@@ -135,23 +133,6 @@ class InPlaceForward:
             )
             for group, planner in self._planners
         ]
-        if self._network is None or step.aux is not None:
+        if self._network is None:
             return launch_of(self._model, self._attention, plan_of(plans), step)
-        return self._launch_of(self._network, plans, step)
-
-    def _launch_of(
-        self, network: CpuNetwork, plans: Sequence[InPlacePlan], step: StepInputs
-    ) -> Launch:
-        token_ids = torch.from_numpy(step.token_ids)
-        if step.late is not None:
-            step.late.put(token_ids)
-
-        def launch() -> Tensor:
-            return network.run(
-                self._model.embed(token_ids, None if step.embeds is None else step.embeds.to(CPU)),
-                torch.from_numpy(step.positions),
-                [plan.step for plan in plans],
-                None if step.wanted is None else torch.from_numpy(step.wanted),
-            )
-
-        return launch
+        return launch_of(self._model, self._network, [plan.step for plan in plans], step)
