@@ -204,8 +204,9 @@ struct Cut {
 template <class A> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads) {
     const int64_t panels = panels_of<A>(matrix), unit = matrix.is_pair ? 2 : 1;
     Cut made;
-    made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);
-    const int64_t wanted = threads == 1 ? 1 : quotient_up(4 * threads, made.row_blocks);
+    made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // none of no rows
+    const int64_t wanted =
+        threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks);
     // Four panels at once are what few rows are multiplied by.
     const int64_t step = rows < 4 ? MOST_PANELS : unit;
     made.panels_each = quotient_up(quotient_up(panels, wanted), step) * step;
