@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stratakv.benchmarks.harness.report import Report
 from stratakv.benchmarks.redraw import draw
 from stratakv.benchmarks.serve import peer_engines, phases_process
 from stratakv.benchmarks.serve.phases_process import NewTokens, StrataKvSide, WrongWork, answer
@@ -75,15 +76,11 @@ def test_our_side_answers_and_finds_the_prompt_again(one_layer: Path) -> None:
     side._core.shutdown(0.0)
 
 
-def made_up(name: str, ours: float) -> Any:
+def made_up(ours: float) -> Any:
     """Three rounds; the last one met something else on the machine, and met it on both sides."""
-
-    def measured(*_: Any) -> tuple[dict[str, dict[str, list[float]]], float]:
-        theirs = {case: [100.0, 100.0, 20.0] for case in peer_engines.CASES}
-        mine = {case: [ours, ours, ours / 5] for case in peer_engines.CASES}
-        return {"vllm": theirs, "stratakv": mine}, 0.75
-
-    return measured
+    theirs = {case: [100.0, 100.0, 20.0] for case in peer_engines.CASES}
+    mine = {case: [ours, ours, ours / 5] for case in peer_engines.CASES}
+    return {"vllm": theirs, "stratakv": mine}, 0.75
 
 
 def test_the_report_has_the_lower_ratio_of_both_models(
@@ -95,7 +92,7 @@ def test_the_report_has_the_lower_ratio_of_both_models(
     rates = iter([150.0, 110.0])
     monkeypatch.setattr(peer_engines, "make_qwen", lambda folder: None)
     monkeypatch.setattr(peer_engines, "_start", lambda *_: {"vllm": Ready(), "stratakv": Ready()})
-    monkeypatch.setattr(peer_engines, "_take_rounds", lambda *_: made_up("", next(rates))())
+    monkeypatch.setattr(peer_engines, "_take_rounds", lambda *_: made_up(next(rates)))
     words = ["--peer-python", sys.executable, "--quick", "--out", str(tmp_path)]
     assert main(["bench", "serve", *words]) == 0
     written = json.loads((tmp_path / "serve_peer.json").read_text())
@@ -107,8 +104,8 @@ def test_the_report_has_the_lower_ratio_of_both_models(
     out = capsys.readouterr().out
     assert "In turns with vLLM 0.32.0" in out and "qwen3-0.6b shape in bfloat16: 75%" in out
     assert (tmp_path / "serve_peer.png").stat().st_size > 0
-    drawn = draw(tmp_path / "serve_peer.json")
-    assert drawn == tmp_path / "serve_peer.png"
+    again = tmp_path / "again.png"
+    assert draw(Report.read(tmp_path / "serve_peer.json"), again) == [again]
 
 
 @pytest.mark.parametrize(
